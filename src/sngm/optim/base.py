@@ -1,0 +1,366 @@
+"""What every method here shares: checked groups, zero state, checkpoints, and skipping a non-finite step."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from . import checks, norms
+
+Closure = Callable[[], Any]
+LOW_PRECISION = (torch.float16, torch.bfloat16)
+HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
+
+
+@dataclass(slots=True)
+class Bucket:
+    """The tensors of one parameter group that share a device and a dtype; complex ones viewed as real."""
+
+    group: dict[str, Any]
+    position: int  # the group's place among the groups
+    device: torch.device
+    low_precision: bool
+    owners: list[Tensor] = field(default_factory=list)  # the parameters as the user knows them
+    indices: list[int] = field(default_factory=list)  # their places among all parameters
+    params: list[Tensor] = field(default_factory=list)
+    grads: list[Tensor] = field(default_factory=list)
+    buffers: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def some(self, which: Iterable[int]) -> Bucket:
+        """The bucket of some of these tensors."""
+
+        def pick(tensors: list[Any]) -> list[Any]:
+            return [tensors[i] for i in which]
+
+        which = list(which)
+        return replace(
+            self,
+            owners=pick(self.owners),
+            indices=pick(self.indices),
+            params=pick(self.params),
+            grads=pick(self.grads),
+            buffers={key: pick(tensors) for key, tensors in self.buffers.items()},
+        )
+
+    def slices(self, elements: int) -> Iterator[Bucket]:
+        """This bucket in runs of neighbours of at most `elements` elements (or one tensor), to bound copies."""
+        run: list[int] = []
+        size = 0
+        for i, p in enumerate(self.params):
+            if run and size + p.numel() > elements:
+                yield self.some(run)
+                run, size = [], 0
+            run.append(i)
+            size += p.numel()
+        if run:
+            yield self.some(run)
+
+
+@dataclass(slots=True)
+class Work:
+    """One step's input. `scale` is what the gradients were multiplied by (a GradScaler's loss scale)."""
+
+    buckets: list[Bucket]
+    home: torch.device  # where norms that span devices meet
+    on_host: bool  # values may be read without waiting for a device
+    scale: float | Tensor
+    found_inf: Tensor | None
+
+
+class LargeBatchOptimizer(Optimizer):
+    """Base of the methods. Subclasses say which buffers they keep and write `step`.
+
+    Attributes:
+        grad_norm: 0-d tensor on the device, the norm the last step divided by (for methods with many
+            norms, the root of their summed squares). Reading it does not wait for the device.
+        skipped: 0-d tensor, how many steps were skipped because that norm was not finite.
+        norm_group: process group over whose shards norms are summed, or None. Not part of saved state.
+    """
+
+    BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    FUSED_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+    # keys a torch optimizer's checkpoint must hold to load there, with the only value our rules know
+    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0}
+
+    grad_norm: Tensor
+    skipped: Tensor
+
+    def __init__(self, params: ParamsT, defaults: dict[str, Any], *, norm_group: Any = None) -> None:
+        self.norm_group = norm_group
+        self._check_group(defaults)
+        super().__init__(params, {**defaults, **self.FOREIGN})
+        owners = [p for group in self.param_groups for p in group["params"]]
+        if not owners and norm_group is None:
+            raise ValueError("params must hold at least one parameter, got only empty groups")
+        home = owners[0].device if owners else torch.device("cpu")
+        exact = any(p.dtype in (torch.float64, torch.complex128) for p in owners)
+        self.grad_norm = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=home)
+        self.skipped = torch.zeros((), dtype=torch.int64, device=home)
+
+    # ---------------------------------------------------------------- groups
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse bad hyper-parameters. Subclasses add their own."""
+        checks.rate("lr", group["lr"])
+        checks.number("weight_decay", group["weight_decay"], 0.0)
+        checks.flag("maximize", group["maximize"])
+        checks.flag("foreach", group["foreach"], none=True)
+        checks.flag("fused", group["fused"], none=True)
+        checks.flag("capturable", group["capturable"])
+        if group["foreach"] and group["fused"]:
+            raise ValueError("foreach and fused must not both be True")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. A refused group leaves the optimizer as it was."""
+        if not isinstance(param_group, dict) or "params" not in param_group:
+            raise TypeError(f"param_group must be a dict with a 'params' entry, got {param_group!r}")
+        group = dict(param_group)
+        if isinstance(group["params"], Iterable) and not isinstance(group["params"], (Tensor, set)):
+            group["params"] = list(group["params"])
+            tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
+            checks.parameters(tensors)
+        else:
+            tensors = [group["params"]]
+            checks.parameters(tensors)
+        filled = {**self.defaults, **group}
+        self._check_group(filled)
+        if filled["fused"]:
+            self._check_fused(tensors)
+        super().add_param_group(group)
+        param_group.update(group)  # torch fills in the caller's dict, and callers rely on it
+        for p in group["params"]:
+            self._make_state(p, group)
+
+    def _check_fused(self, params: list[Any]) -> None:
+        for i, p in enumerate(params):
+            if isinstance(p, Tensor) and (p.device.type != "cpu" or p.dtype not in self.FUSED_DTYPES):
+                served = ", ".join(str(d).removeprefix("torch.") for d in self.FUSED_DTYPES) or "nothing"
+                raise ValueError(
+                    f"fused=True serves {served} on cpu, but params[{i}] is {p.dtype} on {p.device}; "
+                    "use fused=None to get the fastest path that is right for each tensor"
+                )
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # torch.amp.GradScaler then leaves unscaling and skipping to step(); only where fused is asked for,
+        # because trainers refuse to clip gradients of optimizers that say so.
+        return all(group["fused"] for group in self.param_groups)
+
+    # ---------------------------------------------------------------- state
+
+    def _needs_buffers(self, group: dict[str, Any]) -> bool:
+        return bool(group.get("momentum", 1.0))
+
+    def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Zero state for `p`, as it would be after a step that changed nothing.
+
+        It exists before the first step, so that a checkpoint of a fresh optimizer is complete and
+        torch.distributed.checkpoint has no reason to take a step to make it so.
+        """
+        state: dict[str, Any] = self.state[p]
+        if p.requires_grad or p.grad is not None:  # frozen parameters get theirs when they thaw
+            for key in self.BUFFERS if self._needs_buffers(group) else ():
+                buffer = state.get(key)
+                if buffer is None or (buffer.device.type == "meta" and p.device.type != "meta"):
+                    state[key] = torch.zeros_like(p, dtype=state_dtype(p))
+                elif buffer.device != p.device:  # the model was moved after the optimizer was built
+                    state[key] = buffer.to(p.device)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class or of the torch optimizer it extends.
+
+        Hyper-parameters come from the checkpoint; those it lacks, and `foreach`, `fused` and `capturable`,
+        stay as they are here. State of low-precision parameters stays float32.
+        """
+        # torch would cast state to the parameter's dtype (pytorch#43706), so tensors pass through it wrapped;
+        # the hook is registered last to see what the user's own hooks made of the checkpoint.
+        handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" in state:  # unpickled or copied
+            super().__setstate__(state)
+            self.__dict__.setdefault("norm_group", None)
+            return
+        groups = []
+        for here, loaded in zip(self.param_groups, state["param_groups"], strict=True):
+            group = {**here, **loaded, **{key: here[key] for key in HOW}}
+            for key, known in self.FOREIGN.items():
+                if group[key] != known:
+                    warnings.warn(
+                        f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=4
+                    )
+                    group[key] = known
+            groups.append(group)
+        values = {
+            p: {k: self._unwrap(p, k, v) for k, v in entry.items()} if isinstance(p, Tensor) else entry
+            for p, entry in state["state"].items()
+        }
+        state["state"].update(values)
+        super().__setstate__({"state": state["state"], "param_groups": groups})
+        for group in groups:
+            for p in group["params"]:
+                self._make_state(p, group)
+
+    def _unwrap(self, p: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, _Wrapped):
+            return value
+        tensor = value.tensor
+        if key not in self.BUFFERS:
+            return tensor.clone()
+        if tensor.shape != p.shape:
+            raise ValueError(f"{key} of shape {tuple(tensor.shape)} does not fit a parameter of {tuple(p.shape)}")
+        return tensor.to(device=p.device, dtype=state_dtype(p), copy=True)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "grad_norm": self.grad_norm, "skipped": self.skipped}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LargeBatchOptimizer:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.norm_group = self.norm_group  # a process group cannot be copied, and is meant to be shared
+        return twin
+
+    # ---------------------------------------------------------------- one step
+
+    def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
+        """Everything with a gradient (its own, or one in `grads`), in buckets."""
+        buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
+        index = -1
+        for position, group in enumerate(self.param_groups):
+            keys = self.BUFFERS if self._needs_buffers(group) else ()
+            for p in group["params"]:
+                index += 1
+                grad = p.grad if grads is None else grads.get(p)
+                if grad is None:
+                    continue
+                device = p.device
+                bucket = buckets.get((position, device, p.dtype))
+                if bucket is None:
+                    bucket = Bucket(
+                        group, position, device, p.dtype in LOW_PRECISION, buffers={key: [] for key in keys}
+                    )
+                    buckets[position, device, p.dtype] = bucket
+                state = self.state[p]
+                for key in keys:
+                    if key not in state or state[key] is None or state[key].device != device:
+                        self._make_state(p, group)
+                    bucket.buffers[key].append(real(state[key]))
+                bucket.owners.append(p)
+                bucket.indices.append(index)
+                bucket.params.append(real(p))
+                bucket.grads.append(real(dense(grad)))
+        parts = list(buckets.values())
+        home = parts[0].device if parts else self.grad_norm.device
+        on_host = not torch.compiler.is_compiling() and all(
+            b.device.type == "cpu" and not b.group["capturable"] for b in parts
+        )
+        scale = getattr(self, "grad_scale", None)
+        found_inf = getattr(self, "found_inf", None)
+        if scale is None:
+            scale = 1.0
+        elif on_host:
+            scale = float(scale)
+        return Work(parts, home, on_host, scale, found_inf)
+
+    def _over_shards(
+        self, buckets: list[Bucket], parts: list[Tensor], *, kinds: int, home: torch.device
+    ) -> list[Tensor]:
+        """Sums over `norm_group` of squared norms, parts[i] being (kinds, tensors of bucket i)."""
+        if self.norm_group is None:
+            return parts
+        # one place a parameter, with or without a gradient here, so that all ranks agree on the places
+        count = sum(len(group["params"]) for group in self.param_groups)
+        packed = torch.zeros(kinds, count, dtype=norms.sum_dtype(home), device=home)
+        for bucket, part in zip(buckets, parts, strict=True):
+            packed[:, bucket.indices] = part.to(home)
+        dist.all_reduce(packed, group=self.norm_group)
+        return [packed[:, b.indices].to(b.device) for b in buckets]
+
+    @staticmethod
+    def _total(work: Work, parts: list[Tensor]) -> Tensor:
+        total = torch.zeros((), dtype=norms.sum_dtype(work.home), device=work.home)
+        for part in parts:
+            total = total + part.sum().to(work.home)
+        return total
+
+    def _skip(self, work: Work, total: Tensor) -> bool | Tensor:
+        """Record the norm whose square is `total`; say whether this step must change nothing.
+
+        A bool where the host may know, else a 0-d bool tensor, for steps that never wait for the device.
+        """
+        self.grad_norm = (total.sqrt() / work.scale).to(self.grad_norm.dtype)
+        if work.on_host:
+            overflow = work.found_inf is not None and float(work.found_inf) != 0.0
+            skip = overflow or not math.isfinite(total)
+            if skip:
+                self.skipped = self.skipped + 1
+            return skip
+        bad = ~torch.isfinite(total)
+        if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
+            bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
+        if any(group["capturable"] for group in self.param_groups):
+            self.skipped.add_(bad)  # in place, so that a replayed CUDA graph counts too
+        else:
+            self.skipped = self.skipped.to(bad.device) + bad
+        return bad
+
+
+def evaluate(closure: Closure | None) -> Any:
+    """The closure's loss, computed with gradients on."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def lr_of(group: dict[str, Any]) -> float | Tensor:
+    """The group's learning rate: a number or a 0-d tensor."""
+    lr: float | Tensor = group["lr"]
+    return lr.reshape(()) if isinstance(lr, Tensor) else lr
+
+
+def state_dtype(p: Tensor) -> torch.dtype:
+    """float32 for low-precision parameters, else the parameter's own dtype."""
+    return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
+
+
+def dense(grad: Tensor) -> Tensor:
+    """Sparse gradients as dense ones: the buffers they meet are dense, and every element of those moves."""
+    return grad if grad.layout == torch.strided else grad.to_dense()
+
+
+def real(t: Tensor) -> Tensor:
+    """Complex tensors as pairs of reals: every rule here is linear in them and norms agree."""
+    return torch.view_as_real(t) if t.is_complex() else t
+
+
+class _Wrapped:
+    """A tensor that torch's load_state_dict hands on untouched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _wrap_tensors(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        i: {k: _Wrapped(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+        if isinstance(entry, dict)
+        else entry
+        for i, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

@@ -1,0 +1,78 @@
+"""Argument checks: every refusal names the argument, the value and what is allowed."""
+
+import math
+from numbers import Real
+from typing import Any
+
+import torch
+from torch import Tensor
+
+PARAMETER_DTYPES = (
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+
+
+def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
+    """Refuse `value` unless it is a finite real number in [low, high) (or (low, high))."""
+    allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
+    x = float(value)
+    if not (math.isfinite(x) and (x >= low if include_low else x > low) and x < high):
+        raise ValueError(f"{name} must be {allowed}, got {value!r}")
+
+
+def rate(name: str, value: Any) -> None:
+    """Refuse a learning rate unless it is a number >= 0 or a tensor holding one such number."""
+    if not isinstance(value, Tensor):
+        number(name, value, 0.0)
+    elif value.numel() != 1 or not value.is_floating_point():
+        raise ValueError(
+            f"{name} must be a number >= 0 or a floating-point tensor with one element, "
+            f"got a {value.dtype} tensor of shape {tuple(value.shape)}"
+        )
+    elif value.device.type == "cpu":  # reading a GPU's value would wait for it
+        number(name, value.item(), 0.0)
+
+
+def flag(name: str, value: Any, *, none: bool = False) -> None:
+    """Refuse `value` unless it is a bool (or None, where that means "choose for me")."""
+    if not (isinstance(value, bool) or (none and value is None)):
+        raise TypeError(f"{name} must be True{', False or None' if none else ' or False'}, got {value!r}")
+
+
+def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+    """Refuse `value` unless it is one of `allowed`."""
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
+
+
+def bounds(name: str, value: Any) -> None:
+    """Refuse `value` unless it is None or a pair (low, high) with 0 < low <= high."""
+    if value is None:
+        return
+    if not (isinstance(value, (tuple, list)) and len(value) == 2):
+        raise TypeError(f"{name} must be None or a pair (low, high), got {value!r}")
+    number(f"{name}[0]", value[0], 0.0, include_low=False)
+    number(f"{name}[1]", value[1], 0.0, include_low=False)
+    if value[0] > value[1]:
+        raise ValueError(f"{name} must be a pair (low, high) with low <= high, got {value!r}")
+
+
+def parameters(params: list[Any]) -> None:
+    """Refuse duplicates and dtypes no rule here is defined for. Non-tensors are torch's to refuse."""
+    seen: set[int] = set()
+    for i, p in enumerate(params):
+        if not isinstance(p, Tensor):
+            continue
+        if p.dtype not in PARAMETER_DTYPES:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
+            raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")
+        if id(p) in seen:
+            raise ValueError(f"params must not repeat a parameter; params[{i}] appears twice in its group")
+        seen.add(id(p))

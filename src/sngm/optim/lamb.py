@@ -1,0 +1,267 @@
+"""LAMB: layer-wise adaptive rates for Adam."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import checks, norms
+from .base import Bucket, Closure, LargeBatchOptimizer, evaluate, lr_of
+from .heavy_ball import Coefficient, axpy_, lie_alike
+from .lars import clip
+from .norms import wide
+
+SLICE = 1 << 20  # elements whose direction is held at a time: small enough to stay in cache until it is applied
+
+
+class LAMB(LargeBatchOptimizer):
+    r"""Layer-wise adaptive moments.
+
+    Per tensor, at step t:
+
+    .. math::
+        m = \beta_1 m + (1-\beta_1) g, \quad v = \beta_2 v + (1-\beta_2) g^2, \quad
+        q = \frac{m/(1-\beta_1^t)}{\sqrt{v/(1-\beta_2^t)} + \epsilon} + \lambda w, \quad
+        w = w - \eta \frac{\phi(\|w\|)}{\|q\|} q
+
+    A tensor for which :math:`\phi(\|w\|)` or :math:`\|q\|` is zero takes the step :math:`\eta q`.
+    The group key `adapt` (None or True: every tensor, as published; False: none) turns the ratio off for a group.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any torch optimizer.
+        lr: learning rate :math:`\eta`, a number or a one-element tensor.
+        betas: :math:`\beta_1` and :math:`\beta_2`, each in [0, 1).
+        eps: :math:`\epsilon`, added to the root of the second moment.
+        weight_decay: :math:`\lambda`, at least 0.
+        bias_correction: divide the moments by :math:`1-\beta^t`.
+        phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
+        max_grad_norm: scale the gradients of all parameters down to this global norm first, or None. Some
+            libraries do so by default, to 1.
+        maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
+        >>> optimizer = LAMB([w], lr=0.1)
+        >>> (w * torch.tensor([[1.0, -1.0]])).sum().backward()
+        >>> optimizer.step()  # q = (1, -1), ||w|| = 5: a step of length 0.5
+        >>> w.data
+        tensor([[2.6464, 4.3536]])
+
+    Cost: 8 bytes of state per float32 parameter; a fused step moves 56 bytes a parameter (Adam: 28).
+
+    Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
+    Algorithm 2.
+    """
+
+    BUFFERS = ("exp_avg", "exp_avg_sq")
+    FOREIGN: ClassVar[dict[str, Any]] = {}  # torch's Adam fills in what our checkpoints lack
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        phi: tuple[float, float] | None = None,
+        max_grad_norm: float | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "phi": phi,
+            "max_grad_norm": max_grad_norm,
+            "adapt": None,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+        }
+        super().__init__(params, defaults, norm_group=norm_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        betas = group["betas"]
+        if not (isinstance(betas, (tuple, list)) and len(betas) == 2):
+            raise TypeError(f"betas must be a pair (beta1, beta2), got {betas!r}")
+        for i, beta in enumerate(betas):
+            checks.number(f"betas[{i}]", beta, 0.0, 1.0)
+        checks.number("eps", group["eps"], 0.0)
+        checks.flag("bias_correction", group["bias_correction"])
+        checks.bounds("phi", group["phi"])
+        if group["max_grad_norm"] is not None:
+            checks.number("max_grad_norm", group["max_grad_norm"], 0.0, include_low=False)
+        checks.flag("adapt", group["adapt"], none=True)
+
+    def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._make_state(p, group)
+        if "exp_avg" in state:
+            # on the parameter's device: only there is it known whether a step was skipped
+            step = state.get("step", 0.0)
+            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
+        return state
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Take one step; with a closure, compute and return its loss first."""
+        loss = evaluate(closure)
+        work = self._gather()
+        parts = [norms.squares(b.grads)[None] for b in work.buckets]
+        total = self._total(work, self._over_shards(work.buckets, parts, kinds=1, home=work.home))
+        skip = self._skip(work, total)
+        if skip is True:
+            return loss
+        norm = total.sqrt() / work.scale
+        slices = [part for bucket in work.buckets for part in bucket.slices(SLICE)]
+        # norms over shards take one exchange for all tensors; without shards a few tensors at a time stay in cache
+        for round in [work.buckets] if self.norm_group is not None else [[part] for part in slices]:
+            directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
+            squares = [
+                torch.stack([norms.squares(q), norms.squares(b.params)]) for b, q in zip(round, directions, strict=True)
+            ]
+            squares = self._over_shards(round, squares, kinds=2, home=work.home)
+            for bucket, q, (q_square, w_square) in zip(round, directions, squares, strict=True):
+                apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
+        return loss
+
+    def _direction(self, bucket: Bucket, norm: Tensor, scale: float | Tensor, skip: Tensor | bool) -> list[Tensor]:
+        """q for each tensor, after updating its moments."""
+        group = bucket.group
+        grads = [wide(g) for g in bucket.grads]
+        if isinstance(skip, Tensor):
+            grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
+        factor: Coefficient = 1.0 / scale
+        if group["max_grad_norm"] is not None:
+            factor = factor * (group["max_grad_norm"] / norm.to(bucket.device)).clamp_max(1.0)
+        if not isinstance(skip, Tensor):
+            factor = float(factor)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            grads = [g * factor for g in grads]
+        steps = [self.state[p]["step"] for p in bucket.owners]
+        foreach, fused = group["foreach"], group["fused"]
+        if isinstance(skip, Tensor):
+            torch._foreach_add_(steps, (~skip).to(bucket.device, torch.float32))
+        else:
+            torch._foreach_add_(steps, 1.0)
+            if (fused or (fused is None and foreach is None)) and not bucket.low_precision:
+                return _fused(bucket, grads, steps)
+        if foreach is False and not fused:
+            return _single_tensor(bucket, grads, steps, skip)
+        return _foreach(bucket, grads, steps, skip)
+
+
+def _single_tensor(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
+    group = bucket.group
+    keep1, keep2 = _keep(group["betas"], skip, bucket)
+    directions = []
+    for p, g, m, v, t in zip(
+        bucket.params, grads, bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"], steps, strict=True
+    ):
+        g = -g if group["maximize"] else g
+        m.mul_(keep1).add_(g, alpha=1.0 - group["betas"][0])
+        v.mul_(keep2).add_(g * g, alpha=1.0 - group["betas"][1])
+        correction1, correction2 = _corrections(group, t, skip)
+        q = (m / correction1) / ((v / correction2).sqrt() + group["eps"])
+        directions.append(q + group["weight_decay"] * wide(p))
+    return directions
+
+
+def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
+    group = bucket.group
+    ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
+    keep1, keep2 = _keep(group["betas"], skip, bucket)
+    torch._foreach_mul_(ms, keep1)
+    torch._foreach_add_(ms, grads, alpha=(group["betas"][0] - 1.0) if group["maximize"] else 1.0 - group["betas"][0])
+    torch._foreach_mul_(vs, keep2)
+    torch._foreach_addcmul_(vs, grads, grads, value=1.0 - group["betas"][1])
+    correction1, correction2 = _corrections(group, torch.stack(steps), skip)
+    qs = list(torch._foreach_sqrt(vs))
+    _scale_(qs, correction2**-0.5)
+    torch._foreach_add_(qs, group["eps"])
+    torch._foreach_reciprocal_(qs)
+    torch._foreach_mul_(qs, ms)
+    _scale_(qs, 1.0 / correction1)
+    if group["weight_decay"]:
+        axpy_(qs, group["weight_decay"], [wide(p) for p in bucket.params])
+    return qs
+
+
+def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+    """torch's CPU kernel for Adam, let loose on weight_decay * w at a rate of -1, leaves q there."""
+    group = bucket.group
+    ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
+    quads = zip(bucket.params, grads, ms, vs, strict=True)
+    if not all(g.dtype == p.dtype and lie_alike(p, g, m, v) for p, g, m, v in quads):
+        return _foreach(bucket, grads, steps, False)
+    qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
+    if not group["bias_correction"]:
+        steps = [torch.full_like(step, math.inf) for step in steps]  # beta**inf = 0
+    torch._fused_adam_(
+        qs,
+        grads,
+        ms,
+        vs,
+        [],
+        steps,
+        lr=-1.0,
+        beta1=group["betas"][0],
+        beta2=group["betas"][1],
+        weight_decay=0.0,
+        eps=group["eps"],
+        amsgrad=False,
+        maximize=group["maximize"],
+    )
+    return qs
+
+
+def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip: Tensor | bool) -> None:
+    """Step by lr * phi(||w||) / ||q|| along -q."""
+    size = clip(w_norm, bucket.group["phi"])
+    ratio = torch.where((size > 0) & (q_norm > 0), size / q_norm, 1.0)
+    if bucket.group["adapt"] is False:
+        ratio = torch.ones_like(ratio)
+    rate = -lr_of(bucket.group) * ratio
+    if isinstance(skip, Tensor):
+        axpy_(bucket.params, torch.where(skip.to(bucket.device), 0.0, rate).to(qs[0].dtype), qs)
+    else:
+        axpy_(bucket.params, rate.tolist(), qs)
+
+
+def _keep(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:
+    """What the moments are multiplied by: the betas, or 1 where the step is skipped."""
+    if not isinstance(skip, Tensor):
+        return betas
+    like = bucket.buffers["exp_avg"][0].new_tensor(betas)
+    keep1, keep2 = torch.where(skip.to(bucket.device), torch.ones_like(like), like).unbind()
+    return keep1, keep2
+
+
+def _corrections(group: dict[str, Any], step: Tensor, skip: Tensor | bool) -> tuple[Tensor, Tensor]:
+    """1 - beta**step for both betas, or ones."""
+    if not group["bias_correction"]:
+        return torch.ones_like(step), torch.ones_like(step)
+    step = step.to(norms.sum_dtype(step.device)).clamp_min(1.0)  # 0 only if every step so far was skipped
+    return 1.0 - group["betas"][0] ** step, 1.0 - group["betas"][1] ** step
+
+
+def _scale_(tensors: list[Tensor], by: Tensor) -> None:
+    """tensors[i] *= by[i]."""
+    if by.device.type == "cpu" and not torch.compiler.is_compiling():
+        torch._foreach_mul_(tensors, by.tolist())
+    else:
+        torch._foreach_mul_(tensors, list(by.to(tensors[0].dtype).unbind()))

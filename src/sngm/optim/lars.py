@@ -1,0 +1,204 @@
+"""LARS in the three versions in use: layer-wise adaptive rates for momentum SGD."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import checks, norms
+from .base import Bucket, Closure, LargeBatchOptimizer, Work, evaluate, lr_of
+from .heavy_ball import Rule, axpy_, heavy_ball
+
+VARIANTS = ("you2017", "unscaled", "momentum")
+
+
+class LARS(LargeBatchOptimizer):
+    r"""Layer-wise adaptive rate scaling.
+
+    Per tensor, with :math:`d = g + \lambda w` and :math:`r = c\,\phi(\|w\|) / (\|g\| + \lambda\|w\| + \epsilon)`:
+
+    =============  =====================================================  =======================================
+    variant        rule                                                   where it is from
+    =============  =====================================================  =======================================
+    "you2017"      :math:`v = mv + \eta r d,\; w = w - v`                 You, Gitman and Ginsburg, 2017
+    "unscaled"     :math:`v = mv + d,\; w = w - \eta r v`                 the code the SNGM paper ran, with
+                                                                          ``max_ratio=50, clamp_grad=10``
+    "momentum"     :math:`v = mv + (1-m)d,\;                              You et al., 2020, Algorithm 1 (beside
+                   w = w - \eta c\,\phi(\|w\|)/\|v\|\; v`                 LAMB); no :math:`\epsilon`
+    =============  =====================================================  =======================================
+
+    The group key `adapt` says which tensors get the ratio: True all, False none, None (the default) those of
+    more than one dimension. The others take plain momentum steps at the group's `lr`, with the group's decay.
+    Mind that `lr` is then a thousand times the usual one for them at the usual c = 0.001: give them a group
+    with a smaller `lr` if that is not what you want.
+    A tensor whose own norm or gradient norm is zero has ratio 1, as in the published code.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any torch optimizer.
+        lr: learning rate :math:`\eta`, a number or a one-element tensor.
+        momentum: m, in [0, 1).
+        weight_decay: :math:`\lambda`, at least 0.
+        variant: "you2017", "unscaled" or "momentum".
+        trust_coefficient: c; None is 0.001, and 1.0 for variant "momentum".
+        phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
+        eps: added to the denominator of r.
+        max_ratio: upper limit of the ratio (of :math:`c\,\phi(\|w\|)/\|v\|` for "momentum"), or None.
+        clamp_grad: d is clamped to [-clamp_grad, clamp_grad] element by element, or None.
+        maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`. "momentum" has no fused form
+            and is computed with foreach.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.ones(2, 2))
+        >>> optimizer = LARS([w], lr=1.0, trust_coefficient=0.1)
+        >>> (10.0 * w).sum().backward()
+        >>> optimizer.step()  # ||w|| = 2, ||g|| = 20: the ratio is 0.01
+        >>> w.data
+        tensor([[0.9000, 0.9000],
+                [0.9000, 0.9000]])
+
+    Cost: 4 bytes of state per float32 parameter; a fused step moves 28 bytes a parameter (SGD: 20).
+
+    References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
+    "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        variant: str = "you2017",
+        trust_coefficient: float | None = None,
+        phi: tuple[float, float] | None = None,
+        eps: float = 0.0,
+        max_ratio: float | None = None,
+        clamp_grad: float | None = None,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "variant": variant,
+            "trust_coefficient": trust_coefficient,
+            "phi": phi,
+            "eps": eps,
+            "max_ratio": max_ratio,
+            "clamp_grad": clamp_grad,
+            "adapt": None,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "nesterov": False,
+        }
+        super().__init__(params, defaults, norm_group=norm_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        checks.number("momentum", group["momentum"], 0.0, 1.0)
+        checks.choice("variant", group["variant"], VARIANTS)
+        checks.bounds("phi", group["phi"])
+        checks.number("eps", group["eps"], 0.0)
+        for name in ("trust_coefficient", "max_ratio", "clamp_grad"):
+            if group[name] is not None:
+                checks.number(name, group[name], 0.0, include_low=False)
+        checks.flag("adapt", group["adapt"], none=True)
+
+    def _needs_buffers(self, group: dict[str, Any]) -> bool:
+        return bool(group["momentum"]) or group["variant"] == "momentum"
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Take one step; with a closure, compute and return its loss first."""
+        loss = evaluate(closure)
+        work = self._gather()
+        parts = [torch.stack([norms.squares(b.grads), norms.squares(b.params)]) for b in work.buckets]
+        parts = self._over_shards(work.buckets, parts, kinds=2, home=work.home)
+        skip = self._skip(work, self._total(work, [part[0] for part in parts]))
+        if skip is True:
+            return loss
+        averaged = []
+        for bucket, (g_square, w_square) in zip(work.buckets, parts, strict=True):
+            group, lr = bucket.group, lr_of(bucket.group)
+            trusted, rule = plain_momentum(bucket, work.scale, group["clamp_grad"])
+            if group["variant"] == "momentum":
+                heavy_ball(trusted, replace(rule, gain=rule.gain * (1.0 - group["momentum"]), rate=None), skip)
+                averaged.append((bucket, w_square))
+                continue
+            g_norm, w_norm = g_square.sqrt() / work.scale, w_square.sqrt()
+            size = clip(w_norm, group["phi"])
+            ratio = trust(group) * size / (g_norm + group["weight_decay"] * w_norm + group["eps"])
+            rate = lr * adapted(bucket, ratio, (size > 0) & (g_norm > 0))
+            inside = group["variant"] == "you2017"  # the buffer, or outside it
+            rule = replace(rule, gain=rule.gain * rate) if inside else replace(rule, rate=rate)
+            heavy_ball(trusted, rule, skip)
+        self._step_along_average(work, averaged, skip)
+        return loss
+
+    def _step_along_average(self, work: Work, averaged: list[tuple[Bucket, Tensor]], skip: Tensor | bool) -> None:
+        """The second half of variant "momentum", whose ratio needs the norm of the new buffers."""
+        if not averaged and (self.norm_group is None or self.defaults["variant"] != "momentum"):
+            return
+        buckets = [bucket for bucket, _ in averaged]
+        parts = [norms.squares(b.buffers["momentum_buffer"])[None] for b in buckets]
+        parts = self._over_shards(buckets, parts, kinds=1, home=work.home)
+        for (bucket, w_square), (v_square,) in zip(averaged, parts, strict=True):
+            size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
+            ratio = trust(bucket.group) * size / v_norm
+            rate = lr_of(bucket.group) * adapted(bucket, ratio, (size > 0) & (v_norm > 0))
+            buffers = bucket.buffers["momentum_buffer"]
+            if isinstance(skip, Tensor):
+                rate = torch.where(skip.to(bucket.device), 0.0, rate).to(buffers[0].dtype)
+                axpy_(bucket.params, -rate, buffers)
+            else:
+                axpy_(bucket.params, (-rate).tolist(), buffers)
+
+
+def trust(group: dict[str, Any]) -> float:
+    """The trust coefficient, or its default for the variant."""
+    given: float | None = group["trust_coefficient"]
+    if given is not None:
+        return given
+    return 1.0 if group["variant"] == "momentum" else 1e-3
+
+
+def clip(norm: Tensor, phi: tuple[float, float] | None) -> Tensor:
+    """phi(norm): the norm itself, or clipped to (low, high)."""
+    return norm if phi is None else norm.clamp(*phi)
+
+
+def adapted(bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
+    """The ratio of each tensor: 1 where it is not defined, at most max_ratio, and 1 where not adapted."""
+    ratio = torch.where(defined, ratio, 1.0)
+    if bucket.group["max_ratio"] is not None:
+        ratio = ratio.clamp_max(bucket.group["max_ratio"])
+    adapt = bucket.group["adapt"]
+    chosen = [p.ndim > 1 if adapt is None else adapt for p in bucket.owners]
+    if all(chosen):
+        return ratio
+    return torch.where(torch.tensor(chosen, device=ratio.device), ratio, 1.0)
+
+
+def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = None) -> tuple[Bucket, Rule]:
+    """The bucket and the rule of momentum SGD at rate 1, for gradients that are `scale` times too large."""
+    group = bucket.group
+    wd = group["weight_decay"]
+    if clamp is None:
+        rule = Rule(group["momentum"], 1.0 / scale, decay=wd * scale, maximize=group["maximize"])
+        return bucket, rule
+    sign = -1.0 if group["maximize"] else 1.0
+    pairs = zip(bucket.grads, bucket.params, strict=True)
+    clamped = [(norms.wide(g) * (sign / scale)).add_(norms.wide(w), alpha=wd).clamp_(-clamp, clamp) for g, w in pairs]
+    return replace(bucket, grads=clamped), Rule(group["momentum"])

@@ -1,0 +1,217 @@
+"""Every method as its paper writes it: float64, plain loops, one block of parameters after the other.
+
+Nothing here is fast. Each fast version is held to these functions by the tests, and a reader can hold them to
+the papers. Blocks ``w[0], w[1], ...`` are the tensors of a model, ``g`` their gradients; a function takes the
+state before a step and returns the state after it. ``eta``, ``wd`` may be one number or one for each block,
+which is how parameter groups look from here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+Blocks = list[Tensor]
+PerBlock = float | Sequence[float]
+
+
+def norm(*blocks: Tensor) -> float:
+    """Euclidean norm of all blocks together."""
+    return math.sqrt(sum(float((b.abs() ** 2).sum()) for b in blocks))
+
+
+def each(value: PerBlock, blocks: Blocks) -> list[float]:
+    """One value for each block."""
+    return [value] * len(blocks) if isinstance(value, (int, float)) else list(value)
+
+
+def sngm(
+    w: Blocks,
+    u: Blocks,
+    g: Blocks,
+    *,
+    eta: PerBlock,
+    beta: float = 0.9,
+    wd: PerBlock = 0.0,
+    mode: str = "coupled",
+    scope: str = "global",
+    groups: Sequence[int] | None = None,
+    nesterov: bool = False,
+    eps: float = 1e-12,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """Algorithm 1 of the SNGM paper; with scope "tensor", the block-wise variant of its Section 6.
+
+    `groups` gives the group of each block, for scope "group". Returns w and u.
+    """
+    eta, wd = each(eta, w), each(wd, w)
+    spans = {"global": [0] * len(w), "group": list(groups or [0] * len(w)), "tensor": list(range(len(w)))}[scope]
+    d = [-g[s] if maximize else g[s] for s in range(len(w))]
+    if mode == "coupled":
+        d = [d[s] + wd[s] * w[s] for s in range(len(w))]
+    new_w, new_u = [], []
+    for s in range(len(w)):
+        n = max(norm(*(d[r] for r in range(len(w)) if spans[r] == spans[s])), eps)
+        x = d[s] / n
+        if mode == "after_norm":
+            x = x + wd[s] * w[s]
+        u_s = beta * u[s] + x
+        step = beta * u_s + x if nesterov else u_s
+        kept = (1.0 - eta[s] * wd[s]) * w[s] if mode == "decoupled" else w[s]
+        new_u.append(u_s)
+        new_w.append(kept - eta[s] * step)
+    return new_w, new_u
+
+
+def msgd(
+    w: Blocks, v: Blocks, g: Blocks, *, eta: PerBlock, beta: float = 0.9, wd: PerBlock = 0.0, nesterov: bool = False
+) -> tuple[Blocks, Blocks]:
+    """Momentum SGD, equations (2) and (3) of the SNGM paper. Returns w and v."""
+    eta, wd = each(eta, w), each(wd, w)
+    d = [g[s] + wd[s] * w[s] for s in range(len(w))]
+    v = [beta * v[s] + d[s] for s in range(len(w))]
+    step = [beta * v[s] + d[s] for s in range(len(w))] if nesterov else v
+    return [w[s] - eta[s] * step[s] for s in range(len(w))], v
+
+
+def lars(
+    w: Blocks,
+    v: Blocks,
+    g: Blocks,
+    *,
+    eta: PerBlock,
+    m: float = 0.9,
+    wd: PerBlock = 0.0,
+    variant: str = "you2017",
+    c: float | None = None,
+    phi: tuple[float, float] | None = None,
+    eps: float = 0.0,
+    max_ratio: float | None = None,
+    clamp: float | None = None,
+    adapt: bool | None = None,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """LARS, its three versions (see :class:`sngm.LARS`). Returns w and v."""
+    eta, wd = each(eta, w), each(wd, w)
+    if c is None:
+        c = 1.0 if variant == "momentum" else 1e-3
+    new_w, new_v = [], []
+    for s in range(len(w)):
+        g_s = -g[s] if maximize else g[s]
+        d = g_s + wd[s] * w[s]
+        if clamp is not None:
+            d = d.clamp(-clamp, clamp)
+        size = norm(w[s]) if phi is None else min(max(norm(w[s]), phi[0]), phi[1])
+        adapted = w[s].ndim > 1 if adapt is None else adapt
+        if variant == "momentum":
+            v_s = m * v[s] + (1.0 - m) * d
+            ratio = trust(c * size, norm(v_s), max_ratio, adapted)
+            new_w.append(w[s] - eta[s] * ratio * v_s)
+        else:
+            below = norm(g_s) + wd[s] * norm(w[s]) + eps if norm(g_s) > 0 else 0.0
+            ratio = trust(c * size, below, max_ratio, adapted)
+            if variant == "you2017":
+                v_s = m * v[s] + eta[s] * ratio * d
+                new_w.append(w[s] - v_s)
+            else:
+                v_s = m * v[s] + d
+                new_w.append(w[s] - eta[s] * ratio * v_s)
+        new_v.append(v_s)
+    return new_w, new_v
+
+
+def trust(above: float, below: float, max_ratio: float | None, adapted: bool) -> float:
+    """above / below, 1 where either is zero; at most max_ratio; 1 for tensors that are not adapted."""
+    if not adapted:
+        return 1.0
+    ratio = above / below if above > 0 and below > 0 else 1.0
+    return ratio if max_ratio is None else min(ratio, max_ratio)
+
+
+def clars(
+    w: Blocks,
+    v: Blocks,
+    g: Blocks,
+    mean_norms: Sequence[float],
+    *,
+    eta: PerBlock,
+    m: float = 0.9,
+    wd: PerBlock = 0.0,
+    c: float = 0.01,
+    max_ratio: float | None = 0.1,
+    adapt: bool | None = None,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """CLARS: `mean_norms[s]` is the mean over micro-batches of ||g_s||. Returns w and v."""
+    eta, wd = each(eta, w), each(wd, w)
+    new_w, new_v = [], []
+    for s in range(len(w)):
+        d = (-g[s] if maximize else g[s]) + wd[s] * w[s]
+        mean = mean_norms[s] if mean_norms[s] > 0 else math.ulp(0.0)  # of a zero gradient: as large as allowed
+        ratio = trust(c * norm(w[s]), mean, max_ratio, w[s].ndim > 1 if adapt is None else adapt)
+        new_v.append(m * v[s] + d)
+        new_w.append(w[s] - eta[s] * ratio * new_v[s])
+    return new_w, new_v
+
+
+def lamb(
+    w: Blocks,
+    m: Blocks,
+    v: Blocks,
+    g: Blocks,
+    t: int,
+    *,
+    eta: PerBlock = 1e-3,
+    betas: tuple[float, float] = (0.9, 0.999),
+    eps: float = 1e-6,
+    wd: PerBlock = 0.0,
+    bias_correction: bool = True,
+    phi: tuple[float, float] | None = None,
+    max_grad_norm: float | None = None,
+    adapt: bool | None = None,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks, Blocks]:
+    """LAMB at step t = 1, 2, ... Returns w, m and v."""
+    eta, wd = each(eta, w), each(wd, w)
+    clip = 1.0
+    if max_grad_norm is not None and norm(*g) > max_grad_norm:
+        clip = max_grad_norm / norm(*g)
+    new_w, new_m, new_v = [], [], []
+    for s in range(len(w)):
+        g_s = (-clip if maximize else clip) * g[s]
+        m_s = betas[0] * m[s] + (1.0 - betas[0]) * g_s
+        v_s = betas[1] * v[s] + (1.0 - betas[1]) * g_s**2
+        m_hat = m_s / (1.0 - betas[0] ** t) if bias_correction else m_s
+        v_hat = v_s / (1.0 - betas[1] ** t) if bias_correction else v_s
+        q = m_hat / (v_hat.sqrt() + eps) + wd[s] * w[s]
+        size = norm(w[s]) if phi is None else min(max(norm(w[s]), phi[0]), phi[1])
+        new_w.append(w[s] - eta[s] * trust(size, norm(q), None, adapt is not False) * q)
+        new_m.append(m_s)
+        new_v.append(v_s)
+    return new_w, new_m, new_v
+
+
+def extrap_sgd(
+    w: Blocks,
+    v: Blocks,
+    workers: Sequence[Callable[[Blocks], Blocks]],
+    *,
+    eta: PerBlock,
+    inner_eta: PerBlock,
+    beta: float = 0.9,
+    wd: PerBlock = 0.0,
+    nesterov: bool = False,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """EXTRAP-SGD: ``workers[k](w)`` is the gradient of worker k at w. Returns w and v."""
+    inner = each(inner_eta, w)
+    sign = -1.0 if maximize else 1.0
+    mean = [torch.zeros_like(block) for block in w]
+    for gradient in workers:
+        g_k = gradient(w)
+        ahead = gradient([w[s] - sign * inner[s] * g_k[s] for s in range(len(w))])
+        mean = [mean[s] + sign * ahead[s] / len(workers) for s in range(len(w))]
+    return msgd(w, v, mean, eta=eta, beta=beta, wd=wd, nesterov=nesterov)

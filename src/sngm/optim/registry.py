@@ -1,0 +1,129 @@
+"""Methods by name, and the parameter groups most recipes want."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .clars import CLARS
+from .extrap import ExtrapSGD
+from .lamb import LAMB
+from .lars import LARS
+from .sngm import SNGM
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A class with the settings that make it the method of this name."""
+
+    build: Callable[..., torch.optim.Optimizer]
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+METHODS = {
+    "adam": Method(torch.optim.Adam),
+    "block-sngm": Method(SNGM, {"scope": "tensor"}),
+    "clars": Method(CLARS),
+    "extrap-sgd": Method(ExtrapSGD),
+    "lamb": Method(LAMB),
+    "lars": Method(LARS),
+    "lars-momentum": Method(LARS, {"variant": "momentum"}),
+    # the code the SNGM paper compared with
+    "lars-unscaled": Method(LARS, {"variant": "unscaled", "max_ratio": 50.0, "clamp_grad": 10.0}),
+    "msgd": Method(torch.optim.SGD, {"momentum": 0.9}),
+    "sngd": Method(SNGM, {"momentum": 0.0}),
+    "sngm": Method(SNGM),
+}
+
+
+def names() -> list[str]:
+    """The names :func:`create` knows.
+
+    >>> names()[:3]
+    ['adam', 'block-sngm', 'clars']
+    """
+    return sorted(METHODS)
+
+
+def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
+    """Build an optimizer by name.
+
+    Args:
+        name: one of :func:`names`, or any optimizer class as ``'package.module:Class'``.
+        params: what a torch optimizer takes.
+        settings: arguments of the class, `lr` first of all. They override those the name stands for.
+
+    >>> w = torch.nn.Parameter(torch.zeros(2))
+    >>> type(create("block-sngm", [w], lr=0.1)).__name__
+    'SNGM'
+    >>> type(create("torch.optim:RMSprop", [w], lr=0.1)).__name__
+    'RMSprop'
+    """
+    method = _find(name)
+    arguments = {**method.settings, **settings}
+    signature = inspect.signature(method.build)
+    allowed = [p for p in list(signature.parameters) if p not in ("self", "params")]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    for key in arguments:
+        if key not in allowed and not takes_any:
+            raise TypeError(f"{name} has no setting {key!r}{_nearest(key, allowed)}; it has {', '.join(allowed)}")
+    for key, parameter in signature.parameters.items():
+        needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if key in allowed and needed and key not in arguments:
+            raise TypeError(f"{name} needs a value for {key!r}")
+    return method.build(params, **arguments)
+
+
+def _find(name: str) -> Method:
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {name!r}")
+    if ":" not in name:
+        if name not in METHODS:
+            raise ValueError(
+                f"no method is called {name!r}{_nearest(name, names())}; "
+                f"there are {', '.join(names())}, and any class as 'package.module:Class'"
+            )
+        return METHODS[name]
+    module, _, attribute = name.partition(":")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
+        raise ValueError(f"no optimizer class at {name!r}: {error}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise TypeError(f"{name!r} must name a subclass of torch.optim.Optimizer, got {found!r}")
+    return Method(found)
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    near = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""
+
+
+def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Two parameter groups of a model: with decay, and biases and normalisation layers without.
+
+    Parameters of at most one dimension count as biases, since scales and gains want no decay either. Both groups
+    stay inside SNGM's one norm.
+
+    >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
+    >>> [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 1e-4)]
+    [(1, 0.0001), (3, 0.0)]
+    """
+    decayed: list[Tensor] = []
+    exempt: list[Tensor] = []
+    seen: set[int] = set()
+    for module in model.modules():
+        is_norm = "norm" in type(module).__name__.lower()
+        for name, p in module.named_parameters(recurse=False):
+            if id(p) not in seen:
+                seen.add(id(p))
+                (exempt if is_norm or p.ndim <= 1 or "bias" in name else decayed).append(p)
+    groups: Iterable[tuple[list[Tensor], float]] = ((decayed, weight_decay), (exempt, 0.0))
+    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]

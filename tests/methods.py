@@ -1,0 +1,148 @@
+"""Drive a method and its float64 reference side by side.
+
+A `Twin` owns the parameters of the optimizer under test and, beside them, float64 blocks stepped by
+`sngm.optim.reference` with the same gradients.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import sngm
+from sngm.optim import reference
+
+# relative to the norm of the change; low precision is checked step by step, to one rounding
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+PATHS = {
+    "single": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "default": {},
+    "capturable": {"capturable": True},
+}
+LOW = (torch.float16, torch.bfloat16)
+
+
+def make_params(
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int = 0, size: float = 0.1
+) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        torch.nn.Parameter((torch.randn(s, generator=generator, dtype=torch.float64) * size).to(dtype)) for s in shapes
+    ]
+
+
+def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Distance between neighbouring numbers of `dtype` around each element."""
+    info = torch.finfo(dtype)
+    return info.eps * 2.0 ** x.abs().clamp_min(info.smallest_normal).log2().floor()
+
+
+@dataclass
+class Twin:
+    """`settings` in the optimizer's words; `rule` maps them to the reference's."""
+
+    name: str
+    params: list[Tensor]
+    settings: dict[str, Any]
+    path: str = "default"
+    groups: list[list[int]] | None = None
+    group_settings: list[dict[str, Any]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        layout = self.groups or [list(range(len(self.params)))]
+        overrides = self.group_settings or [{} for _ in layout]
+        groups = [{"params": [self.params[i] for i in ids], **o} for ids, o in zip(layout, overrides, strict=True)]
+        cls = getattr(sngm, self.name)
+        self.optimizer = cls(groups, **self.settings, **PATHS[self.path])
+        self.start = [p.detach().double().clone() for p in self.params]
+        self.blocks = [b.clone() for b in self.start]
+        self.state = [torch.zeros_like(b) for b in self.blocks]
+        self.second = [torch.zeros_like(b) for b in self.blocks]
+        self.steps = 0
+        self.order = [i for ids in layout for i in ids]  # the optimizer's order of the parameters
+        self.group_of = [next(k for k, ids in enumerate(layout) if i in ids) for i in range(len(self.params))]
+        self.per_block = {
+            key: [float(overrides[k].get(key, self.settings.get(key, 0.0))) for k in self.group_of]
+            for key in ("lr", "weight_decay")
+        }
+
+    def step(self, grads: Sequence[Tensor | None], lay: Callable[[Tensor], Tensor] = lambda g: g) -> None:
+        """One step of both with these gradients, laid out in memory by `lay` for the optimizer."""
+        for p, g in zip(self.params, grads, strict=True):
+            p.grad = None if g is None else lay(g.to(p.dtype))
+        have = [i for i, g in enumerate(grads) if g is not None]
+        g64 = {i: self.params[i].grad.double() for i in have}
+        given = [g64[i] for i in have]
+        norms = [0.5 + float(g.norm()) for g in given]
+        if self.name == "CLARS":
+            everyone = [float("nan")] * len(self.params)
+            for i, n in zip(have, norms, strict=True):
+                everyone[i] = n
+            self.optimizer.step(mean_norms=[everyone[i] for i in self.order])
+        else:
+            self.optimizer.step()
+        self.steps += 1
+        w, u, v = ([x[i] for i in have] for x in (self.blocks, self.state, self.second))
+        before = w
+        eta, wd = ([self.per_block[k][i] for i in have] for k in ("lr", "weight_decay"))
+        s = self.settings
+        common = {"eta": eta, "wd": wd, "maximize": s.get("maximize", False)}
+        if self.name == "SNGM":
+            w, u = reference.sngm(
+                w, u, given, **common, beta=s.get("momentum", 0.9), mode=s.get("weight_decay_mode", "coupled"),
+                scope=s.get("scope", "global"), groups=[self.group_of[i] for i in have],
+                nesterov=s.get("nesterov", False), eps=s.get("eps", 1e-12),
+            )  # fmt: skip
+        elif self.name == "LARS":
+            w, u = reference.lars(
+                w, u, given, **common, m=s.get("momentum", 0.9), variant=s.get("variant", "you2017"),
+                c=s.get("trust_coefficient"), phi=s.get("phi"), eps=s.get("eps", 0.0),
+                max_ratio=s.get("max_ratio"), clamp=s.get("clamp_grad"),
+            )  # fmt: skip
+        elif self.name == "CLARS":
+            w, u = reference.clars(
+                w, u, given, norms, **common, m=s.get("momentum", 0.9),
+                c=s.get("trust_coefficient", 0.01), max_ratio=s.get("max_ratio", 0.1),
+            )  # fmt: skip
+        else:
+            w, u, v = reference.lamb(
+                w, u, v, given, self.steps, **common, betas=s.get("betas", (0.9, 0.999)), eps=s.get("eps", 1e-6),
+                bias_correction=s.get("bias_correction", True), phi=s.get("phi"),
+                max_grad_norm=s.get("max_grad_norm"),
+            )  # fmt: skip
+        for k, i in enumerate(have):
+            self.blocks[i], self.state[i], self.second[i] = w[k], u[k], v[k]
+            if self.params[i].dtype in LOW:
+                # Each step is one rounding away from exact; the reference goes on from where that rounding led.
+                ours = self.params[i].detach().double()
+                change = (w[k] - before[k]).abs()
+                float32_arithmetic = 2.0**-20 * (before[k].abs() + (change.max() if change.numel() else 0.0))
+                allowed = 0.5 * spacing(w[k], self.params[i].dtype) + float32_arithmetic
+                assert ((ours - w[k]).abs() <= allowed).all()
+                self.blocks[i] = ours
+
+    def buffers(self) -> list[tuple[Tensor, Tensor]]:
+        """Pairs (optimizer state, reference state)."""
+        first, second = ("exp_avg", "exp_avg_sq") if self.name == "LAMB" else ("momentum_buffer", None)
+        out = []
+        for p, u, v in zip(self.params, self.state, self.second, strict=True):
+            state = self.optimizer.state[p]
+            if first in state:
+                out.append((state[first], u))
+            if second in state:
+                out.append((state[second], v))
+        return out
+
+    def check(self) -> None:
+        for p, w, start in zip(self.params, self.blocks, self.start, strict=True):
+            ours = p.detach().double()
+            error, change = (ours - w).norm(), (w - start).norm()
+            assert error <= TOLERANCE.get(p.dtype, 0.0) * change, f"off by {error / change:.1e} of the change"
+        for ours, theirs in self.buffers():
+            assert ours.dtype in (torch.float32, torch.float64)
+            tolerance = 1e-12 if ours.dtype == torch.float64 else 1e-5
+            assert (ours.double() - theirs).norm() <= tolerance * theirs.norm().clamp_min(1e-30)
