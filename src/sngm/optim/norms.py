@@ -53,7 +53,7 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
 
 def _row_norms(flat_piece: Tensor) -> Tensor:
     whole = flat_piece.numel() // ROW * ROW
-    norms = torch.linalg.vector_norm(flat_piece[:whole].view(-1, ROW), dim=1)
+    norms: Tensor = torch.linalg.vector_norm(flat_piece[:whole].view(-1, ROW), dim=1)
     if whole == flat_piece.numel():
         return norms
     return torch.cat([norms, torch.linalg.vector_norm(flat_piece[whole:])[None]])

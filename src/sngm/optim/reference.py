@@ -162,7 +162,7 @@ def lamb(
     m: Blocks,
     v: Blocks,
     g: Blocks,
-    t: int,
+    t: PerBlock,
     *,
     eta: PerBlock = 1e-3,
     betas: tuple[float, float] = (0.9, 0.999),
@@ -174,8 +174,8 @@ def lamb(
     adapt: bool | None = None,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks, Blocks]:
-    """LAMB at step t = 1, 2, ... Returns w, m and v."""
-    eta, wd = each(eta, w), each(wd, w)
+    """LAMB at step t = 1, 2, ... of each block. Returns w, m and v."""
+    eta, wd, t = each(eta, w), each(wd, w), each(t, w)
     clip = 1.0
     if max_grad_norm is not None and norm(*g) > max_grad_norm:
         clip = max_grad_norm / norm(*g)
@@ -184,8 +184,8 @@ def lamb(
         g_s = (-clip if maximize else clip) * g[s]
         m_s = betas[0] * m[s] + (1.0 - betas[0]) * g_s
         v_s = betas[1] * v[s] + (1.0 - betas[1]) * g_s**2
-        m_hat = m_s / (1.0 - betas[0] ** t) if bias_correction else m_s
-        v_hat = v_s / (1.0 - betas[1] ** t) if bias_correction else v_s
+        m_hat = m_s / (1.0 - betas[0] ** t[s]) if bias_correction else m_s
+        v_hat = v_s / (1.0 - betas[1] ** t[s]) if bias_correction else v_s
         q = m_hat / (v_hat.sqrt() + eps) + wd[s] * w[s]
         size = norm(w[s]) if phi is None else min(max(norm(w[s]), phi[0]), phi[1])
         new_w.append(w[s] - eta[s] * trust(size, norm(q), None, adapt is not False) * q)
