@@ -4,6 +4,8 @@ A `Twin` owns the parameters of the optimizer under test and, beside them, float
 `sngm.optim.reference` with the same gradients.
 """
 
+import functools
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,15 +26,53 @@ PATHS = {
     "capturable": {"capturable": True},
 }
 LOW = (torch.float16, torch.bfloat16)
+CASES = {
+    **{
+        f"SNGM {mode} {scope}{' nesterov' if nesterov else ''}": (
+            "SNGM",
+            {"lr": 0.3, "weight_decay": 0.05, "weight_decay_mode": mode, "scope": scope, "nesterov": nesterov},
+        )
+        for mode, scope, nesterov in itertools.product(
+            ("coupled", "after_norm", "decoupled"), ("global", "group", "tensor"), (False, True)
+        )
+    },
+    "SNGM without decay": ("SNGM", {"lr": 0.3}),
+    "SNGD": ("SNGM", {"lr": 0.3, "momentum": 0.0, "weight_decay": 0.05}),
+    "SNGD decoupled": ("SNGM", {"lr": 0.3, "momentum": 0.0, "weight_decay": 0.05, "weight_decay_mode": "decoupled"}),
+    "SNGM maximize": ("SNGM", {"lr": 0.3, "weight_decay": 0.05, "maximize": True}),
+    "SNGM maximize nesterov": ("SNGM", {"lr": 0.3, "weight_decay": 0.05, "maximize": True, "nesterov": True}),
+    "LARS you2017": ("LARS", {"lr": 5.0, "weight_decay": 0.05, "trust_coefficient": 0.02}),
+    "LARS you2017 clipped": (
+        "LARS",
+        {"lr": 9.0, "phi": (0.5, 1.0), "eps": 0.1, "max_ratio": 0.02, "clamp_grad": 0.5, "trust_coefficient": 0.05},
+    ),
+    "LARS unscaled": (
+        "LARS",
+        {"lr": 0.5, "weight_decay": 0.05, "variant": "unscaled", "max_ratio": 50.0, "clamp_grad": 10.0},
+    ),
+    "LARS unscaled without momentum": (
+        "LARS",
+        {"lr": 0.5, "momentum": 0.0, "variant": "unscaled", "trust_coefficient": 0.1},
+    ),
+    "LARS momentum": ("LARS", {"lr": 0.05, "weight_decay": 0.05, "variant": "momentum"}),
+    "LARS momentum at zero": ("LARS", {"lr": 0.05, "momentum": 0.0, "variant": "momentum", "maximize": True}),
+    "LARS maximize": ("LARS", {"lr": 5.0, "weight_decay": 0.05, "maximize": True, "trust_coefficient": 0.02}),
+    "CLARS": ("CLARS", {"lr": 0.5, "weight_decay": 0.05}),
+    "CLARS maximize": ("CLARS", {"lr": 0.5, "momentum": 0.5, "maximize": True, "max_ratio": None}),
+    "LAMB": ("LAMB", {"lr": 0.05, "weight_decay": 0.05}),
+    "LAMB clipped": ("LAMB", {"lr": 0.05, "max_grad_norm": 0.5, "phi": (0.2, 1.0), "betas": (0.8, 0.95)}),
+    "LAMB uncorrected": ("LAMB", {"lr": 0.05, "bias_correction": False, "weight_decay": 0.05, "maximize": True}),
+}
+SHAPES = [(1,), (7,), (2, 4), (3, 3), (64,), (5, 13), (3, 4, 2, 2), (0,), ()]
+LARGE = [(65537,), (1, 65537), (1024, 1024)]
 
 
 def make_params(
-    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int = 0, size: float = 0.1
+    shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, seed: int = 0, size: float = 0.1, device: str = "cpu"
 ) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [
-        torch.nn.Parameter((torch.randn(s, generator=generator, dtype=torch.float64) * size).to(dtype)) for s in shapes
-    ]
+    values = [torch.randn(shape, generator=generator, dtype=torch.float64) * size for shape in shapes]
+    return [torch.nn.Parameter(value.to(device=device, dtype=dtype)) for value in values]
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,7 +152,8 @@ class Twin:
             )  # fmt: skip
         else:
             w, u, v = reference.lamb(
-                w, u, v, given, [self.steps[i] for i in have], **common, betas=s.get("betas", (0.9, 0.999)), eps=s.get("eps", 1e-6),
+                w, u, v, given, [self.steps[i] for i in have], **common, betas=s.get("betas", (0.9, 0.999)),
+                eps=s.get("eps", 1e-6),
                 bias_correction=s.get("bias_correction", True), phi=s.get("phi"),
                 max_grad_norm=s.get("max_grad_norm"),
             )  # fmt: skip
@@ -150,3 +191,18 @@ class Twin:
             assert ours.dtype in (torch.float32, torch.float64)
             tolerance = 1e-12 if ours.dtype == torch.float64 else 1e-5
             assert (ours.double() - theirs).norm() <= tolerance * theirs.norm().clamp_min(1e-30)
+
+
+@functools.cache
+def gradients(shapes: tuple[torch.Size, ...]) -> list[list[torch.Tensor]]:
+    """A few gradients with a common drift, to be gone through over and over."""
+    generator = torch.Generator().manual_seed(1)
+    drift = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+    return [[d + torch.randn(d.shape, generator=generator, dtype=torch.float64) for d in drift] for _ in range(5)]
+
+
+def run(twin: Twin, steps: int = 20, lay=lambda g: g, size: float = 1.0) -> None:
+    recipes = gradients(tuple(p.shape for p in twin.params))
+    for t in range(steps):
+        twin.step([size * g.to(twin.params[0].device) for g in recipes[t % len(recipes)]], lay)
+    twin.check()

@@ -123,22 +123,20 @@ class LargeBatchOptimizer(Optimizer):
         """Add a group. A refused group leaves the optimizer as it was."""
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group must be a dict with a 'params' entry, got {param_group!r}")
-        group = dict(param_group)
-        if isinstance(group["params"], Iterable) and not isinstance(group["params"], (Tensor, set)):
-            group["params"] = list(group["params"])
-            tensors = [p[1] if isinstance(p, tuple) else p for p in group["params"]]
-            checks.parameters(tensors)
-        else:
-            tensors = [group["params"]]
-            checks.parameters(tensors)
-        filled = {**self.defaults, **group}
+        params = param_group["params"]
+        if not isinstance(params, (Tensor, set)):  # a generator can be gone through only once
+            params = list(params)
+        tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
+        checks.parameters(tensors)
+        checks.keys(param_group, [*self.defaults, "params", "param_names"])
+        filled = {**self.defaults, **param_group}
         self._check_group(filled)
         if filled["fused"]:
             self._check_fused(tensors)
-        super().add_param_group(group)
-        param_group.update(group)  # torch fills in the caller's dict, and callers rely on it
-        for p in group["params"]:
-            self._make_state(p, group)
+        param_group["params"] = params
+        super().add_param_group(param_group)
+        for p in param_group["params"]:
+            self._make_state(p, param_group)
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
@@ -328,9 +326,9 @@ def evaluate(closure: Closure | None) -> Any:
         return closure()
 
 
-def lr_of(group: dict[str, Any]) -> float | Tensor:
+def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
     """The group's learning rate: a number or a 0-d tensor."""
-    lr: float | Tensor = group["lr"]
+    lr: float | Tensor = group[key]
     return lr.reshape(()) if isinstance(lr, Tensor) else lr
 
 

@@ -1,5 +1,6 @@
 """Argument checks: every refusal names the argument, the value and what is allowed."""
 
+import difflib
 import math
 from numbers import Real
 from typing import Any
@@ -62,6 +63,14 @@ def bounds(name: str, value: Any) -> None:
     number(f"{name}[1]", value[1], 0.0, include_low=False)
     if value[0] > value[1]:
         raise ValueError(f"{name} must be a pair (low, high) with low <= high, got {value!r}")
+
+
+def keys(group: dict[str, Any], known: list[str]) -> None:
+    """Refuse a group key that is nearly one we know. Others pass: schedulers and trainers keep notes in groups."""
+    for key in group:
+        near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
+        if key not in known and near:
+            raise ValueError(f"a parameter group has no {key!r}; did you mean {near[0]!r}?")
 
 
 def parameters(params: list[Any]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,8 @@ class CLARS(LargeBatchOptimizer):
         max_ratio: :math:`r_{\max}`, or None for no limit.
         maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`.
 
-    The group key `adapt` works as in :class:`LARS`. A tensor that is all zero has ratio :math:`\min(1, r_{\max})`.
+    The group key `adapt` works as in :class:`LARS`. A tensor that is all zero, or whose mean norm is, has
+    ratio :math:`\min(1, r_{\max})`.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 2))
@@ -58,6 +59,8 @@ class CLARS(LargeBatchOptimizer):
     Reference: Huo, Gu and Huang, "Large Batch Optimization for Deep Learning Using New Complete Layer-Wise
     Adaptive Rate Scaling", AAAI 2021; the limit 0.1, c = 0.01 and the place of momentum follow its public code.
     """
+
+    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
         self,
@@ -85,7 +88,6 @@ class CLARS(LargeBatchOptimizer):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
-            "nesterov": False,
         }
         super().__init__(params, defaults, norm_group=norm_group)
 
@@ -112,20 +114,22 @@ class CLARS(LargeBatchOptimizer):
         given = self._check_norms(mean_norms)
         loss = evaluate(closure)
         work = self._gather()
-        parts = [torch.stack([norms.squares(b.grads), norms.squares(b.params)]) for b in work.buckets]
-        parts = self._over_shards(work.buckets, parts, kinds=2, home=work.home)
         means = [self._means(given, bucket.indices, work, bucket.device) for bucket in work.buckets]
-        total = self._total(work, [part[0] for part in parts])
-        # a mean norm that overflowed tells of a gradient that did
-        broken = self._total(work, [mean.isfinite().logical_not() for mean in means])
-        skip = self._skip(work, torch.where(broken > 0, math.inf, total))
+        parts = []
+        for bucket, mean in zip(work.buckets, means, strict=True):
+            # a mean norm that overflowed tells of a gradient that did
+            g_square = torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)
+            parts.append(torch.stack([g_square, norms.squares(bucket.params)]))
+        parts = self._over_shards(work.buckets, parts, kinds=2, home=work.home)
+        skip = self._skip(work, self._total(work, [part[0] for part in parts]))
         if skip is True:
             return loss
         for bucket, (_, w_square), mean in zip(work.buckets, parts, means, strict=True):
             w_norm = w_square.sqrt()
             ratio = bucket.group["trust_coefficient"] * w_norm / mean
+            rate = lr_of(bucket.group) * adapted(bucket, ratio, (w_norm > 0) & (mean > 0))
             bucket, rule = plain_momentum(bucket, work.scale)
-            heavy_ball(bucket, replace(rule, rate=lr_of(bucket.group) * adapted(bucket, ratio, w_norm > 0)), skip)
+            heavy_ball(bucket, replace(rule, rate=rate), skip)
         return loss
 
     def _check_norms(self, mean_norms: Sequence[float | Tensor] | Tensor | None) -> Sequence[Any] | Tensor:
@@ -144,9 +148,8 @@ class CLARS(LargeBatchOptimizer):
     def _means(given: Sequence[Any] | Tensor, indices: list[int], work: Work, device: torch.device) -> Tensor:
         dtype = norms.sum_dtype(device)
         if isinstance(given, Tensor):
-            mean = given.to(device=device, dtype=dtype)[indices]
-        else:
-            mean = torch.stack([torch.as_tensor(given[i], dtype=dtype, device=device).reshape(()) for i in indices])
+            given = given.to(device=device, dtype=dtype).unbind()
+        mean = torch.stack([torch.as_tensor(given[i], dtype=dtype, device=device).reshape(()) for i in indices])
         if work.on_host and bool((mean < 0).any()):
             raise ValueError(f"mean_norms must be at least 0, got {mean.min().item():g}")
         return mean

@@ -140,7 +140,8 @@ class ExtrapSGD(LargeBatchOptimizer):
                 losses.append(detached(evaluate(closure)))
                 for p, group in places:
                     if p.grad is not None:
-                        p.add_(dense(p.grad) * (group["inner_lr"] if group["maximize"] else -group["inner_lr"]))
+                        inner_lr = lr_of(group, "inner_lr")
+                        p.add_(dense(p.grad) * (inner_lr if group["maximize"] else -inner_lr))
                 clear(p for p, _ in places)
                 evaluate(closure)
                 for p, _ in places:

@@ -47,8 +47,11 @@ class Rule:
         """This rule where `skip` is false, and one that changes nothing where it is true."""
 
         def choose(value: Coefficient, instead: float) -> Tensor:
-            there = torch.as_tensor(value, dtype=dtype, device=skip.device)
-            return torch.where(skip, instead, there)
+            if isinstance(value, Tensor):
+                return torch.where(skip, instead, value.to(skip.device, dtype))
+            # filled on the device: a copy from the host would wait, and could not be captured
+            full = torch.full((), value, dtype=dtype, device=skip.device)
+            return torch.where(skip, torch.full_like(full, instead), full)
 
         return replace(
             self,

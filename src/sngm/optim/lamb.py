@@ -143,8 +143,6 @@ class LAMB(LargeBatchOptimizer):
         """q for each tensor, after updating its moments."""
         group = bucket.group
         grads = [wide(g) for g in bucket.grads]
-        if isinstance(skip, Tensor):
-            grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
         factor: Coefficient = 1.0 / scale
         if group["max_grad_norm"] is not None:
             factor = factor * (group["max_grad_norm"] / norm.to(bucket.device)).clamp_max(1.0)
@@ -152,10 +150,12 @@ class LAMB(LargeBatchOptimizer):
             factor = float(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
             grads = [g * factor for g in grads]
+        if isinstance(skip, Tensor):  # last, because the factor may be NaN too
+            grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
         steps = [self.state[p]["step"] for p in bucket.owners]
         foreach, fused = group["foreach"], group["fused"]
         if isinstance(skip, Tensor):
-            torch._foreach_add_(steps, (~skip).to(bucket.device, torch.float32))
+            torch._foreach_add_(steps, [(~skip).to(bucket.device, torch.float32)] * len(steps))
         else:
             torch._foreach_add_(steps, 1.0)
             if (fused or (fused is None and foreach is None)) and not bucket.low_precision:
@@ -175,7 +175,7 @@ def _single_tensor(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], ski
         g = -g if group["maximize"] else g
         m.mul_(keep1).add_(g, alpha=1.0 - group["betas"][0])
         v.mul_(keep2).add_(g * g, alpha=1.0 - group["betas"][1])
-        correction1, correction2 = _corrections(group, t, skip)
+        correction1, correction2 = (c.to(m.dtype) for c in _corrections(group, t))
         q = (m / correction1) / ((v / correction2).sqrt() + group["eps"])
         directions.append(q + group["weight_decay"] * wide(p))
     return directions
@@ -189,7 +189,7 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
     torch._foreach_add_(ms, grads, alpha=(group["betas"][0] - 1.0) if group["maximize"] else 1.0 - group["betas"][0])
     torch._foreach_mul_(vs, keep2)
     torch._foreach_addcmul_(vs, grads, grads, value=1.0 - group["betas"][1])
-    correction1, correction2 = _corrections(group, torch.stack(steps), skip)
+    correction1, correction2 = _corrections(group, torch.stack(steps))
     qs = list(torch._foreach_sqrt(vs))
     _scale_(qs, correction2**-0.5)
     torch._foreach_add_(qs, group["eps"])
@@ -246,12 +246,12 @@ def _keep(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tu
     """What the moments are multiplied by: the betas, or 1 where the step is skipped."""
     if not isinstance(skip, Tensor):
         return betas
-    like = bucket.buffers["exp_avg"][0].new_tensor(betas)
-    keep1, keep2 = torch.where(skip.to(bucket.device), torch.ones_like(like), like).unbind()
+    there, like = skip.to(bucket.device), bucket.buffers["exp_avg"][0]
+    keep1, keep2 = (torch.where(there, like.new_ones(()), like.new_full((), beta)) for beta in betas)
     return keep1, keep2
 
 
-def _corrections(group: dict[str, Any], step: Tensor, skip: Tensor | bool) -> tuple[Tensor, Tensor]:
+def _corrections(group: dict[str, Any], step: Tensor) -> tuple[Tensor, Tensor]:
     """1 - beta**step for both betas, or ones."""
     if not group["bias_correction"]:
         return torch.ones_like(step), torch.ones_like(step)

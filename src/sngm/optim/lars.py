@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -67,6 +67,8 @@ class LARS(LargeBatchOptimizer):
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
     """
 
+    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
+
     def __init__(
         self,
         params: ParamsT,
@@ -101,7 +103,6 @@ class LARS(LargeBatchOptimizer):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
-            "nesterov": False,
         }
         super().__init__(params, defaults, norm_group=norm_group)
 
@@ -188,7 +189,10 @@ def adapted(bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
     chosen = [p.ndim > 1 if adapt is None else adapt for p in bucket.owners]
     if all(chosen):
         return ratio
-    return torch.where(torch.tensor(chosen, device=ratio.device), ratio, 1.0)
+    if ratio.device.type == "cpu":
+        return torch.where(torch.tensor(chosen), ratio, 1.0)
+    one = torch.ones_like(ratio[0])  # put together on the device: copying a mask there would wait for it
+    return torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])
 
 
 def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = None) -> tuple[Bucket, Rule]:

@@ -150,8 +150,7 @@ def clars(
     new_w, new_v = [], []
     for s in range(len(w)):
         d = (-g[s] if maximize else g[s]) + wd[s] * w[s]
-        mean = mean_norms[s] if mean_norms[s] > 0 else math.ulp(0.0)  # of a zero gradient: as large as allowed
-        ratio = trust(c * norm(w[s]), mean, max_ratio, w[s].ndim > 1 if adapt is None else adapt)
+        ratio = trust(c * norm(w[s]), mean_norms[s], max_ratio, w[s].ndim > 1 if adapt is None else adapt)
         new_v.append(m * v[s] + d)
         new_w.append(w[s] - eta[s] * ratio * new_v[s])
     return new_w, new_v

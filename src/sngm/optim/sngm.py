@@ -103,7 +103,7 @@ class SNGM(LargeBatchOptimizer):
         checks.number("eps", group["eps"], 0.0)
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
-        if "scope" in group:
+        if group.get("scope", self.scope) != self.scope:
             raise ValueError(f"scope belongs to the whole optimizer, not to a group; got scope={group['scope']!r}")
 
     def __getstate__(self) -> dict[str, Any]:
