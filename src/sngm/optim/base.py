@@ -102,6 +102,8 @@ class LargeBatchOptimizer(Optimizer):
         if not owners and norm_group is None:
             raise ValueError("params must hold at least one parameter, got only empty groups")
         home = owners[0].device if owners else torch.device("cpu")
+        if home.type == "meta":  # the model will be materialised later, these are read from the start
+            home = torch.device("cpu")
         exact = any(p.dtype in (torch.float64, torch.complex128) for p in owners)
         self.grad_norm = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=home)
         self.skipped = torch.zeros((), dtype=torch.int64, device=home)
@@ -168,7 +170,7 @@ class LargeBatchOptimizer(Optimizer):
         if p.requires_grad or p.grad is not None:  # frozen parameters get theirs when they thaw
             for key in self.BUFFERS if self._needs_buffers(group) else ():
                 buffer = state.get(key)
-                if buffer is None or (buffer.device.type == "meta" and p.device.type != "meta"):
+                if buffer is None or buffer.is_meta:
                     state[key] = torch.zeros_like(p, dtype=state_dtype(p))
                 elif buffer.device != p.device:  # the model was moved after the optimizer was built
                     state[key] = buffer.to(p.device)
@@ -267,13 +269,11 @@ class LargeBatchOptimizer(Optimizer):
         on_host = not torch.compiler.is_compiling() and all(
             b.device.type == "cpu" and not b.group["capturable"] for b in parts
         )
-        scale = getattr(self, "grad_scale", None)
-        found_inf = getattr(self, "found_inf", None)
-        if scale is None:
-            scale = 1.0
-        elif on_host:
-            scale = float(scale)
-        return Work(parts, home, on_host, scale, found_inf)
+        # torch.amp.GradScaler sets these for the time of a step, as tensors of one element
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            scale = float(scale) if on_host else scale.reshape(()).to(home)
+        return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf)
 
     def _over_shards(
         self, buckets: list[Bucket], parts: list[Tensor], *, kinds: int, home: torch.device
@@ -306,7 +306,7 @@ class LargeBatchOptimizer(Optimizer):
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
             skip = overflow or not math.isfinite(total)
             if skip:
-                self.skipped = self.skipped + 1
+                self.skipped = self.skipped.to(work.home) + 1
             return skip
         bad = ~torch.isfinite(total)
         if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
@@ -142,6 +143,13 @@ class CLARS(LargeBatchOptimizer):
             raise ValueError(f"mean_norms must be a 1-d tensor, got shape {tuple(mean_norms.shape)}")
         if len(mean_norms) != count:
             raise ValueError(f"mean_norms must hold one number for each of {count} parameters, got {len(mean_norms)}")
+        if not isinstance(mean_norms, Tensor):
+            for i, norm in enumerate(mean_norms):
+                if isinstance(norm, bool) or not isinstance(norm, (Real, Tensor)):
+                    raise TypeError(f"mean_norms must hold numbers or one-element tensors; mean_norms[{i}] is {norm!r}")
+                if isinstance(norm, Tensor) and norm.numel() != 1:
+                    shape = tuple(norm.shape)
+                    raise ValueError(f"mean_norms must hold one number a parameter; mean_norms[{i}] has shape {shape}")
         return mean_norms
 
     @staticmethod

@@ -113,6 +113,8 @@ class LAMB(LargeBatchOptimizer):
         if "exp_avg" in state:
             # on the parameter's device: only there is it known whether a step was skipped
             step = state.get("step", 0.0)
+            if isinstance(step, Tensor) and step.is_meta:
+                step = 0.0
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
