@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import Closure, LargeBatchOptimizer, Work, evaluate, lr_of
+from .base import LargeBatchOptimizer
 from .heavy_ball import heavy_ball
 from .lars import adapted, plain_momentum
+from .work import Closure, Work, evaluate, lr_of
 
 
 class CLARS(LargeBatchOptimizer):

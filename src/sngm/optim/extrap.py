@@ -12,10 +12,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer, dense, evaluate, lr_of
+from .base import LargeBatchOptimizer
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
 from .norms import wide
+from .work import dense, evaluate, lr_of
 
 
 class ExtrapSGD(LargeBatchOptimizer):

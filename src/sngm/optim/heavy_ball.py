@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .base import Bucket
 from .norms import wide
+from .work import Bucket
 
 Coefficient = float | Tensor
 Tensors = list[Tensor]

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import Bucket, Closure, LargeBatchOptimizer, evaluate, lr_of
+from .base import LargeBatchOptimizer
 from .heavy_ball import Coefficient, axpy_, lie_alike
 from .lars import clip
 from .norms import wide
+from .work import Bucket, Closure, evaluate, lr_of
 
 SLICE = 1 << 20  # elements whose direction is held at a time: small enough to stay in cache until it is applied
 

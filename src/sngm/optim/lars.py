@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import Bucket, Closure, LargeBatchOptimizer, Work, evaluate, lr_of
+from .base import LargeBatchOptimizer
 from .heavy_ball import Rule, axpy_, heavy_ball
+from .work import Bucket, Closure, Work, evaluate, lr_of
 
 VARIANTS = ("you2017", "unscaled", "momentum")
 

@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import Bucket, Closure, LargeBatchOptimizer, Work, evaluate, lr_of
+from .base import LargeBatchOptimizer
 from .heavy_ball import Rule, heavy_ball
+from .work import Bucket, Closure, Work, evaluate, lr_of
 
 MODES = ("coupled", "after_norm", "decoupled")
 SCOPES = ("global", "group", "tensor")
