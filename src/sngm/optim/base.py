@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from . import checks, norms
-from .work import LOW_PRECISION, Bucket, Work, dense, real, state_dtype
+from .work import Bucket, Work, state_dtype
 
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
 
@@ -184,30 +184,35 @@ class LargeBatchOptimizer(Optimizer):
         """Everything with a gradient (its own, or one in `grads`), in buckets."""
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
+        strided = torch.strided
         for position, group in enumerate(self.param_groups):
             keys = self.BUFFERS if self._needs_buffers(group) else ()
+            bucket = None
             for p in group["params"]:
                 index += 1
                 grad = p.grad if grads is None else grads.get(p)
                 if grad is None:
                     continue
-                device = p.device
-                bucket = buckets.get((position, device, p.dtype))
-                if bucket is None:
-                    bucket = Bucket(
-                        group, position, device, p.dtype in LOW_PRECISION, buffers={key: [] for key in keys}
-                    )
-                    buckets[position, device, p.dtype] = bucket
+                device, dtype = p.device, p.dtype
+                if bucket is None or (bucket.device, bucket.dtype) != (device, dtype):
+                    bucket = buckets.get((position, device, dtype))
+                    if bucket is None:
+                        bucket = Bucket(group, position, device, dtype, buffers={key: [] for key in keys})
+                        buckets[position, device, dtype] = bucket
                 state = self.state[p]
                 for key in keys:
-                    if key not in state or state[key] is None or state[key].device != device:
-                        self._make_state(p, group)
-                    bucket.buffers[key].append(real(state[key]))
-                bucket.owners.append(p)
+                    buffer = state.get(key)
+                    if buffer is None or buffer.device != device:
+                        buffer = self._make_state(p, group)[key]
+                    bucket.buffers[key].append(buffer)
+                bucket.params.append(p)
                 bucket.indices.append(index)
-                bucket.params.append(real(p))
-                bucket.grads.append(real(dense(grad)))
+                bucket.grads.append(grad if grad.layout is strided else grad.to_dense())
         parts = list(buckets.values())
+        for bucket in parts:
+            bucket.owners = bucket.params
+            if bucket.dtype.is_complex:
+                bucket.view_as_real()
         home = parts[0].device if parts else self.grad_norm.device
         on_host = not torch.compiler.is_compiling() and all(
             b.device.type == "cpu" and not b.group["capturable"] for b in parts

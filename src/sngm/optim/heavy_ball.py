@@ -203,12 +203,12 @@ def _call_fused(params: Tensors, grads: Tensors, buffers: Tensors | None, rule: 
     )
 
 
-def lie_alike(*tensors: Tensor) -> bool:
+def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:
     """Whether all are dense in memory in the same order."""
-    if all(t.is_contiguous() for t in tensors):
+    if a.is_contiguous() and b.is_contiguous() and c.is_contiguous():
         return True
-    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(tensors[0].ndim)
-    return form is not None and all(t.is_contiguous(memory_format=form) for t in tensors)
+    form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(a.ndim)
+    return form is not None and all(t.is_contiguous(memory_format=form) for t in (a, b, c))
 
 
 def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors) -> None:

@@ -17,7 +17,7 @@ from .lars import clip
 from .norms import wide
 from .work import Bucket, Closure, evaluate, lr_of
 
-SLICE = 1 << 20  # elements whose direction is held at a time: small enough to stay in cache until it is applied
+SLICE = 1 << 22  # elements whose direction is held at a time, to bound the memory of a step
 
 
 class LAMB(LargeBatchOptimizer):
@@ -131,7 +131,7 @@ class LAMB(LargeBatchOptimizer):
             return loss
         norm = total.sqrt() / work.scale
         slices = [part for bucket in work.buckets for part in bucket.slices(SLICE)]
-        # norms over shards take one exchange for all tensors; without shards a few tensors at a time stay in cache
+        # norms over shards take one exchange for all tensors; without shards a few tensors at a time will do
         for round in [work.buckets] if self.norm_group is not None else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
             squares = [
@@ -209,7 +209,7 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
-    if not all(g.dtype == p.dtype and lie_alike(p, g, m, v) for p, g, m, v in quads):
+    if not all(g.dtype == p.dtype and lie_alike(p, g, m) and lie_alike(p, m, v) for p, g, m, v in quads):
         return _foreach(bucket, grads, steps, False)
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
     if not group["bias_correction"]:

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .norms import LOW_PRECISION
+
 Closure = Callable[[], Any]
-LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 @dataclass(slots=True)
@@ -20,12 +21,22 @@ class Bucket:
     group: dict[str, Any]
     position: int  # the group's place among the groups
     device: torch.device
-    low_precision: bool
+    dtype: torch.dtype  # of the parameters as the user knows them
     owners: list[Tensor] = field(default_factory=list)  # the parameters as the user knows them
     indices: list[int] = field(default_factory=list)  # their places among all parameters
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def view_as_real(self) -> None:
+        """Complex tensors as pairs of reals: every rule here is linear in them, and norms agree."""
+        self.params = [torch.view_as_real(p) for p in self.params]
+        self.grads = [torch.view_as_real(g) for g in self.grads]
+        self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
+
+    @property
+    def low_precision(self) -> bool:
+        return self.dtype in LOW_PRECISION
 
     def some(self, which: Iterable[int]) -> Bucket:
         """The bucket of some of these tensors."""
@@ -90,8 +101,3 @@ def state_dtype(p: Tensor) -> torch.dtype:
 def dense(grad: Tensor) -> Tensor:
     """Sparse gradients as dense ones: the buffers they meet are dense, and every element of those moves."""
     return grad if grad.layout == torch.strided else grad.to_dense()
-
-
-def real(t: Tensor) -> Tensor:
-    """Complex tensors as pairs of reals: every rule here is linear in them and norms agree."""
-    return torch.view_as_real(t) if t.is_complex() else t
