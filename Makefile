@@ -45,7 +45,7 @@ wheel: $(READY)  ## build the wheel, install it into an empty environment and tr
 	@rm -rf dist build/smoke && $(BIN)/python -m build --wheel --no-isolation --outdir dist . >/dev/null
 	@$(PYTHON) -m venv build/smoke
 	@build/smoke/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	@cd build && smoke/bin/python ../tests/smoke.py
+	@cd build && smoke/bin/python -I ../tests/smoke.py  # -I: nothing but what that environment holds
 
 clean:  ## remove everything make created
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

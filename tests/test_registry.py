@@ -1,0 +1,276 @@
+"""Methods by name, and the parameter groups of a model."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from harness import make_params, one_thread, run, same_tensors  # noqa: F401
+from torch import nn
+
+import sngm
+from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+from sngm.optim import create, decay_groups, names
+
+KNOWN = {  # name: what it must be the same as
+    "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    "block-sngm": lambda p: SNGM(p, lr=0.02, scope="tensor"),
+    "clars": lambda p: CLARS(p, lr=0.02),
+    "extrap-sgd": lambda p: ExtrapSGD(p, lr=0.02, inner_lr=0.01),
+    "lamb": lambda p: LAMB(p, lr=0.02),
+    "lars": lambda p: LARS(p, lr=0.02),
+    "lars-momentum": lambda p: LARS(p, lr=0.02, variant="momentum"),
+    "lars-unscaled": lambda p: LARS(p, lr=0.02, variant="unscaled", max_ratio=50.0, clamp_grad=10.0),
+    "msgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
+    "sngd": lambda p: SNGM(p, lr=0.02, momentum=0.0),
+    "sngm": lambda p: SNGM(p, lr=0.02, momentum=0.9),
+}
+
+
+def needed(name):
+    return {"inner_lr": 0.01} if name == "extrap-sgd" else {}
+
+
+# -------------------------------------------------------------------- names and create
+
+
+def test_names_are_sorted_and_complete():
+    assert names() == sorted(KNOWN)
+    names().clear()  # a copy
+    assert names() == sorted(KNOWN)
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_create_builds_the_method_its_name_stands_for(name):
+    params, twins = make_params(), make_params()
+    optimizer, twin = create(name, params, lr=0.02, **needed(name)), KNOWN[name](twins)
+    assert type(optimizer) is type(twin)
+    assert getattr(optimizer, "scope", None) == getattr(twin, "scope", None)
+    assert optimizer.defaults == twin.defaults
+    run(optimizer, params, 3)
+    run(twin, twins, 3)
+    assert same_tensors(params, twins)
+    assert not same_tensors(params, make_params())
+
+
+def test_no_two_names_stand_for_the_same_rule():
+    ends = {}
+    for name in names():
+        params = make_params()
+        run(create(name, params, lr=0.02, **needed(name)), params, 3)
+        ends[name] = params
+    for one, other in itertools.combinations(names(), 2):
+        assert not same_tensors(ends[one], ends[other]), (one, other)
+
+
+def test_settings_override_those_the_name_stands_for():
+    assert create("msgd", make_params(), lr=0.1, momentum=0.5).defaults["momentum"] == 0.5
+    assert create("block-sngm", make_params(), lr=0.1, scope="group").scope == "group"
+    assert create("sngm", make_params(), lr=0.1, weight_decay_mode="decoupled", fused=True).defaults["fused"] is True
+    assert create("lars", make_params(), lr=0.1, phi=(1.0, 2.0)).defaults["phi"] == (1.0, 2.0)
+    # and do not stick
+    assert create("msgd", make_params(), lr=0.1).defaults["momentum"] == 0.9
+
+
+def test_create_takes_parameter_groups_and_names():
+    params = make_params()
+    groups = create("sngm", [{"params": params[:2], "lr": 0.5}, {"params": params[2:]}], lr=0.1).param_groups
+    assert [g["lr"] for g in groups] == [0.5, 0.1]
+    named = create("sngm", [(str(i), p) for i, p in enumerate(params)], lr=0.1)
+    assert named.param_groups[0]["param_names"] == ["0", "1", "2", "3", "4"]
+
+
+def test_create_takes_any_optimizer_class_by_its_path():
+    optimizer = create("torch.optim:RMSprop", make_params(), lr=0.1, alpha=0.5)
+    assert type(optimizer) is torch.optim.RMSprop
+    assert optimizer.defaults["alpha"] == 0.5
+    assert type(create("sngm:LAMB", make_params())) is LAMB
+    assert type(create("sngm.optim.lars:LARS", make_params(), lr=0.1)) is LARS
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("sngmm", "sngm"), ("lambs", "lamb"), ("extrap_sgd", "extrap-sgd"), ("blocksngm", "block-sngm")]
+)
+def test_an_unknown_name_is_answered_with_the_nearest_and_all(wrong, near):
+    with pytest.raises(ValueError, match=repr(near)) as caught:
+        create(wrong, make_params(), lr=0.1)
+    assert repr(wrong) in str(caught.value)
+    for name in names():
+        assert name in str(caught.value)
+
+
+def test_a_name_like_no_other_gets_no_suggestion():
+    with pytest.raises(ValueError, match="'xyzzy'") as caught:
+        create("xyzzy", make_params(), lr=0.1)
+    assert "mean" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "held"),
+    [
+        ("sngm", {"momentun": 0.9}, ["'momentun'", "'momentum'", "weight_decay_mode", "scope", "eps"]),
+        ("lamb", {"beta": (0.9, 0.9)}, ["'beta'", "'betas'", "max_grad_norm"]),
+        ("msgd", {"scope": "tensor"}, ["'scope'", "nesterov", "dampening"]),
+        ("torch.optim:RMSprop", {"alfa": 0.9}, ["'alfa'", "'alpha'", "centered"]),
+    ],
+)
+def test_an_unknown_setting_is_answered_with_the_allowed_ones(name, settings, held):
+    with pytest.raises(TypeError, match=name) as caught:
+        create(name, make_params(), lr=0.1, **settings)
+    for word in held:
+        assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(("name", "missing"), [("sngm", "lr"), ("lars", "lr"), ("clars", "lr"), ("extrap-sgd", "lr")])
+def test_a_missing_setting_is_named(name, missing):
+    with pytest.raises(TypeError, match=f"(?=.*{name})(?=.*'{missing}')"):
+        create(name, make_params(), **needed(name))
+    with pytest.raises(TypeError, match=r"(?=.*extrap-sgd)(?=.*'inner_lr')"):
+        create("extrap-sgd", make_params(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("torch.nn:Linear", TypeError),
+        ("torch:manual_seed", TypeError),
+        ("math:pi", TypeError),
+        ("torch.optim:Nothing", ValueError),
+        ("no.such.module:Class", ValueError),
+        ("torch.optim:", ValueError),
+        (":SGD", ValueError),
+        (":", ValueError),
+    ],
+)
+def test_a_path_that_leads_to_no_optimizer_is_refused_by_name(name, error):
+    with pytest.raises(error, match=repr(name)):
+        create(name, make_params(), lr=0.1)
+
+
+@pytest.mark.parametrize("name", [None, 3, SNGM])
+def test_a_name_that_is_not_a_string_is_refused(name):
+    with pytest.raises(TypeError, match="name"):
+        create(name, make_params(), lr=0.1)
+
+
+def test_bad_values_are_refused_through_create_too():
+    with pytest.raises(ValueError, match=r"momentum.*1\.5"):
+        create("sngm", make_params(), lr=0.1, momentum=1.5)
+
+
+def test_the_package_offers_the_methods_and_the_registry():
+    for cls in (SNGM, LARS, LAMB, CLARS, ExtrapSGD):
+        assert getattr(sngm, cls.__name__) is cls is getattr(sngm.optim, cls.__name__)
+        assert issubclass(cls, torch.optim.Optimizer)
+
+
+# -------------------------------------------------------------------- decay_groups
+
+
+class RMSNorm(nn.Module):
+    """Not torch's, and with a gain of two dimensions."""
+
+    def __init__(self, heads, size):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(heads, size))
+
+    def forward(self, x):
+        return self.scale * x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+class Everything(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.batch_norm = nn.BatchNorm2d(4)
+        self.group_norm = nn.GroupNorm(2, 4)
+        self.embedding = nn.Embedding(7, 8)
+        self.attention = nn.MultiheadAttention(8, 2, add_bias_kv=True)
+        self.layer_norm = nn.LayerNorm((2, 8))
+        self.lstm = nn.LSTM(8, 8)
+        self.rms_norm = RMSNorm(2, 8)
+        self.torch_rms_norm = nn.RMSNorm(8)
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+        self.layer_scale = nn.Parameter(torch.ones(8))
+        self.position = nn.Parameter(torch.zeros(5, 8))
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(2)])
+        self.head = nn.Linear(8, 7)
+        self.head.weight = self.embedding.weight  # tied
+
+
+DECAYED = {
+    "conv.weight",
+    "embedding.weight",
+    "attention.in_proj_weight",
+    "attention.out_proj.weight",
+    "lstm.weight_ih_l0",
+    "lstm.weight_hh_l0",
+    "position",
+    "blocks.0.0.weight",
+    "blocks.1.0.weight",
+}
+
+
+def test_decay_is_for_weights_and_spares_biases_gains_and_norm_layers():
+    model = Everything()
+    decayed, exempt = decay_groups(model, 0.05)
+    label = {p: name for name, p in model.named_parameters()}
+    assert {label[p] for p in decayed["params"]} == DECAYED
+    assert {label[p] for p in exempt["params"]} == set(label.values()) - DECAYED
+    assert decayed["weight_decay"] == 0.05
+    assert exempt["weight_decay"] == 0.0
+
+
+def test_every_parameter_is_in_exactly_one_group_once():
+    model = Everything()
+    listed = [p for group in decay_groups(model, 0.05) for p in group["params"]]
+    assert len(listed) == len(set(listed)) == len(list(model.parameters()))
+    assert set(listed) == set(model.parameters())
+
+
+def test_the_groups_are_alike_from_run_to_run():
+    first, second = (decay_groups(Everything(), 0.05) for _ in range(2))
+    for ours, theirs in zip(first, second, strict=True):
+        assert [p.shape for p in ours["params"]] == [p.shape for p in theirs["params"]]
+
+
+def test_a_model_with_one_kind_of_parameter_has_one_group():
+    assert [g["weight_decay"] for g in decay_groups(nn.Linear(3, 4, bias=False), 0.05)] == [0.05]
+    assert [g["weight_decay"] for g in decay_groups(nn.LayerNorm(4), 0.05)] == [0.0]
+
+
+def test_frozen_parameters_are_listed_too_so_that_they_may_thaw():
+    model = Everything()
+    model.embedding.requires_grad_(False)
+    assert len([p for g in decay_groups(model, 0.05) for p in g["params"]]) == len(list(model.parameters()))
+
+
+def test_both_groups_stay_inside_the_one_norm_of_sngm():
+    runs = []
+    for grouped in (False, True):
+        torch.manual_seed(0)
+        model = Everything().double()
+        optimizer = SNGM(decay_groups(model, 0.0) if grouped else model.parameters(), lr=0.1)
+        seen = []
+        for t in range(3):
+            for i, p in enumerate(model.parameters()):
+                p.grad = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(100 * t + i))
+            optimizer.step()
+            seen.append(optimizer.grad_norm.item())
+        runs.append((seen, list(model.parameters())))
+    whole = math.sqrt(sum(float(p.grad.square().sum()) for p in runs[0][1]))
+    assert runs[0][0][-1] == pytest.approx(whole, rel=1e-13)
+    assert runs[1][0] == pytest.approx(runs[0][0], rel=1e-13)
+    for a, b in zip(runs[0][1], runs[1][1], strict=True):
+        assert torch.allclose(a, b, rtol=1e-13, atol=1e-14)
+
+
+def test_decay_reaches_the_first_group_alone():
+    model = Everything().double()
+    optimizer = SNGM(decay_groups(model, 0.5), lr=0.1, weight_decay_mode="decoupled")
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    for name, p in model.named_parameters():
+        assert torch.allclose(p, before[name] * 0.95 if name in DECAYED else before[name], rtol=1e-14, atol=0.0), name

@@ -1,0 +1,770 @@
+"""One step: what it may read, what it must leave alone, and where many of them lead."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from harness import (  # noqa: F401
+    KINDS,
+    RULES,
+    build,
+    clone_params,
+    combinations,
+    gradients,
+    make_params,
+    one_thread,
+    run,
+    same_states,
+    same_tensors,
+    states,
+    step,
+    weights,
+)
+from methods import PATHS
+from torch.optim import lr_scheduler
+from torch.profiler import ProfilerActivity, profile
+
+from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+from sngm.optim import reference
+
+OWN_GRADS = [rule for rule in RULES if rule != "extrap-sgd"]  # the methods that read .grad
+
+
+def close(ours, theirs, tolerance=1e-12):
+    for a, b in zip(ours, theirs, strict=True):
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), float((a - b).abs().max())
+
+
+def total_norm(tensors):
+    return math.sqrt(sum(float(t.detach().abs().double().square().sum()) for t in tensors))
+
+
+# -------------------------------------------------------------------- gradients are the user's
+
+
+@pytest.mark.parametrize(("rule", "path", "dtype"), combinations(dtypes=[torch.float32, torch.bfloat16]))
+def test_a_step_leaves_grad_as_it_was_bit_for_bit(rule, path, dtype):
+    params = make_params(dtype)
+    optimizer = build(rule, params, path)
+    for t in range(2):
+        kept = gradients(params, t)
+        copies = [g.clone() for g in kept]
+        if rule == "extrap-sgd":
+            for p, g in zip(params, kept, strict=True):
+                p.grad = g
+
+            def worker():
+                for p in params:
+                    p.grad = p.detach() * 2
+
+            optimizer.step([worker, worker])
+        else:
+            step(optimizer, params, kept)
+        assert all(p.grad is g for p, g in zip(params, kept, strict=True))
+        assert same_tensors(kept, copies)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_without_any_gradient_nothing_changes(rule, path):
+    params = make_params()
+    optimizer = build(rule, params, path)
+    run(optimizer, params)
+    before, state = weights(params), states(optimizer)
+    step(optimizer, params, [None] * len(params))
+    assert same_tensors(params, before)
+    assert same_states(states(optimizer), state)
+    assert optimizer.grad_norm.item() == 0.0
+    assert optimizer.skipped.item() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_gradients_move_nothing_from_fresh_state_without_decay(rule, path):
+    params = make_params()
+    params[0].data.zero_()
+    before = weights(params)
+    optimizer = build(rule, params, path, weight_decay=0.0)
+    for _ in range(2):
+        step(optimizer, params, [torch.zeros_like(p) for p in params])
+    assert same_tensors(params, before)
+    for state in states(optimizer):
+        assert not any(v.any() for k, v in state.items() if k != "step")
+    assert optimizer.grad_norm.item() == 0.0
+    assert optimizer.skipped.item() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("max_ratio", [0.1, None])
+def test_zero_gradients_with_zero_mean_norms_give_clars_no_nan(max_ratio, path):
+    params = make_params()
+    before = weights(params)
+    optimizer = CLARS(params, lr=0.1, max_ratio=max_ratio, **PATHS[path])
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step(mean_norms=[0.0] * len(params))
+    assert same_tensors(params, before)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_zero_gradients_with_momentum_and_decay_give_no_nan(rule, path):
+    params = make_params()
+    optimizer = build(rule, params, path, weight_decay=0.1)
+    run(optimizer, params)
+    before = weights(params)
+    for _ in range(2):
+        step(optimizer, params, [torch.zeros_like(p) for p in params])
+    assert all(p.isfinite().all() for p in params)
+    assert not any(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_weights_that_are_all_zero_can_leave_zero(rule, path):
+    params = [torch.nn.Parameter(torch.zeros(4, 5)), torch.nn.Parameter(torch.zeros(7))]
+    optimizer = build(rule, params, path)
+    step(optimizer, params, [torch.ones_like(p) for p in params])
+    assert all((p < 0).all() and p.isfinite().all() for p in params)
+
+
+@pytest.mark.parametrize(("rule", "path", "dtype"), combinations(dtypes=[torch.float32, torch.bfloat16]))
+def test_one_inf_or_nan_anywhere_skips_the_step_and_the_next_one_is_taken(rule, path, dtype):
+    params, twins = make_params(dtype), make_params(dtype)
+    optimizer, twin = build(rule, params, path), build(rule, twins, path)
+    skips = 0
+    # the very first step, then each tensor in turn
+    for t, (where, bad) in enumerate(zip(range(len(params)), itertools.cycle([math.nan, math.inf, -math.inf]))):
+        before, state = weights(params), states(optimizer)
+        grads = gradients(params, t)
+        grads[where].view(-1)[-1] = bad
+        step(optimizer, params, grads)
+        skips += 1
+        assert same_tensors(params, before)
+        assert same_states(states(optimizer), state)
+        assert optimizer.skipped.item() == skips
+        assert not optimizer.grad_norm.isfinite()
+        run(optimizer, params, 1, start=t)
+        run(twin, twins, 1, start=t)
+        assert optimizer.grad_norm.isfinite()
+        assert same_tensors(params, twins)
+        assert same_states(states(optimizer), states(twin))
+    assert optimizer.skipped.item() == skips
+    assert twin.skipped.item() == 0
+    assert not same_tensors(params, make_params(dtype))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_mean_norm_that_is_not_finite_skips_the_step_of_clars(bad, path):
+    params = make_params()
+    optimizer = build("clars", params, path)
+    run(optimizer, params)
+    before, state = weights(params), states(optimizer)
+    optimizer.step(mean_norms=[1.0, 1.0, bad, 1.0, 1.0])
+    assert same_tensors(params, before)
+    assert same_states(states(optimizer), state)
+    assert optimizer.skipped.item() == 1
+    params[2].grad = None  # whose value is then not read
+    optimizer.step(mean_norms=[1.0, 1.0, bad, 1.0, 1.0])
+    assert optimizer.skipped.item() == 1
+    assert torch.equal(params[2], before[2])
+    assert not torch.equal(params[0], before[0])
+
+
+# -------------------------------------------------------------------- grad_norm
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"scope": "group"},
+        {"scope": "tensor"},
+        {"weight_decay": 0.3},
+        {"weight_decay": 0.3, "scope": "group"},
+        {"weight_decay": 0.3, "scope": "tensor"},
+        {"weight_decay": 0.3, "maximize": True},
+        {"weight_decay": 0.3, "weight_decay_mode": "after_norm"},
+        {"weight_decay": 0.3, "weight_decay_mode": "decoupled"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_grad_norm_of_sngm_is_the_norm_it_divides_by(settings, path):
+    for dtype, tolerance in ((torch.float64, 1e-13), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)):
+        if path == "fused" and dtype == torch.bfloat16:
+            continue
+        params = make_params(dtype)
+        groups = [
+            {"params": params[:2]},
+            {"params": params[2:], **({"weight_decay": 0.7} if "weight_decay" in settings else {})},
+        ]
+        optimizer = SNGM(groups, lr=0.1, **settings, **PATHS[path])
+        for t in range(2):
+            grads = gradients(params, t)
+            inside = [g.double() for g in grads]
+            if settings.get("weight_decay_mode", "coupled") == "coupled":
+                sign = -1.0 if settings.get("maximize") else 1.0
+                wd = [optimizer.param_groups[0 if i < 2 else 1]["weight_decay"] for i in range(len(params))]
+                inside = [sign * g + c * p.detach().double() for g, c, p in zip(inside, wd, params, strict=True)]
+            step(optimizer, params, grads)
+            assert optimizer.grad_norm.shape == ()
+            assert optimizer.skipped.shape == ()
+            assert optimizer.grad_norm.item() == pytest.approx(total_norm(inside), rel=tolerance)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", ["lars", "lars-unscaled", "lars-momentum", "clars", "lamb", "extrap-sgd"])
+def test_grad_norm_of_the_other_methods_is_that_of_the_whole_gradient(rule, path):
+    params = make_params(torch.float64)
+    optimizer = build(rule, params, path)
+    for t in range(2):
+        grads = gradients(params, t)
+        step(optimizer, params, grads)
+        assert optimizer.grad_norm.shape == ()
+        assert optimizer.grad_norm.item() == pytest.approx(total_norm(grads), rel=1e-13)
+
+
+@pytest.mark.parametrize("path", [p for p in PATHS if p != "fused"])
+@pytest.mark.parametrize("rule", OWN_GRADS)
+def test_the_norm_spans_parameters_of_several_dtypes_and_does_not_overflow_in_half_precision(rule, path):
+    params = [p for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for p in make_params(d)]
+    optimizer = build(rule, params, path, weight_decay=0.0)
+    grads = [torch.full_like(p, 3e4) for p in params]  # of which two have a norm that float16 cannot hold
+    step(optimizer, params, grads)
+    assert optimizer.grad_norm.item() == pytest.approx(total_norm(grads), rel=1e-6)
+    assert optimizer.skipped.item() == 0
+    assert not torch.equal(params[-2], make_params(torch.float64)[-2])
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", KINDS)
+def test_a_kept_grad_norm_keeps_its_value(rule, path):
+    params = make_params()
+    optimizer = build(rule, params, path)
+    kept, values = [optimizer.grad_norm], [optimizer.grad_norm.item()]
+    for t in range(3):
+        run(optimizer, params, 1, start=t)
+        kept.append(optimizer.grad_norm)
+        values.append(optimizer.grad_norm.item())
+    assert [k.item() for k in kept] == values
+    assert len(set(values)) == 4
+
+
+SIZES = [(127,), (1025,), (31, 33), (16385,), (128, 128), (262145,), (512, 513), (8, 16, 46, 46)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("decay", [0.0, 0.3])
+def test_norms_of_large_tensors_are_right_however_they_lie_in_memory(decay, dtype):
+    starts = make_params(dtype, SIZES)
+    layouts = [
+        lambda t: t,
+        lambda t: t.mT.contiguous().mT if t.ndim > 1 else t,
+        lambda t: t.to(memory_format=torch.channels_last) if t.ndim == 4 else t,
+        lambda t: t[:1].expand(t.shape),
+    ]
+    for lay_param, lay_grad in itertools.product(layouts[:3], layouts):
+        params = [torch.nn.Parameter(lay_param(p.detach().clone())) for p in starts]
+        optimizer = SNGM(params, lr=0.0, weight_decay=decay, scope="tensor", momentum=0.0)
+        for p in params:
+            p.grad = lay_grad(p.detach().flip(0) + 1.0)
+        optimizer.step()
+        inside = [p.grad.double() + decay * p.detach().double() for p in params]
+        assert optimizer.grad_norm.item() == pytest.approx(
+            total_norm(inside), rel=1e-13 if dtype == torch.float64 else 2e-6
+        )
+
+
+# -------------------------------------------------------------------- layouts
+
+
+def sliced(g):
+    wide = torch.full((*g.shape[:-1], 2 * g.shape[-1]), 7.0, dtype=g.dtype)
+    wide[..., ::2] = g
+    return wide[..., ::2]
+
+
+PARAM_LAYOUTS = {
+    "contiguous": lambda w: w,
+    "channels_last": lambda w: w.to(memory_format=torch.channels_last),
+    "transposed": lambda w: w.mT.contiguous().mT,
+    "sliced": sliced,
+}
+GRAD_LAYOUTS = {
+    **PARAM_LAYOUTS,
+    "reversed": lambda g: g.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    "expanded": lambda g: g.flatten()[0].expand(g.shape),
+}
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", OWN_GRADS)
+def test_strides_of_parameters_and_gradients_do_not_matter(rule, path):
+    pairs = list(itertools.product(PARAM_LAYOUTS, GRAD_LAYOUTS))
+    twins = make_params(torch.float64, [(4, 3, 6, 6)] * len(pairs))
+    params = [
+        torch.nn.Parameter(PARAM_LAYOUTS[lay](q.detach().clone())) for (lay, _), q in zip(pairs, twins, strict=True)
+    ]
+    strides = [p.stride() for p in params]
+    assert len(set(strides)) == len(PARAM_LAYOUTS)
+    optimizer, twin = build(rule, params, path), build(rule, twins, "single")
+    for t in range(3):
+        laid = [GRAD_LAYOUTS[lay](g) for (_, lay), g in zip(pairs, gradients(twins, t), strict=True)]
+        copies = [g.clone() for g in laid]
+        step(optimizer, params, laid)
+        assert same_tensors(laid, copies)
+        step(twin, twins, [g.contiguous() for g in laid])
+    close(params, twins)
+    assert [p.stride() for p in params] == strides
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_sparse_gradients_act_like_dense_ones_and_stay_sparse(rule, path):
+    ends = []
+    for sparse in (False, True):
+        torch.manual_seed(0)
+        table = torch.nn.Embedding(11, 5, sparse=sparse, dtype=torch.float64)
+        head = torch.nn.Linear(5, 2, dtype=torch.float64)
+        params = [table.weight, *head.parameters()]
+        optimizer = build(rule, params, path)
+
+        def closure(table=table, head=head):
+            for p in (table.weight, *head.parameters()):
+                p.grad = None
+            loss = head(table(torch.tensor([1, 4, 4, 9]))).square().mean()
+            loss.backward()
+            return loss
+
+        for _ in range(3):
+            if rule == "extrap-sgd":
+                optimizer.step([closure, closure])
+                continue
+            closure()
+            if rule == "clars":
+                optimizer.step(mean_norms=[p.grad.to_dense().norm() for p in params])
+            else:
+                optimizer.step()
+            assert table.weight.grad.is_sparse is sparse
+        ends.append(params)
+    close(*ends)
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", KINDS)
+def test_complex_parameters_train_as_pairs_of_reals(rule, path, dtype):
+    params = make_params(dtype, [(4, 5), (3, 2, 3)])
+    pairs = [torch.nn.Parameter(torch.view_as_real(p.detach()).clone()) for p in params]
+    optimizer, twin = build(rule, params, path), build(rule, pairs, path)
+    for t in range(3):
+        grads = gradients(params, t)
+        step(optimizer, params, grads)
+        step(twin, pairs, [torch.view_as_real(g) for g in grads])
+    close([torch.view_as_real(p) for p in params], pairs, 1e-13 if dtype == torch.complex128 else 1e-6)
+    assert optimizer.grad_norm.item() == pytest.approx(twin.grad_norm.item(), rel=1e-6)
+    for p in params:
+        for key, value in optimizer.state[p].items():
+            assert value.dtype == (torch.float32 if key == "step" else dtype)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", ["lars", "clars"])
+def test_a_vector_of_complex_numbers_has_one_dimension_and_no_ratio(rule, path):
+    (vector,) = make_params(torch.complex128, [(7,)])
+    pairs = torch.nn.Parameter(torch.view_as_real(vector.detach()).clone())
+    optimizer = build(rule, [vector], path)
+    twin = build(rule, [{"params": [pairs], "adapt": False}], path)
+    grads = gradients([vector], 0)
+    step(optimizer, [vector], grads)
+    step(twin, [pairs], [torch.view_as_real(g) for g in grads])
+    close([torch.view_as_real(vector)], [pairs])
+
+
+# -------------------------------------------------------------------- groups
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_order_and_grouping_of_parameters_do_not_change_global_sngm(path):
+    params = make_params(torch.float64)
+    whole = build("sngm", params, path)
+    order = [3, 0, 4, 2, 1]
+    shuffled = make_params(torch.float64)
+    permuted = build("sngm", [shuffled[i] for i in order], path)
+    parts = make_params(torch.float64)
+    grouped = build("sngm", [{"params": [parts[i] for i in ids]} for ids in ((4,), (1, 3), (0, 2))], path)
+    for t in range(10):
+        grads = gradients(params, t)
+        for optimizer, ps in ((whole, params), (permuted, shuffled), (grouped, parts)):
+            step(optimizer, ps, [g.clone() for g in grads])
+        assert permuted.grad_norm.item() == pytest.approx(whole.grad_norm.item(), rel=1e-14)
+        assert grouped.grad_norm.item() == pytest.approx(whole.grad_norm.item(), rel=1e-14)
+    close(shuffled, params, 1e-13)
+    close(parts, params, 1e-13)
+    by_group = make_params(torch.float64)
+    run(build("sngm", [{"params": by_group[:2]}, {"params": by_group[2:]}], path, scope="group"), by_group, 10)
+    assert not torch.allclose(by_group[0], params[0], rtol=1e-3)
+
+
+# -------------------------------------------------------------------- learning rates
+
+
+SCHEDULERS = {
+    "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda t: 1.0 / (1 + t)),
+    "CosineAnnealingLR": lambda o: lr_scheduler.CosineAnnealingLR(o, 8),
+    "OneCycleLR": lambda o: lr_scheduler.OneCycleLR(o, max_lr=0.3, total_steps=10),
+    "ReduceLROnPlateau": lambda o: lr_scheduler.ReduceLROnPlateau(o, patience=0, factor=0.5),
+}
+
+
+@pytest.mark.parametrize("scheduler", SCHEDULERS)
+@pytest.mark.parametrize("path", ["default", "capturable"])
+@pytest.mark.parametrize("rule", ["sngm", "lars", "clars", "lamb", "extrap-sgd"])
+def test_schedules_move_a_tensor_lr_as_they_move_a_number(rule, path, scheduler):
+    ends = []
+    for form in (float, torch.tensor, lambda lr, **_: torch.tensor([lr], dtype=torch.float64)):
+        params = make_params(torch.float64)
+        lr = form(0.2) if form is float else form(0.2, dtype=torch.float64)
+        optimizer = build(rule, params, path, lr=lr)
+        schedule = SCHEDULERS[scheduler](optimizer)
+        rates = []
+        for t in range(5):
+            run(optimizer, params, 1, start=t)
+            schedule.step(*([1.0] if scheduler == "ReduceLROnPlateau" else []))
+            rates.append(float(optimizer.param_groups[0]["lr"]))
+        assert len(set(rates)) > 2
+        if form is not float:
+            assert optimizer.param_groups[0]["lr"] is lr  # changed in place, as a captured graph needs it
+        ends.append((params, rates))
+    for params, rates in ends[1:]:
+        assert rates == pytest.approx(ends[0][1], rel=1e-14)
+        close(params, ends[0][0], 1e-13)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_is_proportional_to_a_tensor_lr_changed_in_place(rule, path):
+    lr = torch.tensor(0.25, dtype=torch.float64)
+    params, twins = make_params(torch.float64), make_params(torch.float64)
+    optimizer, twin = build(rule, params, path, lr=lr), build(rule, twins, path, lr=0.25)
+    run(optimizer, params, 1)
+    run(twin, twins, 1)
+    lr.fill_(0.0625)
+    twin.param_groups[0]["lr"] = 0.0625
+    run(optimizer, params, start=1)
+    run(twin, twins, start=1)
+    close(params, twins, 1e-13)
+
+
+# -------------------------------------------------------------------- closures, hooks, maximize
+
+
+@pytest.mark.parametrize("rule", OWN_GRADS)
+def test_a_closure_is_called_once_with_gradients_on_and_its_loss_returned(rule):
+    params, twins = make_params(), make_params()
+    optimizer, twin = build(rule, params), build(rule, twins)
+    calls = []
+
+    def closure():
+        assert torch.is_grad_enabled()
+        calls.append(1)
+        optimizer.zero_grad()
+        loss = sum((p * p).sum() for p in params)
+        loss.backward()
+        return loss
+
+    extra = {"mean_norms": torch.arange(1.0, 6.0)} if rule == "clars" else {}
+    expected = sum(float((p * p).sum().detach()) for p in params)
+    with torch.no_grad():
+        loss = optimizer.step(closure, **extra)
+    assert loss.item() == pytest.approx(expected, rel=1e-6)
+    assert calls == [1]
+    for p in twins:
+        p.grad = 2 * p.detach()
+    assert twin.step(**extra) is None
+    assert same_tensors(params, twins)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_step_hooks_run_before_and_after(rule):
+    params = make_params()
+    optimizer = build(rule, params)
+    start, seen = weights(params), []
+    optimizer.register_step_pre_hook(lambda opt, *_: seen.append(("before", opt, weights(params))))
+    optimizer.register_step_post_hook(lambda opt, *_: seen.append(("after", opt, weights(params))))
+    run(optimizer, params, 1)
+    (one, first, before), (other, second, after) = seen
+    assert (one, other) == ("before", "after")
+    assert first is second is optimizer
+    assert same_tensors(before, start)
+    assert same_tensors(after, params)
+    assert not same_tensors(after, start)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", RULES)
+def test_maximizing_is_minimizing_the_negated_loss(rule, path):
+    params, twins = make_params(), make_params()
+    optimizer = build(rule, params, path, weight_decay=0.0, maximize=True)
+    twin = build(rule, twins, path, weight_decay=0.0)
+    for t in range(3):
+        step(optimizer, params, gradients(params, t))
+        step(twin, twins, [-g for g in gradients(twins, t)])
+        assert optimizer.grad_norm.item() == twin.grad_norm.item()
+    assert same_tensors(params, twins)
+
+
+# -------------------------------------------------------------------- memory
+
+
+def peak_bytes(work):
+    """How much more memory than before `work` holds at its fullest."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
+        work()
+    events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(events, key=lambda e: e.start_ns())]
+    return max(itertools.accumulate(sizes))
+
+
+def test_the_memory_meter_sees_a_temporary_copy():
+    x = torch.ones(1 << 16)
+    assert 4 << 16 <= peak_bytes(lambda: (x * 2).sum()) < 5 << 16
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "limit"),
+    [
+        (SNGM, {}, 0.05),
+        (SNGM, {"weight_decay": 0.1, "weight_decay_mode": "decoupled"}, 0.05),
+        (SNGM, {"weight_decay": 0.1}, 0.1),
+        (LARS, {"weight_decay": 0.1}, 0.05),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", ["foreach", "fused"])
+def test_a_step_needs_next_to_no_memory_of_its_own(cls, settings, limit, path):
+    params = [torch.nn.Parameter(torch.randn(200, 200)) for _ in range(40)]
+    optimizer = cls(params, lr=0.1, **settings, **PATHS[path])
+    for p in params:
+        p.grad = torch.randn_like(p)
+    optimizer.step()
+    assert peak_bytes(optimizer.step) < limit * sum(p.numel() * 4 for p in params)
+
+
+# -------------------------------------------------------------------- where it leads
+
+CONVERGENCE = {  # class, settings, decay of the rate per step, distance left of the distance at the start
+    "sngm": (SNGM, {"lr": 0.3}, 0.95, 1e-5),
+    "sngm nesterov": (SNGM, {"lr": 0.3, "nesterov": True}, 0.95, 1e-5),
+    "sngm coupled": (SNGM, {"lr": 0.1, "weight_decay": 0.5}, 0.95, 1e-5),
+    "sngm per tensor": (SNGM, {"lr": 0.1, "scope": "tensor"}, 0.95, 1e-5),
+    "sngd": (SNGM, {"lr": 1.0, "momentum": 0.0}, 0.95, 1e-5),
+    "lars": (LARS, {"lr": 0.1, "trust_coefficient": 1.0}, 0.95, 1e-4),
+    "lars decayed": (LARS, {"lr": 0.3, "trust_coefficient": 1.0, "weight_decay": 0.5}, 0.95, 1e-2),
+    "lars unscaled": (LARS, {"lr": 0.03, "trust_coefficient": 1.0, "variant": "unscaled"}, 0.95, 2e-3),
+    "lars momentum": (LARS, {"lr": 0.3, "variant": "momentum"}, 0.95, 1e-4),
+    "clars": (CLARS, {"lr": 3.0}, 0.95, 1e-2),
+    "lamb": (LAMB, {"lr": 0.3}, 0.95, 1e-4),
+    "extrap-sgd": (ExtrapSGD, {"lr": 0.05, "inner_lr": 0.1}, 1.0, 1e-3),
+}
+
+
+@pytest.mark.parametrize("case", CONVERGENCE)
+def test_every_method_settles_in_the_optimum_of_a_strongly_convex_quadratic(case):
+    cls, settings, factor, left = CONVERGENCE[case]
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 13), (3, 4), (2, 3, 2, 2)]
+    target = [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+    curvature = [1 + 3 * torch.rand(s, generator=generator, dtype=torch.float64) for s in shapes]
+    params = [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64)) for s in shapes]
+    decay = settings.get("weight_decay", 0.0)
+    optimum = [h * t / (h + decay) for h, t in zip(curvature, target, strict=True)]
+
+    def distance():
+        return total_norm([p - o for p, o in zip(params, optimum, strict=True)])
+
+    def gradient(shift=0.0):
+        for p, h, t in zip(params, curvature, target, strict=True):
+            p.grad = h * (p.detach() - t - shift)
+
+    start = distance()
+    optimizer = cls(params, **settings)
+    schedule = lr_scheduler.ExponentialLR(optimizer, factor)
+    for _ in range(200):
+        if cls is ExtrapSGD:  # workers that disagree: their mean is right
+            optimizer.step([lambda: gradient(1.0), lambda: gradient(-1.0)])
+        else:
+            gradient()
+            optimizer.step(**({"mean_norms": [p.grad.norm() for p in params]} if cls is CLARS else {}))
+        schedule.step()
+    assert distance() <= left * start
+
+
+# -------------------------------------------------------------------- EXTRAP-SGD and SGD
+
+
+class Workers:
+    """Quadratic losses 0.5 * ||A_k (w - t_k)||^2 of three workers, over two blocks."""
+
+    def __init__(self, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(3)
+        self.start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((6, 11), (9,))]
+        self.curvature = [
+            [1 + torch.rand(b.shape, generator=generator, dtype=torch.float64) for b in self.start] for _ in range(3)
+        ]
+        self.target = [
+            [torch.randn(b.shape, generator=generator, dtype=torch.float64) for b in self.start] for _ in range(3)
+        ]
+        self.params = [torch.nn.Parameter(b.to(dtype, copy=True)) for b in self.start]
+        self.calls = []
+
+    def loss(self, k, w):
+        terms = zip(self.curvature[k], w, self.target[k], strict=True)
+        return sum(0.5 * (h.to(p.dtype) * (p - t.to(p.dtype)) ** 2).sum() for h, p, t in terms)
+
+    def closure(self, k, fail_on=None):
+        def closure():
+            self.calls.append(k)
+            loss = self.loss(k, self.params)
+            loss.backward()
+            if fail_on == len(self.calls):
+                raise RuntimeError("worker lost")
+            return loss
+
+        return closure
+
+    def gradient(self, k):
+        return lambda w: [h * (p - t) for h, p, t in zip(self.curvature[k], w, self.target[k], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float64),
+        ({}, torch.float32),
+        ({"nesterov": True}, torch.float64),
+        ({"maximize": True, "lr": 0.005}, torch.float64),
+        ({"momentum": 0.0, "weight_decay": 0.0}, torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype):
+    workers = Workers(dtype)
+    settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, **settings}
+    groups = [{"params": workers.params[:1], "inner_lr": 0.2}, {"params": workers.params[1:]}]
+    optimizer = ExtrapSGD(groups, inner_lr=0.1, **settings, **PATHS[path])
+    w, v = workers.start, [torch.zeros_like(b) for b in workers.start]
+    if dtype == torch.float32:
+        w = [p.detach().double() for p in workers.params]
+    for _ in range(20):
+        optimizer.step([workers.closure(k) for k in range(3)])
+        w, v = reference.extrap_sgd(
+            w, v, [workers.gradient(k) for k in range(3)], eta=settings["lr"], inner_eta=[0.2, 0.1],
+            beta=settings["momentum"], wd=settings["weight_decay"],
+            nesterov=settings.get("nesterov", False), maximize=settings.get("maximize", False),
+        )  # fmt: skip
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for p, b, s in zip(workers.params, w, workers.start, strict=True):
+        assert (p.detach().double() - b).norm() <= tolerance * (b - s).norm()
+    if settings["momentum"]:
+        for p, b in zip(workers.params, v, strict=True):
+            assert (optimizer.state[p]["momentum_buffer"].double() - b).norm() <= tolerance * b.norm()
+    assert workers.calls == [0, 0, 1, 1, 2, 2] * 20
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extrap_sgd_returns_the_mean_loss_at_the_weights_before_the_step(dtype):
+    workers = Workers(dtype)
+    optimizer = ExtrapSGD(workers.params, lr=0.05, inner_lr=0.1)
+    expected = sum(float(workers.loss(k, workers.params).detach()) for k in range(3)) / 3
+    loss = optimizer.step([workers.closure(k) for k in range(3)])
+    assert float(loss) == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-2)
+    assert not loss.requires_grad
+    assert optimizer.step([lambda: None, lambda: None]) is None
+    assert optimizer.step([lambda: 1.0, lambda: 2.0]) == 1.5
+
+
+@pytest.mark.parametrize("fail_on", range(1, 7))
+def test_extrap_sgd_puts_weights_and_gradients_back_when_a_worker_fails(fail_on):
+    workers = Workers()
+    optimizer = ExtrapSGD(workers.params, lr=0.05, inner_lr=0.1)
+    optimizer.step([workers.closure(k) for k in range(3)])
+    workers.calls.clear()
+    grads = [torch.full_like(p, 7.0) for p in workers.params]
+    for p, g in zip(workers.params, grads, strict=True):
+        p.grad = g
+    before, state = weights(workers.params), states(optimizer)
+    with pytest.raises(RuntimeError, match="worker lost"):
+        optimizer.step([workers.closure(k, fail_on) for k in range(3)])
+    assert len(workers.calls) == fail_on
+    assert same_tensors(workers.params, before)
+    assert same_states(states(optimizer), state)
+    assert all(p.grad is g and bool((g == 7.0).all()) for p, g in zip(workers.params, grads, strict=True))
+    assert optimizer.skipped.item() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_extrap_sgd_that_does_not_look_ahead_is_torch_sgd(nesterov, path):
+    workers, plain = Workers(), Workers()
+    settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, "nesterov": nesterov}
+    optimizer = ExtrapSGD(workers.params, inner_lr=0.0, **settings, **PATHS[path])
+    sgd = torch.optim.SGD(plain.params, **settings)
+    for _ in range(20):
+        optimizer.step([workers.closure(k) for k in range(3)])
+        sgd.zero_grad()
+        (sum(plain.loss(k, plain.params) for k in range(3)) / 3).backward()
+        sgd.step()
+    close(workers.params, plain.params)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("second_look", [False, True])
+def test_extrap_sgd_skips_a_step_whose_gradients_are_not_finite_in_either_look(second_look, path):
+    workers = Workers()
+    optimizer = ExtrapSGD(workers.params, lr=0.05, inner_lr=0.1, **PATHS[path])
+    optimizer.step([workers.closure(k) for k in range(3)])
+    before, state = weights(workers.params), states(optimizer)
+    calls = itertools.count()
+
+    def spoiled():
+        loss = workers.closure(1)()
+        if next(calls) == int(second_look):
+            workers.params[0].grad[2, 3] = math.inf
+        return loss
+
+    optimizer.step([workers.closure(0), spoiled])
+    assert same_tensors(workers.params, before)
+    assert same_states(states(optimizer), state)
+    assert optimizer.skipped.item() == 1
+    optimizer.step([workers.closure(k) for k in range(3)])
+    assert optimizer.skipped.item() == 1
+    assert not same_tensors(workers.params, before)
+
+
+def test_extrap_sgd_leaves_parameters_that_no_worker_uses_alone():
+    workers = Workers()
+    unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+    optimizer = ExtrapSGD([*workers.params, unused, frozen], lr=0.05, inner_lr=0.1, weight_decay=0.1)
+    optimizer.step([workers.closure(k) for k in range(3)])
+    assert torch.equal(unused, torch.ones_like(unused))
+    assert torch.equal(frozen, torch.ones_like(frozen))
+    assert not optimizer.state[unused]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("path", ["single", "foreach", "fused"])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_torch_sgd_equals_the_reference_of_momentum_sgd(nesterov, path):
+    params = make_params(torch.float64)
+    sgd = torch.optim.SGD(params, lr=0.05, momentum=0.8, weight_decay=0.03, nesterov=nesterov, **PATHS[path])
+    w, v = weights(params), [torch.zeros_like(p) for p in params]
+    for t in range(20):
+        grads = gradients(w, t)
+        step(sgd, params, grads)
+        w, v = reference.msgd(w, v, grads, eta=0.05, beta=0.8, wd=0.03, nesterov=nesterov)
+    close(params, w)
