@@ -23,7 +23,7 @@ PATHS = {"single": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"
 BETAS = [0.0, 0.5, 0.9, 0.99]
 ETA = 0.1
 LAMBDA = 0.3
-STEPS = 10
+STEPS = 8
 EVER_SO_LITTLE = 1 + 1e-12  # for bounds that are attained
 
 paths = pytest.mark.parametrize("path", PATHS)
@@ -325,13 +325,13 @@ def test_the_bounds_on_momentum_and_step_are_attained_in_the_limit_for_constant_
     """
     g = gaussian(6, seed=0)
     problem = linear([1e4 * g[:2], 1e4 * g[2:]], [[g[:2], g[2:]]])
-    steps = math.ceil(math.log(0.1) / math.log(beta)) if beta else 1
+    steps = math.ceil(math.log(0.3) / math.log(beta)) if beta else 1
     run = sngm(problem, path, beta, steps, **DECAYS[decay])
     for t, u in enumerate(run.u):
         assert_near(u, (1 - beta**t) / (1 - beta) * unit(g), 1 / (1 - beta), 1e-12 if beta else 1e-9)
-    assert run.u[-1].norm() > 0.9 / (1 - beta)
+    assert run.u[-1].norm() > 0.7 / (1 - beta)
     if decay != "decoupled":
-        assert run.steps[-1].norm() > 0.9 * ETA / (1 - beta)
+        assert run.steps[-1].norm() > 0.7 * ETA / (1 - beta)
 
 
 @paths
@@ -626,10 +626,10 @@ def test_a_block_wise_step_is_never_longer_than_sqrt_s_eta_over_one_minus_beta(n
 def test_the_bound_on_a_block_wise_step_is_attained_in_the_limit_for_constant_gradients(beta, path):
     """The proof of Theorem 3, with gradients of quite different norms in the blocks."""
     g = [1e3 * gaussian(2, seed=0), gaussian(1, 3, seed=1), 1e-3 * gaussian(2, 2, seed=2)]
-    steps = math.ceil(math.log(0.1) / math.log(beta)) if beta else 1
+    steps = math.ceil(math.log(0.3) / math.log(beta)) if beta else 1
     run = sngm(linear([0 * b for b in g], [g]), path, beta, steps, scope="tensor")
     most = math.sqrt(3) * ETA / (1 - beta)
-    assert 0.9 * most <= run.steps[-1].norm() <= most * EVER_SO_LITTLE
+    assert 0.7 * most <= run.steps[-1].norm() <= most * EVER_SO_LITTLE
 
 
 @cases
@@ -765,28 +765,33 @@ def msgd_limit(beta: float, smoothness: float) -> float:
     return 1 / (kappa(beta) * smoothness)
 
 
-@on_paths_in_turn("name, beta, times", list(SMOOTH), BETAS, [0.1, 1.0, 30.0, 3000.0])
+@on_paths_in_turn("name, beta, times", list(SMOOTH), BETAS, [1.0, 30.0, 3000.0])
 def test_the_mean_gradient_norm_is_below_theorem_1_at_any_rate(name, beta, path, times):
-    """Theorem 1 without noise, at rates around and far above what MSGD's convergence asks for."""
+    """Theorem 1 without noise, at the largest rate that MSGD's convergence allows and far above."""
     problem, smoothness = SMOOTH[name]
     eta = times * msgd_limit(beta, smoothness)
     run = sngm(problem, path, beta, 30, lr=eta)
     assert mean_norm(run.g) <= theorem_1(problem.value(run.w[0]), smoothness, beta, eta, 30)
 
 
-@on_paths_in_turn("beta, eta", BETAS, [0.003, 0.1])
-def test_the_mean_gradient_norm_is_below_theorem_1_whatever_the_noise(beta, eta, path):
-    """Theorem 1 before its expectation is taken: 2 sigma/sqrt(B) stands for twice the mean ||grad F(w_t) - g_t||."""
-    clean, smoothness = SMOOTH["non-convex"]
-    noise = [2.0 ** (t % 5 - 2) * gaussian(6, seed=1000 + t) for t in range(40)]
+@on_paths_in_turn("size, beta", [0.0, 0.5], [0.0, 0.5, 0.9])
+def test_the_mean_gradient_norm_is_below_theorem_1_at_its_best_rate_whatever_the_noise(size, beta, path):
+    """Theorem 1 before its expectation is taken: 2 sigma/sqrt(B) stands for twice the mean ||grad F(w_t) - g_t||.
+
+    At the rate that makes the bound least, it is below the first gradient norm: something must have been gained.
+    """
+    clean, smoothness = SMOOTH["quadratic"]
+    noise = [size * 2.0 ** (t % 5 - 2) * gaussian(6, seed=1000 + t) for t in range(60)]
+    gap = clean.value(flat(clean.start))
+    eta = math.sqrt(2 * (1 - beta) * gap / (len(noise) * smoothness * kappa(beta)))
 
     def slope(w: Sequence[Tensor], t: int) -> list[Tensor]:
         return [g + e for g, e in zip(clean.gradient(w, t), noise[t].split(3), strict=True)]
 
     run = sngm(Problem(clean.start, clean.loss, slope, len(noise)), path, beta, lr=eta)
     true = [g - e for g, e in zip(run.g, noise, strict=True)]
-    bound = theorem_1(clean.value(run.w[0]), smoothness, beta, eta, len(noise)) + 2 * mean_norm(noise)
-    assert mean_norm(true) <= bound
+    bound = theorem_1(gap, smoothness, beta, eta, len(noise)) + 2 * mean_norm(noise)
+    assert mean_norm(true) <= bound < true[0].norm()
 
 
 @paths
@@ -800,11 +805,12 @@ def test_theorem_1_is_sharp_in_its_second_term(path):
     assert 0.99 * bound <= mean_norm(run.g) <= bound
 
 
-@on_paths_in_turn("beta, steps", BETAS, [60, 160])
-def test_theorem_1_is_sharp_in_its_first_term(beta, steps, path):
+@on_paths_in_turn("beta", BETAS)
+def test_theorem_1_is_sharp_in_its_first_term(beta, path):
     """Small steps that just reach the minimum: their sum eta/(1-beta) ||g_t|| is the gap, and little is given away."""
     one = torch.ones(1, dtype=torch.float64)
     problem = separable([one], [one], lambda x: x.square() / 2, lambda x: x)
+    steps = 100
     eta = (1 - beta) / steps
     mean = mean_norm(sngm(problem, path, beta, steps, lr=eta).g)
     bound = theorem_1(0.5, 1.0, beta, eta, steps)
@@ -826,15 +832,15 @@ def test_where_msgd_diverges_sngm_does_not(beta, factor, path):
     assert all(g.norm() <= tame.g[0].norm() + smoothness * kappa(beta) * eta for g in tame.g)
 
 
-@on_paths_in_turn("beta, scope", BETAS, ["global", "tensor"])
+@on_paths_in_turn("beta, scope", [0.0, 0.5], ["global", "tensor"])
 def test_the_mean_gradient_norm_is_below_theorems_2_and_3_for_a_relaxed_smooth_loss(beta, scope, path):
     """Theorem 2, and Theorem 3 for the block-wise variant, at the largest rates they allow, without noise."""
-    steps, s = 40, 2 if scope == "tensor" else 1
+    steps, s = (200 if beta else 80), (2 if scope == "tensor" else 1)
     eta = 1 / (8 * kappa(beta) * s)  # lambda = 1, rho <= 1
     run = sngm(RELAXED, path, beta, steps, lr=eta, scope=scope)
     r = max(rho(g, RELAXED) for g in run.g) if scope == "tensor" else 1.0
     bound = 2 * r * (1 - beta) * RELAXED.value(run.w[0]) / (eta * steps) + 8 * kappa(beta) * r * s * eta
-    assert mean_norm(run.g) <= bound
+    assert mean_norm(run.g) <= bound < run.g[0].norm()
 
 
 # ---------------------------------------------------------- equation (18): block-wise bounds are no better

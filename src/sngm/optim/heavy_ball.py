@@ -166,10 +166,13 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
-    least = float(torch.as_tensor(rule.gain).min())
-    if not rule.nesterov and (buffers is None or least >= LEAST_FUSED_GAIN[bucket.params[0].dtype]):
+    if not rule.nesterov:
+        gains, count = rule.known(rule.gain), len(bucket.params)
+        gains = gains if isinstance(gains, list) else [gains] * count
+        least = 0.0 if buffers is None else LEAST_FUSED_GAIN[bucket.params[0].dtype]
         trios = zip(bucket.params, bucket.grads, buffers or bucket.params, strict=True)
-        served = [i for i, (p, g, v) in enumerate(trios) if g.dtype == p.dtype and lie_alike(p, g, v)]
+        alike = (g.dtype == p.dtype and lie_alike(p, g, v) for p, g, v in trios)
+        served = [i for i, fits in enumerate(alike) if fits and gains[i] >= least]
     if len(served) < len(bucket.params):
         rest = sorted(set(range(len(bucket.params))) - set(served))
         _foreach(bucket.some(rest), rule.of(rest))
@@ -213,11 +216,13 @@ def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:
 
 def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors) -> None:
     """``ys[i] += alpha[i] * xs[i]`` for all i."""
+    if not isinstance(alpha, Tensor):
+        most = torch.finfo(xs[0].dtype).max  # torch refuses a number that the dtype cannot hold
     if isinstance(alpha, list):
         for y, x, a in zip(ys, xs, alpha, strict=True):
-            y.add_(x, alpha=a)
+            y.add_(x, alpha=max(min(a, most), -most))
     elif not isinstance(alpha, Tensor):
-        torch._foreach_add_(ys, xs, alpha=alpha)
+        torch._foreach_add_(ys, xs, alpha=max(min(alpha, most), -most))
     elif alpha.ndim == 0:
         torch._foreach_add_(ys, torch._foreach_mul(xs, alpha))
     else:

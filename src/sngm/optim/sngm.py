@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -123,7 +124,7 @@ class SNGM(LargeBatchOptimizer):
         for bucket, square in zip(work.buckets, parts, strict=True):
             group = bucket.group
             # with a loss scale s the gradients are s*g: norm, eps and decay are taken s times as large
-            n = (square.sqrt() / work.scale).clamp_min(max(group["eps"], TINY))
+            n = at_least(max(group["eps"], TINY), square, work)
             wd, mode = group["weight_decay"], group["weight_decay_mode"]
             rule = Rule(
                 momentum=group["momentum"],
@@ -159,3 +160,10 @@ class SNGM(LargeBatchOptimizer):
         if self.norm_group is not None:
             dist.all_reduce(sums, group=self.norm_group)
         return [sums[b.position if by_group else 0].to(b.device) for b in work.buckets], sums.sum()
+
+
+def at_least(least: float, square: Tensor, work: Work) -> float | Tensor:
+    """The unscaled norm, or norms, divided by: a number where the host may know it, which saves many small steps."""
+    if work.on_host and square.ndim == 0:
+        return max(math.sqrt(square.item()) / work.scale, least)
+    return (square.sqrt() / work.scale).clamp_min(least)
