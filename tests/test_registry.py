@@ -274,3 +274,14 @@ def test_decay_reaches_the_first_group_alone():
     optimizer.step()
     for name, p in model.named_parameters():
         assert torch.allclose(p, before[name] * 0.95 if name in DECAYED else before[name], rtol=1e-14, atol=0.0), name
+
+
+class NormalLinear(nn.Linear):
+    """A name that only begins like that of a normalisation layer."""
+
+
+def test_a_layer_is_not_taken_for_a_normalisation_layer_by_half_its_name():
+    layer = NormalLinear(3, 2)
+    decayed, exempt = sngm.optim.decay_groups(layer, 0.1)
+    assert decayed["params"] == [layer.weight]
+    assert exempt["params"] == [layer.bias]

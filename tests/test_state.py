@@ -703,3 +703,16 @@ def test_the_process_group_is_kept_by_deepcopy_and_left_out_of_pickles_and_check
     assert all("norm_group" not in g for g in saved["param_groups"])
     optimizer.load_state_dict(saved)
     assert optimizer.norm_group is group
+
+
+def test_a_checkpoint_with_settings_no_rule_knows_is_refused_and_changes_nothing():
+    params = make_params()
+    optimizer = build("sngm", params)
+    run(optimizer, params)
+    before, state = copy.deepcopy(optimizer.state_dict()), states(optimizer)
+    broken = copy.deepcopy(before)
+    broken["param_groups"][0]["momentum"] = 1.5
+    with pytest.raises(ValueError, match=r"momentum.*1\.5"):
+        optimizer.load_state_dict(broken)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]
+    assert same_states(states(optimizer), state)

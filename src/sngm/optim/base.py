@@ -147,6 +147,7 @@ class LargeBatchOptimizer(Optimizer):
                         f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=4
                     )
                     group[key] = known
+            self._check_group(group)
             groups.append(group)
         values = {
             p: {k: self._unwrap(p, k, v) for k, v in entry.items()} if isinstance(p, Tensor) else entry

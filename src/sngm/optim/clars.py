@@ -110,8 +110,8 @@ class CLARS(LargeBatchOptimizer):
         Args:
             closure: computes the loss and its gradients.
             mean_norms: for each parameter, in the order of the parameter groups, the mean over micro-batches
-                of the norm of its gradient. Values for parameters without a gradient are not read. One that is
-                not finite skips the step.
+                of the norm of its (unscaled) gradient. Values for parameters without a gradient are not read.
+                One that is not finite skips the step.
         """
         given = self._check_norms(mean_norms)
         loss = evaluate(closure)

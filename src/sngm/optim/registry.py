@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -120,7 +121,7 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     exempt: list[Tensor] = []
     seen: set[int] = set()
     for module in model.modules():
-        is_norm = "norm" in type(module).__name__.lower()
+        is_norm = re.search("[Nn]orm(?![a-z])", type(module).__name__)  # LayerNorm2d, not NormalLinear
         for name, p in module.named_parameters(recurse=False):
             if id(p) not in seen:
                 seen.add(id(p))
