@@ -61,6 +61,9 @@ CASES = {
     "CLARS maximize": ("CLARS", {"lr": 0.5, "momentum": 0.5, "maximize": True, "max_ratio": None}),
     "LAMB": ("LAMB", {"lr": 0.05, "weight_decay": 0.05}),
     "LAMB clipped": ("LAMB", {"lr": 0.05, "max_grad_norm": 0.5, "phi": (0.2, 1.0), "betas": (0.8, 0.95)}),
+    "LAMB not adapted": ("LAMB", {"lr": 0.05, "weight_decay": 0.05, "adapt": False}),
+    "LARS adapted throughout": ("LARS", {"lr": 5.0, "weight_decay": 0.05, "trust_coefficient": 0.02, "adapt": True}),
+    "CLARS adapted nowhere": ("CLARS", {"lr": 0.05, "weight_decay": 0.05, "adapt": False}),
     "LAMB uncorrected": ("LAMB", {"lr": 0.05, "bias_correction": False, "weight_decay": 0.05, "maximize": True}),
 }
 SHAPES = [(1,), (7,), (2, 4), (3, 3), (64,), (5, 13), (3, 4, 2, 2), (0,), ()]
@@ -95,9 +98,13 @@ class Twin:
     def __post_init__(self) -> None:
         layout = self.groups or [list(range(len(self.params)))]
         overrides = self.group_settings or [{} for _ in layout]
-        groups = [{"params": [self.params[i] for i in ids], **o} for ids, o in zip(layout, overrides, strict=True)]
-        cls = getattr(sngm, self.name)
-        self.optimizer = cls(groups, **self.settings, **PATHS[self.path])
+        arguments = {**self.settings, **PATHS[self.path]}
+        of_groups = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}  # a key of groups only
+        groups = [
+            {"params": [self.params[i] for i in ids], **of_groups, **o}
+            for ids, o in zip(layout, overrides, strict=True)
+        ]
+        self.optimizer = getattr(sngm, self.name)(groups, **arguments)
         self.start = [p.detach().double().clone() for p in self.params]
         self.blocks = [b.clone() for b in self.start]
         self.state = [torch.zeros_like(b) for b in self.blocks]
@@ -133,6 +140,8 @@ class Twin:
         eta, wd = ([self.per_block[k][i] for i in have] for k in ("lr", "weight_decay"))
         s = self.settings
         common = {"eta": eta, "wd": wd, "maximize": s.get("maximize", False)}
+        if self.name != "SNGM":
+            common["adapt"] = s.get("adapt")
         if self.name == "SNGM":
             w, u = reference.sngm(
                 w, u, given, **common, beta=s.get("momentum", 0.9), mode=s.get("weight_decay_mode", "coupled"),

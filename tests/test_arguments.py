@@ -371,3 +371,37 @@ def test_good_values_at_the_edges_are_taken(rule):
     before = [p.detach().clone() for p in params]
     run(optimizer, params)
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))  # lr = 0
+
+
+@pytest.mark.parametrize("params", [None, 3, torch.nn.Linear(2, 2)], ids=["None", "3", "module"])
+def test_params_that_cannot_be_gone_through_are_named(params):
+    with pytest.raises(TypeError, match=f"params.*{type(params).__name__}"):
+        SNGM(params, lr=0.1)
+
+
+@pytest.mark.parametrize("make", [list, lambda x: iter(x), tuple])
+def test_no_parameters_are_named_params(make):
+    with pytest.raises(ValueError, match="params must hold at least one"):
+        SNGM(make([]), lr=0.1)
+
+
+def test_settings_that_would_do_nothing_are_refused_in_groups():
+    w = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="LARS has no nesterov"):
+        LARS([{"params": [w], "nesterov": True}], lr=0.1)
+    with pytest.raises(ValueError, match="SNGM has no dampening"):
+        SNGM([{"params": [w], "dampening": 0.5}], lr=0.1)
+
+
+def test_a_process_group_is_asked_for_by_name():
+    with pytest.raises(TypeError, match=r"norm_group.*process group.*3"):
+        SNGM([torch.nn.Parameter(torch.zeros(2))], lr=0.1, norm_group=3)
+
+
+def test_lamb_takes_over_groups_of_a_torch_sgd():
+    w = torch.nn.Parameter(torch.ones(2, 2))
+    groups = [dict(group) for group in torch.optim.SGD([w], lr=0.1).param_groups]
+    optimizer = LAMB(groups)
+    w.grad = torch.ones_like(w)
+    optimizer.step()
+    assert optimizer.state[w]["step"] == 1

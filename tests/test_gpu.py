@@ -36,8 +36,9 @@ def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
 def stepper(case: str, path: str):
     name, arguments = CASES[case]
     params = make_params([(64, 64), (65,), (3, 4, 5, 6)], torch.float32, device="cuda")
-    arguments = {**arguments, "lr": torch.tensor(arguments["lr"], device="cuda")}
-    optimizer = getattr(sngm, name)(params, **arguments, **PATHS[path])
+    arguments = {**arguments, "lr": torch.tensor(arguments["lr"], device="cuda"), **PATHS[path]}
+    of_group = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}
+    optimizer = getattr(sngm, name)([{"params": params, **of_group}], **arguments)
     for p in params:
         p.grad = torch.randn_like(p)
     norms = {"mean_norms": torch.ones(len(params), device="cuda")} if name == "CLARS" else {}

@@ -28,7 +28,7 @@ EVER_SO_LITTLE = 1 + 1e-12  # for bounds that are attained
 
 paths = pytest.mark.parametrize("path", PATHS)
 betas = pytest.mark.parametrize("beta", BETAS)
-random = settings(deadline=None, max_examples=20)
+random = settings(deadline=None, max_examples=12)
 
 
 def on_paths_in_turn(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:

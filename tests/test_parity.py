@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import CASES, LARGE, LOW, PATHS, SHAPES, Twin, make_params, run
 
+from sngm.optim import heavy_ball, lamb
+
 
 def served(*dtypes: torch.dtype):
     """Every path with every dtype it serves: fused=True refuses low precision (see test_arguments)."""
@@ -24,7 +26,9 @@ def test_every_path_equals_the_reference_over_twenty_steps(case, path, dtype):
 
 
 @served(torch.float64, torch.float32, torch.bfloat16)
-@pytest.mark.parametrize("case", ["SNGM coupled global", "SNGM coupled tensor", "LARS unscaled", "CLARS", "LAMB"])
+@pytest.mark.parametrize(
+    "case", ["SNGM coupled global", "SNGM after_norm tensor", "LARS you2017", "LARS unscaled", "CLARS", "LAMB"]
+)
 def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
     name, arguments = CASES[case]
     run(Twin(name, make_params(LARGE, dtype, size=0.001), arguments, path), size=0.01)
@@ -46,15 +50,28 @@ def channels_last(g: torch.Tensor) -> torch.Tensor:
 LAYOUTS = {"contiguous": lambda g: g, "transposed": transposed, "strided": strided, "channels_last": channels_last}
 
 
-@pytest.mark.parametrize("of_grads", LAYOUTS)
-@pytest.mark.parametrize("of_params", LAYOUTS)
+@pytest.mark.parametrize(
+    ("of_params", "of_grads"),
+    [("contiguous", other) for other in LAYOUTS]
+    + [(other, "contiguous") for other in LAYOUTS]
+    + [(x, x) for x in LAYOUTS],
+)
 @served(torch.float64, torch.bfloat16)
 @pytest.mark.parametrize("case", ["SNGM coupled global", "LARS you2017", "LARS unscaled", "CLARS", "LAMB"])
 def test_parameters_and_hand_set_gradients_of_any_layout_equal_the_reference(case, path, dtype, of_params, of_grads):
     name, arguments = CASES[case]
     shapes = [(4, 3, 5, 2), (33, 65), (70,), (2, 128, 9, 9)]
     params = [torch.nn.Parameter(LAYOUTS[of_params](p.detach())) for p in make_params(shapes, dtype)]
-    run(Twin(name, params, arguments, path), steps=4, lay=LAYOUTS[of_grads])
+    run(Twin(name, params, arguments, path), lay=LAYOUTS[of_grads])
+
+
+@pytest.mark.parametrize("path", ["foreach", "default"])
+@pytest.mark.parametrize("case", ["SNGM coupled tensor", "LARS unscaled", "CLARS", "LAMB"])
+def test_low_precision_parameters_worked_on_slice_by_slice_equal_the_reference(case, path, monkeypatch):
+    monkeypatch.setattr(heavy_ball, "SLICE", 30)
+    monkeypatch.setattr(lamb, "SLICE", 30)
+    name, arguments = CASES[case]
+    run(Twin(name, make_params(SHAPES, torch.bfloat16), arguments, path))
 
 
 @st.composite

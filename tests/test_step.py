@@ -803,3 +803,68 @@ def test_a_run_that_blows_up_does_so_in_the_weights_not_with_an_error_of_torch(n
     optimizer.step()
     assert optimizer.skipped.item() == 0
     assert not torch.equal(w, torch.full_like(w, 3e37))
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("name", ["sngm", "lars", "lamb"])
+def test_gradients_that_autograd_left_conjugated_are_read_as_they_are(name, path):
+    a = torch.tensor([1 + 2j, -3j, 0.5 + 0j])
+    lazy, plain = (torch.nn.Parameter(torch.tensor([1j, 1 + 1j, 2 - 1j])) for _ in range(2))
+    (lazy.conj() * a).real.sum().backward()
+    assert lazy.grad.is_conj()
+    plain.grad = lazy.grad.resolve_conj().clone()
+    for w in (lazy, plain):
+        create(name, [w], lr=0.1, **PATHS[path]).step()
+    assert torch.equal(lazy, plain)
+
+
+@pytest.mark.parametrize("path", ["single", "foreach", "default"])
+@pytest.mark.parametrize("name", ["sngm", "lars", "lamb"])
+def test_a_model_cast_after_the_optimizer_was_built_takes_its_state_along(name, path):
+    model = torch.nn.Linear(4, 3)
+    optimizer = create(name, model.parameters(), lr=30.0 if name == "lars" else 0.1, **PATHS[path])
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        model.to(dtype)
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        assert all(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+        for p in model.parameters():
+            for key in optimizer.BUFFERS:
+                kept = optimizer.state[p][key]
+                assert kept.dtype == (torch.float32 if dtype == torch.bfloat16 else dtype)
+                assert kept.abs().sum() > 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("mode", ["coupled", "after_norm", "decoupled"])
+def test_eps_zero_divides_no_zero_and_keeps_tiny_gradients_from_exploding(mode, path):
+    w = torch.nn.Parameter(torch.zeros(20_000))
+    optimizer = SNGM([w], lr=1.0, eps=0.0, weight_decay=0.1, weight_decay_mode=mode, **PATHS[path])
+    for g in (0.0, 1e-25):
+        w.grad = torch.full_like(w, g)
+        optimizer.step()
+        assert w.isfinite().all()
+        assert w.norm() <= 1.0
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_extrap_sgd_looks_ahead_with_one_rounding(dtype):
+    w = torch.nn.Parameter(torch.linspace(-1, 1, 4001).to(dtype))
+    g = torch.linspace(-3, 2, 4001).to(dtype)
+    seen = []
+
+    def closure():
+        seen.append(w.detach().clone())
+        w.grad = g.clone()
+
+    ExtrapSGD([w], lr=0.1, inner_lr=0.37).step([closure])
+    assert torch.equal(seen[1], (seen[0].float() - 0.37 * g.float()).to(dtype))
+
+
+def test_a_zero_gradient_leaves_lars_the_ratio_of_its_formula():
+    w = torch.nn.Parameter(torch.full((3, 4), 2.0))
+    w.grad = torch.zeros_like(w)
+    LARS([w], lr=1.0, weight_decay=0.01, trust_coefficient=0.001).step()
+    torch.testing.assert_close(w.detach(), torch.full((3, 4), 2.0 * (1 - 0.001)))  # c * ||w|| / (wd * ||w||) * wd * w

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,8 +23,8 @@ class LargeBatchOptimizer(Optimizer):
     """Base of the methods. Subclasses say which buffers they keep and write `step`.
 
     Attributes:
-        grad_norm: 0-d tensor on the device, the norm the last step divided by (for methods with many
-            norms, the root of their summed squares). Reading it does not wait for the device.
+        grad_norm: 0-d tensor on the device: the norm the last step divided by, and for methods and scopes
+            with many norms, or another one, that of the whole gradient. Reading it does not wait for the device.
         skipped: 0-d tensor, how many steps were skipped because that norm was not finite.
         norm_group: process group over whose shards norms are summed, or None. Not part of saved state.
     """
@@ -38,8 +38,19 @@ class LargeBatchOptimizer(Optimizer):
     skipped: Tensor
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, norm_group: Any = None) -> None:
+        if norm_group is not None and not (dist.is_available() and isinstance(norm_group, dist.ProcessGroup)):
+            raise TypeError(f"norm_group must be None or a torch.distributed process group, got {norm_group!r}")
         self.norm_group = norm_group
         self._check_group(defaults)
+        if not isinstance(params, Iterable):
+            raise TypeError(
+                f"params must be an iterable of parameters or groups, got {type(params).__name__}"
+                + ("; pass module.parameters()" if isinstance(params, torch.nn.Module) else "")
+            )
+        if not isinstance(params, Tensor):  # torch refuses a lone tensor by itself
+            params = cast(ParamsT, list(params))
+            if not params:
+                raise ValueError("params must hold at least one parameter, got an empty iterable")
         super().__init__(params, {**defaults, **self.FOREIGN})
         owners = [p for group in self.param_groups for p in group["params"]]
         if not owners and norm_group is None:
@@ -76,6 +87,9 @@ class LargeBatchOptimizer(Optimizer):
         checks.keys(param_group, [*self.defaults, "params", "param_names"])
         filled = {**self.defaults, **param_group}
         self._check_group(filled)
+        for key, known in self.FOREIGN.items():
+            if filled.get(key, known) != known:
+                raise ValueError(f"{type(self).__name__} has no {key}; a group may only hold {known!r} for it")
         if filled["fused"]:
             self._check_fused(tensors)
         param_group["params"] = params
@@ -115,8 +129,8 @@ class LargeBatchOptimizer(Optimizer):
                 buffer = state.get(key)
                 if buffer is None or buffer.is_meta:
                     state[key] = torch.zeros_like(p, dtype=state_dtype(p))
-                elif buffer.device != p.device:  # the model was moved after the optimizer was built
-                    state[key] = buffer.to(p.device)
+                elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
+                    state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast since
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -144,7 +158,7 @@ class LargeBatchOptimizer(Optimizer):
             for key, known in self.FOREIGN.items():
                 if group[key] != known:
                     warnings.warn(
-                        f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=4
+                        f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=6
                     )
                     group[key] = known
             self._check_group(group)
@@ -200,10 +214,11 @@ class LargeBatchOptimizer(Optimizer):
                     if bucket is None:
                         bucket = Bucket(group, position, device, dtype, buffers={key: [] for key in keys})
                         buckets[position, device, dtype] = bucket
+                    wanted = state_dtype(p)
                 state = self.state[p]
                 for key in keys:
                     buffer = state.get(key)
-                    if buffer is None or buffer.device != device:
+                    if buffer is None or buffer.device != device or buffer.dtype != wanted:
                         buffer = self._make_state(p, group)[key]
                     bucket.buffers[key].append(buffer)
                 bucket.params.append(p)
@@ -260,10 +275,11 @@ class LargeBatchOptimizer(Optimizer):
         bad = ~torch.isfinite(total)
         if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
             bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
+        self.skipped = self.skipped.to(bad.device)
         if any(group["capturable"] for group in self.param_groups):
             self.skipped.add_(bad)  # in place, so that a replayed CUDA graph counts too
         else:
-            self.skipped = self.skipped.to(bad.device) + bad
+            self.skipped = self.skipped + bad
         return bad
 
 

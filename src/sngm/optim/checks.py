@@ -21,7 +21,9 @@ PARAMETER_DTYPES = (
 def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
     """Refuse `value` unless it is a finite real number in [low, high) (or (low, high))."""
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
-    if isinstance(value, bool) or not isinstance(value, Real):
+    # numpy's numbers are welcome; Fraction and Decimal are numbers too, but torch cannot compute with them
+    plain = isinstance(value, (int, float)) or (isinstance(value, Real) and type(value).__module__ == "numpy")
+    if isinstance(value, bool) or not plain:
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
     x = float(value)
     if not (math.isfinite(x) and (x >= low if include_low else x > low) and x < high):
@@ -82,6 +84,8 @@ def parameters(params: list[Any]) -> None:
         if p.dtype not in PARAMETER_DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
             raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")
+        if p.is_conj():
+            raise ValueError(f"params must not be conjugated views; use params[{i}].resolve_conj()")
         if id(p) in seen:
             raise ValueError(f"params must not repeat a parameter; params[{i}] appears twice in its group")
         seen.add(id(p))

@@ -158,7 +158,11 @@ class CLARS(LargeBatchOptimizer):
         dtype = norms.sum_dtype(device)
         if isinstance(given, Tensor):
             given = given.to(device=device, dtype=dtype).unbind()
-        mean = torch.stack([torch.as_tensor(given[i], dtype=dtype, device=device).reshape(()) for i in indices])
+        chosen = [given[i] for i in indices]
+        if any(isinstance(norm, Tensor) for norm in chosen):
+            mean = torch.stack([torch.as_tensor(norm, dtype=dtype, device=device).reshape(()) for norm in chosen])
+        else:
+            mean = torch.tensor(chosen, dtype=dtype, device=device)
         if work.on_host and bool((mean < 0).any()):
             raise ValueError(f"mean_norms must be at least 0, got {mean.min().item():g}")
         return mean

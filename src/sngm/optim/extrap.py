@@ -142,7 +142,8 @@ class ExtrapSGD(LargeBatchOptimizer):
                 for p, group in places:
                     if p.grad is not None:
                         inner_lr = lr_of(group, "inner_lr")
-                        p.add_(dense(p.grad) * (inner_lr if group["maximize"] else -inner_lr))
+                        ahead = wide(dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
+                        p.copy_(wide(p) + ahead)  # one rounding
                 clear(p for p, _ in places)
                 evaluate(closure)
                 for p, _ in places:

@@ -183,27 +183,26 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
     assert rule.rate is not None
     if rule.pull:
         axpy_(bucket.params, rule.known(-rule.rate * rule.pull), bucket.params)
+    coefficients = [rule.known(c) for c in (rule.gain, rule.rate, rule.decay)]
+    runs = [(bucket.params, bucket.grads, buffers or [], *coefficients)]
     if rule.per_tensor:
-        for i, (p, g) in enumerate(zip(bucket.params, bucket.grads, strict=True)):
-            _call_fused([p], [g], buffers and [buffers[i]], rule.of(i))
-    else:
-        _call_fused(bucket.params, bucket.grads, buffers, rule)
-
-
-def _call_fused(params: Tensors, grads: Tensors, buffers: Tensors | None, rule: Rule) -> None:
-    gain, rate = float(rule.gain), float(rule.rate)  # type: ignore[arg-type]
-    torch._fused_sgd_(
-        params,
-        grads,
-        buffers or [],
-        weight_decay=float(rule.decay),
-        momentum=float(rule.momentum) if buffers else 0.0,
-        lr=rate if buffers else rate * gain,
-        dampening=1.0 - gain if buffers else 0.0,
-        nesterov=False,
-        maximize=rule.maximize,
-        is_first_step=False,
-    )
+        count = len(bucket.params)
+        each = [c if isinstance(c, list) else [c] * count for c in coefficients]
+        lists = ([[t] for t in tensors] for tensors in (bucket.params, bucket.grads))
+        runs = list(zip(*lists, [[v] for v in buffers] if buffers else [[]] * count, *each, strict=True))
+    for params, grads, some, gain, rate, decay in runs:
+        torch._fused_sgd_(
+            params,
+            grads,
+            some,
+            weight_decay=decay,
+            momentum=float(rule.momentum) if some else 0.0,
+            lr=rate if some else rate * gain,
+            dampening=1.0 - gain if some else 0.0,
+            nesterov=False,
+            maximize=rule.maximize,
+            is_first_step=False,
+        )
 
 
 def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:

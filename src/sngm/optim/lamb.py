@@ -109,6 +109,9 @@ class LAMB(LargeBatchOptimizer):
             checks.number("max_grad_norm", group["max_grad_norm"], 0.0, include_low=False)
         checks.flag("adapt", group["adapt"], none=True)
 
+    def _needs_buffers(self, group: dict[str, Any]) -> bool:
+        return True
+
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._make_state(p, group)
         if "exp_avg" in state:
@@ -209,8 +212,15 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
-    if not all(g.dtype == p.dtype and lie_alike(p, g, m) and lie_alike(p, m, v) for p, g, m, v in quads):
-        return _foreach(bucket, grads, steps, False)
+    served = [g.dtype == p.dtype and lie_alike(p, g, m) and lie_alike(p, m, v) for p, g, m, v in quads]
+    if not all(served):  # each kind by itself, put together in the old order
+        out: dict[int, Tensor] = {}
+        for native in (True, False):
+            which = [i for i, serve in enumerate(served) if serve is native]
+            if which:
+                part = bucket.some(which), [grads[i] for i in which], [steps[i] for i in which]
+                out.update(zip(which, _fused(*part) if native else _foreach(*part, False), strict=True))
+        return [out[i] for i in range(len(served))]
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
     if not group["bias_correction"]:
         steps = [torch.full_like(step, math.inf) for step in steps]  # beta**inf = 0

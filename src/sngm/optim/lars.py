@@ -37,7 +37,8 @@ class LARS(LargeBatchOptimizer):
     more than one dimension. The others take plain momentum steps at the group's `lr`, with the group's decay.
     Mind that `lr` is then a thousand times the usual one for them at the usual c = 0.001: give them a group
     with a smaller `lr` if that is not what you want.
-    A tensor whose own norm or gradient norm is zero has ratio 1, as in the published code.
+    Where :math:`\phi(\|w\|)` or the denominator is zero the ratio is 1, as in the published code: a tensor of
+    zeros would never move otherwise.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -141,8 +142,8 @@ class LARS(LargeBatchOptimizer):
                 continue
             g_norm, w_norm = g_square.sqrt() / work.scale, w_square.sqrt()
             size = clip(w_norm, group["phi"])
-            ratio = trust(group) * size / (g_norm + group["weight_decay"] * w_norm + group["eps"])
-            rate = lr * adapted(bucket, ratio, (size > 0) & (g_norm > 0))
+            below = g_norm + group["weight_decay"] * w_norm + group["eps"]
+            rate = lr * adapted(bucket, trust(group) * size / below, (size > 0) & (below > 0))
             inside = group["variant"] == "you2017"  # the buffer, or outside it
             rule = replace(rule, gain=rule.gain * rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
@@ -151,7 +152,7 @@ class LARS(LargeBatchOptimizer):
 
     def _step_along_average(self, work: Work, averaged: list[tuple[Bucket, Tensor]], skip: Tensor | bool) -> None:
         """The second half of variant "momentum", whose ratio needs the norm of the new buffers."""
-        if not averaged and (self.norm_group is None or self.defaults["variant"] != "momentum"):
+        if not any(group["variant"] == "momentum" for group in self.param_groups):
             return
         buckets = [bucket for bucket, _ in averaged]
         parts = [norms.squares(b.buffers["momentum_buffer"])[None] for b in buckets]

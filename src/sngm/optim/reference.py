@@ -111,8 +111,7 @@ def lars(
             ratio = trust(c * size, norm(v_s), max_ratio, adapted)
             new_w.append(w[s] - eta[s] * ratio * v_s)
         else:
-            below = norm(g_s) + wd[s] * norm(w[s]) + eps if norm(g_s) > 0 else 0.0
-            ratio = trust(c * size, below, max_ratio, adapted)
+            ratio = trust(c * size, norm(g_s) + wd[s] * norm(w[s]) + eps, max_ratio, adapted)
             if variant == "you2017":
                 v_s = m * v[s] + eta[s] * ratio * d
                 new_w.append(w[s] - v_s)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import checks
 from .clars import CLARS
 from .extrap import ExtrapSGD
 from .lamb import LAMB
@@ -117,6 +118,9 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     >>> [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 1e-4)]
     [(1, 0.0001), (3, 0.0)]
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    checks.number("weight_decay", weight_decay, 0.0)
     decayed: list[Tensor] = []
     exempt: list[Tensor] = []
     seen: set[int] = set()

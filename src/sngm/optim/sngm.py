@@ -17,7 +17,7 @@ from .work import Bucket, Closure, Work, evaluate, lr_of
 
 MODES = ("coupled", "after_norm", "decoupled")
 SCOPES = ("global", "group", "tensor")
-TINY = 1e-30  # what eps=0 becomes: 1/TINY is still a float32
+TINY = 1e-19  # the least eps: squares of smaller norms would not be float32 any more
 
 
 class SNGM(LargeBatchOptimizer):
@@ -57,8 +57,8 @@ class SNGM(LargeBatchOptimizer):
         >>> w.data, optimizer.grad_norm
         (tensor([2.4000, 3.2000]), tensor(5.))
 
-    Cost: 4 bytes of state per float32 parameter. A fused step moves 24 bytes a parameter (SGD: 20), 32 with
-    coupled decay.
+    Cost: 4 bytes of state per float32 parameter. A fused step moves 24 bytes a parameter (SGD: 20), 40 with
+    coupled decay, 32 with decoupled.
 
     Reference: Zhao, Shi, Xie and Li, "Stochastic Normalized Gradient Descent with Momentum for Large-Batch
     Training", Algorithm 1 and Section 6.

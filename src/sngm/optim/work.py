@@ -31,7 +31,7 @@ class Bucket:
     def view_as_real(self) -> None:
         """Complex tensors as pairs of reals: every rule here is linear in them, and norms agree."""
         self.params = [torch.view_as_real(p) for p in self.params]
-        self.grads = [torch.view_as_real(g) for g in self.grads]
+        self.grads = [torch.view_as_real(g.resolve_conj()) for g in self.grads]  # autograd conjugates lazily
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
 
     @property
@@ -88,9 +88,11 @@ def evaluate(closure: Closure | None) -> Any:
 
 
 def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
-    """The group's learning rate: a number or a 0-d tensor."""
+    """The group's learning rate: a number, or a 0-d tensor where only a device knows it."""
     lr: float | Tensor = group[key]
-    return lr.reshape(()) if isinstance(lr, Tensor) else lr
+    if not isinstance(lr, Tensor):
+        return lr
+    return lr.item() if lr.device.type == "cpu" and not torch.compiler.is_compiling() else lr.reshape(())
 
 
 def state_dtype(p: Tensor) -> torch.dtype:
