@@ -25,11 +25,11 @@ demo: $(READY)  ## compare the optimizers on scikit-learn's digits, small batch 
 
 test: $(READY) lint  ## lint, types and the test suite
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -q -m 'not slow'
+	@$(BIN)/python -m pytest -q -m 'not slow' -n auto --maxprocesses 8
 
 test-slow: $(READY) wheel  ## the wheel in an empty environment, and the tests that take long
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -q -m slow
+	@$(BIN)/python -m pytest -q -m slow -n auto --maxprocesses 8
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"

@@ -3,7 +3,7 @@
 import copy
 import io
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -32,15 +32,6 @@ BUFFERS = {LAMB: {"exp_avg", "exp_avg_sq"}}  # the others: momentum_buffer
 KINDS = ["sngm", "block-sngm", "sngd", "lars", "lars-momentum", "clars", "lamb", "extrap-sgd"]  # of state, or of step
 SHAPES = [(5, 13), (7,), (2, 3, 2, 2), (), (1, 9)]  # more and fewer elements than a SIMD register holds
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_thread() -> Iterator[None]:
-    """Waking a second thread for these small tensors takes longer than the tests. Import it to have it."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def combinations(rules: Sequence[str] = tuple(RULES), dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[Any]:

@@ -81,7 +81,10 @@ def make_params(
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Distance between neighbouring numbers of `dtype` around each element."""
     info = torch.finfo(dtype)
-    return info.eps * 2.0 ** x.abs().clamp_min(info.smallest_normal).log2().floor()
+    exponent = (
+        x.abs().clamp_min(info.smallest_normal).frexp().exponent
+    )  # of x = mantissa * 2**exponent, 1/2 <= mantissa
+    return info.eps / 2 * torch.exp2(exponent.double())
 
 
 @dataclass

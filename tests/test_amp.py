@@ -4,12 +4,11 @@ import math
 
 import pytest
 import torch
-from harness import (  # noqa: F401
+from harness import (
     RULES,
     build,
     gradients,
     make_params,
-    one_thread,
     run,
     same_states,
     same_tensors,

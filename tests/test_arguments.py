@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from harness import RULES, SHAPES, build, make_params, one_thread, run, same_states, states  # noqa: F401
+from harness import RULES, SHAPES, build, make_params, run, same_states, states
 
 from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
 

@@ -8,12 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from methods import CASES, LARGE, LOW, PATHS, SHAPES, Twin, make_params, run
 
-from sngm.optim import heavy_ball, lamb
+from sngm.optim import heavy_ball, lamb, norms
 
 
-def served(*dtypes: torch.dtype):
+def served(*dtypes: torch.dtype, slow_paths: tuple[str, ...] = ()):
     """Every path with every dtype it serves: fused=True refuses low precision (see test_arguments)."""
-    pairs = [(p, d) for p in PATHS for d in dtypes if not (p == "fused" and d in LOW)]
+    pairs = [
+        pytest.param(p, d, marks=[pytest.mark.slow] if p in slow_paths else [])
+        for p in PATHS
+        for d in dtypes
+        if not (p == "fused" and d in LOW)
+    ]
     return pytest.mark.parametrize(("path", "dtype"), pairs, ids=lambda x: str(x).removeprefix("torch."))
 
 
@@ -25,7 +30,7 @@ def test_every_path_equals_the_reference_over_twenty_steps(case, path, dtype):
     run(Twin(name, params, arguments, path, groups=[[0, 2, 4, 6, 8], [1, 3, 5, 7]]))
 
 
-@served(torch.float64, torch.float32, torch.bfloat16)
+@served(torch.float64, torch.float32, torch.bfloat16, slow_paths=("single", "foreach", "capturable"))
 @pytest.mark.parametrize(
     "case", ["SNGM coupled global", "SNGM after_norm tensor", "LARS you2017", "LARS unscaled", "CLARS", "LAMB"]
 )
@@ -122,3 +127,19 @@ def test_random_settings_shapes_groups_and_missing_gradients_equal_the_reference
         grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         twin.step([None if i in missing and t % 2 else g for i, g in enumerate(grads)])
     twin.check(stored_to=6 * torch.finfo(dtype).eps)  # some of these barely move
+
+
+@pytest.mark.parametrize("values", ["random", "equal", "one large"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_norms_are_right_for_any_size_and_values_on_every_core(dtype, values, every_core):
+    sizes = [0, 1, 255, 256, 257, 16383, 16384, 16385, 65537, 1 << 20, 5_000_001]
+    generator = torch.Generator().manual_seed(0)
+    for size in sizes:
+        x = torch.randn(size, generator=generator) if values == "random" else torch.full((size,), 0.1)
+        if values == "one large" and size:
+            x[0] = 1000.0
+        x = x.to(dtype)
+        exact = x.double().square().sum()
+        tolerance = 1e-12 if dtype == torch.float64 else 4e-6  # of the square
+        assert abs(norms.squares([x])[0] - exact) <= tolerance * exact
+        assert abs(norms.squares([x], [x], 0.5)[0] - 2.25 * exact) <= max(tolerance, 1e-6) * 2.25 * exact

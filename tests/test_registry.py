@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from harness import make_params, one_thread, run, same_tensors  # noqa: F401
+from harness import make_params, run, same_tensors
 from torch import nn
 
 import sngm

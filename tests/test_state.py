@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from harness import (  # noqa: F401
+from harness import (
     BUFFERS,
     DTYPES,
     KINDS,
@@ -18,7 +18,6 @@ from harness import (  # noqa: F401
     combinations,
     gradients,
     make_params,
-    one_thread,
     run,
     same,
     same_states,

@@ -5,15 +5,13 @@ import math
 
 import pytest
 import torch
-from harness import (  # noqa: F401
+from harness import (
     KINDS,
     RULES,
     build,
-    clone_params,
     combinations,
     gradients,
     make_params,
-    one_thread,
     run,
     same_states,
     same_tensors,

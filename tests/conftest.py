@@ -1,0 +1,17 @@
+"""How tests run: side by side, each on one thread, unless it is about large tensors."""
+
+import os
+
+import pytest
+import torch
+
+# Waking a second thread for small tensors takes longer than the work; the cores are for other tests meanwhile.
+torch.set_num_threads(1)
+
+
+@pytest.fixture
+def every_core():
+    """All threads, for tests of what is done in parallel."""
+    torch.set_num_threads(os.cpu_count() or 1)
+    yield
+    torch.set_num_threads(1)
