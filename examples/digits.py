@@ -13,7 +13,7 @@ import os
 import signal
 import statistics
 import sys
-from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import Pool
 from typing import NamedTuple
 
 import torch
@@ -125,7 +125,8 @@ class Result(NamedTuple):
         return statistics.stdev(self.tests) if len(self.tests) > 1 else 0.0
 
     def __str__(self) -> str:
-        return f"{self.mean:.1f} ± {self.spread:.1f} (lr {self.lr:g})"
+        spread = f"{self.spread:.1f}" if len(self.tests) > 1 else "?"
+        return f"{self.mean:.1f} ± {spread} (lr {self.lr:g})"
 
 
 Results = dict[tuple[str, int], Result]
@@ -134,7 +135,7 @@ Results = dict[tuple[str, int], Result]
 def compare(options: argparse.Namespace, results: Results) -> None:
     """Fill in `results` one by one, so that those that are finished survive a Ctrl-C."""
     cells = [(method, batch) for batch in options.batches for method in options.methods]
-    with ProcessPoolExecutor(min(os.cpu_count() or 1, 4), initializer=prepare_worker) as pool:
+    with Pool(min(os.cpu_count() or 1, 4), prepare_worker) as pool:
         for method, batch in cells:
             progress(f"{len(results)} of {len(cells)} done, now {method} with batch {batch}", passing=True)
             tried = [Run(method, batch, lr, options.epochs, seed=0) for lr in RATES[method]]

@@ -17,7 +17,7 @@ from harness import (
 )
 from methods import PATHS
 
-from sngm import CLARS
+from sngm import CLARS, ExtrapSGD
 
 SCALABLE = [rule for rule in RULES if rule != "extrap-sgd"]  # whose gradients a scaler cannot see
 INVARIANT = {
@@ -71,7 +71,7 @@ def agree(ours, theirs):
 @pytest.mark.parametrize("rule", RULES)
 def test_only_an_explicit_fused_takes_over_from_the_scaler(rule, path):
     optimizer = build(rule, make_params(), path)
-    assert optimizer._step_supports_amp_scaling is (path == "fused" and rule != "extrap-sgd")
+    assert optimizer._step_supports_amp_scaling is (path == "fused" or rule == "extrap-sgd")
 
 
 def test_one_group_that_is_not_fused_leaves_scaling_to_the_scaler():
@@ -206,3 +206,15 @@ def test_coupled_decay_is_part_of_the_loss_and_does_see_its_scale():
             p.grad = g * 4.0
         optimizer.step()
     assert not torch.allclose(other[0], runs[0][0], rtol=1e-3)
+
+
+def test_extrap_sgd_refuses_a_scaler_and_changes_nothing():
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = ExtrapSGD([w], lr=0.1, inner_lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(w.sum()).backward()
+    with pytest.raises(TypeError, match=r"GradScaler.*step\(closures\)"):
+        scaler.step(optimizer, [lambda: scaler.scale(w.square().sum()).backward()])
+    assert torch.equal(w, torch.ones(3))
+    optimizer.step([lambda: w.sum().backward()])  # without the scaler it goes on as if nothing had been
+    torch.testing.assert_close(w.detach(), torch.full((3,), 0.9))

@@ -715,3 +715,41 @@ def test_a_checkpoint_with_settings_no_rule_knows_is_refused_and_changes_nothing
         optimizer.load_state_dict(broken)
     assert optimizer.state_dict()["param_groups"] == before["param_groups"]
     assert same_states(states(optimizer), state)
+
+
+@pytest.mark.parametrize(
+    ("broken", "match"),
+    [
+        ({}, "'state' and 'param_groups'"),
+        (None, "'state' and 'param_groups'.*NoneType"),
+        ({"model": {}, "optimizer": {}}, r"'model', 'optimizer'"),
+        ({"state": {0: {"momentum_buffer": "x"}}, "param_groups": []}, "momentum_buffer of parameter 0.*'x'"),
+        ({"state": {0: 5}, "param_groups": []}, "parameter 0.*5"),
+    ],
+    ids=repr,
+)
+def test_what_is_no_checkpoint_is_refused_by_name_and_changes_nothing(broken, match):
+    params = make_params()
+    optimizer = build("sngm", params)
+    run(optimizer, params)
+    before = states(optimizer)
+    with pytest.raises(ValueError, match=match):
+        optimizer.load_state_dict(broken)
+    assert same_states(states(optimizer), before)
+
+
+def test_a_checkpoint_of_a_stranger_loads_with_a_warning():
+    w = torch.nn.Parameter(torch.ones(3))
+    adam = torch.optim.Adam([w])
+    w.grad = torch.ones(3)
+    adam.step()
+    with pytest.warns(UserWarning, match=r"exp_avg.* but no momentum_buffer"):
+        SNGM([w], lr=0.1).load_state_dict(adam.state_dict())
+
+
+def test_numbers_of_numpy_are_kept_as_numbers_of_python():
+    numpy = pytest.importorskip("numpy")
+    w = torch.nn.Parameter(torch.ones(3))
+    optimizer = SNGM([{"params": [w], "weight_decay": numpy.float32(0.5)}], lr=numpy.float64(0.1))
+    assert through_disk(optimizer.state_dict())["param_groups"][0]["lr"] == 0.1
+    assert type(optimizer.param_groups[0]["weight_decay"]) is float

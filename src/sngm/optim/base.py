@@ -41,6 +41,7 @@ class LargeBatchOptimizer(Optimizer):
         if norm_group is not None and not (dist.is_available() and isinstance(norm_group, dist.ProcessGroup)):
             raise TypeError(f"norm_group must be None or a torch.distributed process group, got {norm_group!r}")
         self.norm_group = norm_group
+        checks.plain(defaults)
         self._check_group(defaults)
         if not isinstance(params, Iterable):
             raise TypeError(
@@ -85,6 +86,7 @@ class LargeBatchOptimizer(Optimizer):
         tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
         checks.parameters(tensors)
         checks.keys(param_group, [*self.defaults, "params", "param_names"])
+        checks.plain(param_group)
         filled = {**self.defaults, **param_group}
         self._check_group(filled)
         for key, known in self.FOREIGN.items():
@@ -139,6 +141,22 @@ class LargeBatchOptimizer(Optimizer):
         Hyper-parameters come from the checkpoint; those it lacks, and `foreach`, `fused` and `capturable`,
         stay as they are here. State of low-precision parameters stays float32.
         """
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"state_dict must be a dict with 'state' and 'param_groups', got {found}")
+        for index, entry in state_dict["state"].items():
+            for key in self.BUFFERS:
+                value = entry.get(key) if isinstance(entry, dict) else entry
+                if not (value is None or isinstance(value, Tensor)):
+                    raise ValueError(f"state_dict: {key} of parameter {index} must be a tensor, got {value!r}")
+            if entry and not any(key in entry for key in self.BUFFERS):
+                held = ", ".join(map(str, entry))
+                warnings.warn(
+                    f"the checkpoint holds {held} but no {self.BUFFERS[0]} for parameter {index}; "
+                    f"{type(self).__name__} starts from zero there. Is it another optimizer's checkpoint?",
+                    stacklevel=2,
+                )
+                break
         # torch would cast state to the parameter's dtype (pytorch#43706), so tensors pass through it wrapped;
         # the hook is registered last to see what the user's own hooks made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)

@@ -2,7 +2,6 @@
 
 import difflib
 import math
-from numbers import Real
 from typing import Any
 
 import torch
@@ -21,11 +20,12 @@ PARAMETER_DTYPES = (
 def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
     """Refuse `value` unless it is a finite real number in [low, high) (or (low, high))."""
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
-    # numpy's numbers are welcome; Fraction and Decimal are numbers too, but torch cannot compute with them
-    plain = isinstance(value, (int, float)) or (isinstance(value, Real) and type(value).__module__ == "numpy")
-    if isinstance(value, bool) or not plain:
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    x = float(value)
+    try:
+        x = float(value)
+    except OverflowError:  # an int no float can hold
+        x = math.inf
     if not (math.isfinite(x) and (x >= low if include_low else x > low) and x < high):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
@@ -41,6 +41,13 @@ def rate(name: str, value: Any) -> None:
         )
     elif value.device.type == "cpu":  # reading a GPU's value would wait for it
         number(name, value.item(), 0.0)
+
+
+def plain(settings: dict[str, Any]) -> None:
+    """Turn numpy's numbers into Python's, in place: torch.load refuses checkpoints that hold the former."""
+    for key, value in settings.items():
+        if type(value).__module__ == "numpy" and hasattr(value, "item"):
+            settings[key] = value.item()
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> None:
@@ -84,6 +91,12 @@ def parameters(params: list[Any]) -> None:
         if p.dtype not in PARAMETER_DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
             raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")
+        if p.layout != torch.strided:
+            raise TypeError(f"params must be dense; params[{i}] has layout {p.layout}")
+        if hasattr(p, "device_mesh"):
+            raise TypeError(f"params must not be DTensors yet; params[{i}] is one")
+        if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(f"params must not overlap themselves in memory; params[{i}] is an expanded view")
         if p.is_conj():
             raise ValueError(f"params must not be conjugated views; use params[{i}].resolve_conj()")
         if id(p) in seen:

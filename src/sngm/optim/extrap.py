@@ -99,7 +99,7 @@ class ExtrapSGD(LargeBatchOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return False
+        return True  # so that a GradScaler hands its scale to step(), which can then refuse it
 
     @torch.no_grad()
     def step(self, closures: Sequence[Callable[[], Any]]) -> Any:  # type: ignore[override]
@@ -112,6 +112,10 @@ class ExtrapSGD(LargeBatchOptimizer):
         Returns:
             The mean of the losses at w, or None if the closures return none.
         """
+        if "found_inf" in self.__dict__:
+            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only from a step that returns
+                delattr(self, name)
+            raise TypeError("ExtrapSGD cannot be stepped by a GradScaler: it takes its gradients inside step(closures)")
         if isinstance(closures, (str, bytes)) or not isinstance(closures, Sequence) or not all(map(callable, closures)):
             raise TypeError(f"closures must be a list of functions, one for each worker, got {closures!r}")
         if not closures:
