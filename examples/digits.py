@@ -114,6 +114,7 @@ class Result(NamedTuple):
     """Test accuracies of a method at a batch size, one for each seed, at the rate chosen."""
 
     lr: float
+    at_edge: bool  # of the rates tried: a better one may lie beyond
     tests: list[float]
 
     @property
@@ -126,7 +127,7 @@ class Result(NamedTuple):
 
     def __str__(self) -> str:
         spread = f"{self.spread:.1f}" if len(self.tests) > 1 else "?"
-        return f"{self.mean:.1f} ± {spread} (lr {self.lr:g})"
+        return f"{self.mean:.1f} ± {spread} (lr {self.lr:g}{'*' if self.at_edge else ''})"
 
 
 Results = dict[tuple[str, int], Result]
@@ -141,7 +142,8 @@ def compare(options: argparse.Namespace, results: Results) -> None:
             tried = [Run(method, batch, lr, options.epochs, seed=0) for lr in RATES[method]]
             first, best = max(zip(pool.map(train, tried), tried, strict=True))
             others = pool.map(train, [best._replace(seed=seed) for seed in range(1, options.seeds)])
-            results[method, batch] = Result(best.lr, [first.test, *(score.test for score in others)])
+            at_edge = best.lr in (RATES[method][0], RATES[method][-1])
+            results[method, batch] = Result(best.lr, at_edge, [first.test, *(score.test for score in others)])
             progress(f"{method}, batch {batch}: {results[method, batch]}")
 
 
@@ -209,6 +211,8 @@ def main() -> int:
     progress("", passing=True)
     print(f"\nTest accuracy in %, mean ± standard deviation over {options.seeds} seeds, {options.epochs} epochs\n")
     print(table(options, results))
+    if any(result.at_edge for result in results.values()):
+        print("\n* the smallest or the largest of the rates tried: a better one may lie beyond")
     print("\nStopped early: a dash is not measured." if interrupted else f"\n{conclusion(options, results)}")
     return 130 if interrupted else 0
 
