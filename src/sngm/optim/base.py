@@ -227,7 +227,7 @@ class LargeBatchOptimizer(Optimizer):
                 if grad is None:
                     continue
                 device, dtype = p.device, p.dtype
-                if bucket is None or (bucket.device, bucket.dtype) != (device, dtype):
+                if bucket is None or bucket.dtype is not dtype or bucket.device != device:
                     bucket = buckets.get((position, device, dtype))
                     if bucket is None:
                         bucket = Bucket(group, position, device, dtype, buffers={key: [] for key in keys})
@@ -236,7 +236,7 @@ class LargeBatchOptimizer(Optimizer):
                 state = self.state[p]
                 for key in keys:
                     buffer = state.get(key)
-                    if buffer is None or buffer.device != device or buffer.dtype != wanted:
+                    if buffer is None or buffer.dtype is not wanted or buffer.device != device:
                         buffer = self._make_state(p, group)[key]
                     bucket.buffers[key].append(buffer)
                 bucket.params.append(p)
@@ -273,8 +273,10 @@ class LargeBatchOptimizer(Optimizer):
 
     @staticmethod
     def _total(work: Work, parts: list[Tensor]) -> Tensor:
-        total = torch.zeros((), dtype=norms.sum_dtype(work.home), device=work.home)
-        for part in parts:
+        if not parts:
+            return torch.zeros((), dtype=norms.sum_dtype(work.home), device=work.home)
+        total = parts[0].sum().to(work.home)
+        for part in parts[1:]:
             total = total + part.sum().to(work.home)
         return total
 

@@ -170,8 +170,7 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
         gains, count = rule.known(rule.gain), len(bucket.params)
         gains = gains if isinstance(gains, list) else [gains] * count
         least = 0.0 if buffers is None else LEAST_FUSED_GAIN[bucket.params[0].dtype]
-        trios = zip(bucket.params, bucket.grads, buffers or bucket.params, strict=True)
-        alike = (g.dtype == p.dtype and lie_alike(p, g, v) for p, g, v in trios)
+        alike = all_lie_alike(bucket.params, bucket.grads, buffers or bucket.params)
         served = [i for i, fits in enumerate(alike) if fits and gains[i] >= least]
     if len(served) < len(bucket.params):
         rest = sorted(set(range(len(bucket.params))) - set(served))
@@ -203,6 +202,13 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
             maximize=rule.maximize,
             is_first_step=False,
         )
+
+
+def all_lie_alike(params: Tensors, grads: Tensors, buffers: Tensors) -> list[bool]:
+    """For each parameter, whether gradient and buffer have its dtype and all are dense in memory in the same order."""
+    if all(map(Tensor.is_contiguous, [*params, *grads, *buffers])) and {g.dtype for g in grads} == {params[0].dtype}:
+        return [True] * len(params)
+    return [g.dtype == p.dtype and lie_alike(p, g, v) for p, g, v in zip(params, grads, buffers, strict=True)]
 
 
 def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:

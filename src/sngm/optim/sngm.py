@@ -139,11 +139,13 @@ class SNGM(LargeBatchOptimizer):
         return loss
 
     def _squares(self, bucket: Bucket, work: Work) -> Tensor:
+        """Of each tensor, or of all together where the scope needs no more."""
         group = bucket.group
+        squares = norms.squares if self.scope == "tensor" else norms.square
         wd = group["weight_decay"]
         if wd and group["weight_decay_mode"] == "coupled":
-            return norms.squares(bucket.grads, bucket.params, (-wd if group["maximize"] else wd) * work.scale)
-        return norms.squares(bucket.grads)
+            return squares(bucket.grads, bucket.params, (-wd if group["maximize"] else wd) * work.scale)
+        return squares(bucket.grads)
 
     def _spans(self, work: Work, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """For each bucket the square of the norm, or norms, it divides by; and the square of the whole."""
@@ -151,15 +153,17 @@ class SNGM(LargeBatchOptimizer):
             shards = self._over_shards(work.buckets, [part[None] for part in parts], kinds=1, home=work.home)
             whole = [part[0] for part in shards]
             return whole, self._total(work, whole)
-        by_group = self.scope == "group"
-        sums = torch.zeros(
-            len(self.param_groups) if by_group else 1, dtype=norms.sum_dtype(work.home), device=work.home
-        )
-        for bucket, part in zip(work.buckets, parts, strict=True):
-            sums[bucket.position if by_group else 0] += part.sum().to(work.home)
+        if self.scope == "group":
+            positions = [bucket.position for bucket in work.buckets]
+            sums = torch.zeros(len(self.param_groups), dtype=norms.sum_dtype(work.home), device=work.home)
+            for position, part in zip(positions, parts, strict=True):
+                sums[position] += part.sum().to(work.home)
+        else:
+            positions = [0] * len(parts)
+            sums = self._total(work, parts).reshape(1)
         if self.norm_group is not None:
             dist.all_reduce(sums, group=self.norm_group)
-        return [sums[b.position if by_group else 0].to(b.device) for b in work.buckets], sums.sum()
+        return [sums[i].to(b.device) for i, b in zip(positions, work.buckets, strict=True)], sums.sum()
 
 
 def at_least(least: float, square: Tensor, work: Work) -> float | Tensor:

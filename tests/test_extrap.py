@@ -1,0 +1,237 @@
+"""EXTRAP-SGD: each worker looks ahead along its own gradient; the mean of what they see there drives momentum."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from harness import same_states, same_tensors, states, weights
+from methods import LARGE, LOW, PATHS, SHAPES, TOLERANCE, make_params, spacing
+
+from sngm import ExtrapSGD
+from sngm.optim import reference
+
+
+class Workers:
+    """Quadratic losses 0.5 * ||A_k (w - t_k)||^2 of three workers, over two blocks."""
+
+    def __init__(self, dtype=torch.float64):
+        generator = torch.Generator().manual_seed(3)
+        self.start = [torch.randn(s, generator=generator, dtype=torch.float64) for s in ((6, 11), (9,))]
+        self.curvature = [
+            [1 + torch.rand(b.shape, generator=generator, dtype=torch.float64) for b in self.start] for _ in range(3)
+        ]
+        self.target = [
+            [torch.randn(b.shape, generator=generator, dtype=torch.float64) for b in self.start] for _ in range(3)
+        ]
+        self.params = [torch.nn.Parameter(b.to(dtype, copy=True)) for b in self.start]
+        self.calls = []
+
+    def loss(self, k, w):
+        terms = zip(self.curvature[k], w, self.target[k], strict=True)
+        return sum(0.5 * (h.to(p.dtype) * (p - t.to(p.dtype)) ** 2).sum() for h, p, t in terms)
+
+    def closure(self, k, fail_on=None):
+        def closure():
+            self.calls.append(k)
+            loss = self.loss(k, self.params)
+            loss.backward()
+            if fail_on == len(self.calls):
+                raise RuntimeError("worker lost")
+            return loss
+
+        return closure
+
+    def gradient(self, k):
+        return lambda w: [h * (p - t) for h, p, t in zip(self.curvature[k], w, self.target[k], strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "dtype"),
+    [
+        ({}, torch.float64),
+        ({}, torch.float32),
+        ({"nesterov": True}, torch.float64),
+        ({"maximize": True, "lr": 0.005}, torch.float64),
+        ({"momentum": 0.0, "weight_decay": 0.0}, torch.float64),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("path", PATHS)
+def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype):
+    workers = Workers(dtype)
+    settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, **settings}
+    groups = [{"params": workers.params[:1], "inner_lr": 0.2}, {"params": workers.params[1:]}]
+    optimizer = ExtrapSGD(groups, inner_lr=0.1, **settings, **PATHS[path])
+    w, v = workers.start, [torch.zeros_like(b) for b in workers.start]
+    if dtype == torch.float32:
+        w = [p.detach().double() for p in workers.params]
+    for _ in range(20):
+        optimizer.step([workers.closure(k) for k in range(3)])
+        w, v = reference.extrap_sgd(
+            w, v, [workers.gradient(k) for k in range(3)], eta=settings["lr"], inner_eta=[0.2, 0.1],
+            beta=settings["momentum"], wd=settings["weight_decay"],
+            nesterov=settings.get("nesterov", False), maximize=settings.get("maximize", False),
+        )  # fmt: skip
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for p, b, s in zip(workers.params, w, workers.start, strict=True):
+        assert (p.detach().double() - b).norm() <= tolerance * (b - s).norm()
+    if settings["momentum"]:
+        for p, b in zip(workers.params, v, strict=True):
+            assert (optimizer.state[p]["momentum_buffer"].double() - b).norm() <= tolerance * b.norm()
+    assert workers.calls == [0, 0, 1, 1, 2, 2] * 20
+
+
+@pytest.mark.parametrize(
+    "shapes", [pytest.param(SHAPES, id="small"), pytest.param(LARGE, id="large", marks=pytest.mark.slow)]
+)
+@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"maximize": True}], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("path", PATHS)
+def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_size(path, dtype, settings, shapes):
+    """Gradients are given, not computed: low precision then costs one rounding of the look-ahead, one of the step."""
+    if path == "fused" and dtype in LOW:
+        pytest.skip("fused=True refuses low precision, see test_arguments")
+    params = make_params(shapes, dtype, size=0.001)
+    optimizer = ExtrapSGD(params, lr=0.05, inner_lr=0.2, weight_decay=0.03, **settings, **PATHS[path])
+    generator = torch.Generator().manual_seed(2)
+    w = [p.detach().double().clone() for p in params]
+    start, v = w, [torch.zeros_like(b) for b in w]
+
+    def close(p, b, before, start):
+        """Whether p is b: in low precision to a rounding, else to the tolerance of the way from the start."""
+        if dtype in LOW:
+            float32_arithmetic = 2.0**-20 * (before.abs() + (b - before).abs().max()) if b.numel() else 0.0
+            return ((p.double() - b).abs() <= 0.5 * spacing(b, dtype) + float32_arithmetic).all()
+        return (p.double() - b).norm() <= TOLERANCE[dtype] * (b - start).norm()
+
+    for _ in range(20):
+        looks = [
+            [(torch.randn(p.shape, generator=generator) * 0.01 + 0.01).to(dtype) for p in params] for _ in range(4)
+        ]
+        seen = []  # where the reference takes its gradients
+
+        def gradient(k, looks=looks, seen=seen):
+            def at(there):
+                seen.append(there)
+                return [g.double() for g in looks[2 * k + len(seen) % 2 - 1]]
+
+            return at
+
+        before = w
+        w, v = reference.extrap_sgd(
+            w, v, [gradient(0), gradient(1)], eta=0.05, inner_eta=0.2, beta=0.9, wd=0.03,
+            nesterov=settings.get("nesterov", False), maximize=settings.get("maximize", False),
+        )  # fmt: skip
+        calls = iter(range(4))
+
+        def closure(before=before, seen=seen, looks=looks, calls=calls):
+            call = next(calls)
+            look = looks[2 * (call // 2) + call % 2]
+            for p, b, s, there, g in zip(params, before, start, seen[call], look, strict=True):
+                assert call % 2 == 0 or close(p.detach(), there, b, s)
+                p.grad = g.clone()
+
+        optimizer.step([closure, closure])
+        assert all(close(p.detach(), *those) for p, *those in zip(params, w, before, start, strict=True))
+        if dtype in LOW:  # the reference goes on from where the rounding led
+            w = [p.detach().double() for p in params]
+    tolerance = 1e-12 if dtype == torch.float64 else 1e-5
+    for p, u in zip(params, v, strict=True):
+        assert (optimizer.state[p]["momentum_buffer"].double() - u).norm() <= tolerance * u.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_extrap_sgd_returns_the_mean_loss_at_the_weights_before_the_step(dtype):
+    workers = Workers(dtype)
+    optimizer = ExtrapSGD(workers.params, lr=0.05, inner_lr=0.1)
+    expected = sum(float(workers.loss(k, workers.params).detach()) for k in range(3)) / 3
+    loss = optimizer.step([workers.closure(k) for k in range(3)])
+    assert float(loss) == pytest.approx(expected, rel=1e-6 if dtype == torch.float32 else 1e-2)
+    assert not loss.requires_grad
+    assert optimizer.step([lambda: None, lambda: None]) is None
+    assert optimizer.step([lambda: 1.0, lambda: 2.0]) == 1.5
+
+
+@pytest.mark.parametrize("fail_on", range(1, 7))
+def test_extrap_sgd_puts_weights_and_gradients_back_when_a_worker_fails(fail_on):
+    workers = Workers()
+    optimizer = ExtrapSGD(workers.params, lr=0.05, inner_lr=0.1)
+    optimizer.step([workers.closure(k) for k in range(3)])
+    workers.calls.clear()
+    grads = [torch.full_like(p, 7.0) for p in workers.params]
+    for p, g in zip(workers.params, grads, strict=True):
+        p.grad = g
+    before, state = weights(workers.params), states(optimizer)
+    with pytest.raises(RuntimeError, match="worker lost"):
+        optimizer.step([workers.closure(k, fail_on) for k in range(3)])
+    assert len(workers.calls) == fail_on
+    assert same_tensors(workers.params, before)
+    assert same_states(states(optimizer), state)
+    assert all(p.grad is g and bool((g == 7.0).all()) for p, g in zip(workers.params, grads, strict=True))
+    assert optimizer.skipped.item() == 0
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_extrap_sgd_that_does_not_look_ahead_is_torch_sgd(nesterov, path):
+    workers, plain = Workers(), Workers()
+    settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, "nesterov": nesterov}
+    optimizer = ExtrapSGD(workers.params, inner_lr=0.0, **settings, **PATHS[path])
+    sgd = torch.optim.SGD(plain.params, **settings)
+    for _ in range(20):
+        optimizer.step([workers.closure(k) for k in range(3)])
+        sgd.zero_grad()
+        (sum(plain.loss(k, plain.params) for k in range(3)) / 3).backward()
+        sgd.step()
+    for p, q in zip(workers.params, plain.params, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("second_look", [False, True])
+def test_extrap_sgd_skips_a_step_whose_gradients_are_not_finite_in_either_look(second_look, path):
+    workers = Workers()
+    optimizer = ExtrapSGD(workers.params, lr=0.05, inner_lr=0.1, **PATHS[path])
+    optimizer.step([workers.closure(k) for k in range(3)])
+    before, state = weights(workers.params), states(optimizer)
+    calls = itertools.count()
+
+    def spoiled():
+        loss = workers.closure(1)()
+        if next(calls) == int(second_look):
+            workers.params[0].grad[2, 3] = math.inf
+        return loss
+
+    optimizer.step([workers.closure(0), spoiled])
+    assert same_tensors(workers.params, before)
+    assert same_states(states(optimizer), state)
+    assert optimizer.skipped.item() == 1
+    optimizer.step([workers.closure(k) for k in range(3)])
+    assert optimizer.skipped.item() == 1
+    assert not same_tensors(workers.params, before)
+
+
+def test_extrap_sgd_leaves_parameters_that_no_worker_uses_alone():
+    workers = Workers()
+    unused = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+    optimizer = ExtrapSGD([*workers.params, unused, frozen], lr=0.05, inner_lr=0.1, weight_decay=0.1)
+    optimizer.step([workers.closure(k) for k in range(3)])
+    assert torch.equal(unused, torch.ones_like(unused))
+    assert torch.equal(frozen, torch.ones_like(frozen))
+    assert not optimizer.state[unused]["momentum_buffer"].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_extrap_sgd_looks_ahead_with_one_rounding(dtype):
+    w = torch.nn.Parameter(torch.linspace(-1, 1, 4001).to(dtype))
+    g = torch.linspace(-3, 2, 4001).to(dtype)
+    seen = []
+
+    def closure():
+        seen.append(w.detach().clone())
+        w.grad = g.clone()
+
+    ExtrapSGD([w], lr=0.1, inner_lr=0.37).step([closure])
+    assert torch.equal(seen[1], (seen[0].float() - 0.37 * g.float()).to(dtype))
