@@ -19,9 +19,9 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## compare the optimizers on scikit-learn's digits, small batch against large (a minute)
-	@echo "==> comparing optimizers on scikit-learn's digits"
-	@$(BIN)/python examples/digits.py
+demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small batch against large (a minute)
+	@echo "==> sngm compare: which method keeps its accuracy at a large batch?"
+	@$(BIN)/sngm compare
 
 test: $(READY) lint  ## lint, types and the test suite
 	@echo "==> tests"

@@ -102,12 +102,16 @@ class ExtrapSGD(LargeBatchOptimizer):
         return True  # so that a GradScaler hands its scale to step(), which can then refuse it
 
     @torch.no_grad()
-    def step(self, closures: Sequence[Callable[[], Any]]) -> Any:  # type: ignore[override]
+    def step(  # type: ignore[override]
+        self, closures: Sequence[Callable[[], Any]], group: dist.ProcessGroup | None = None
+    ) -> Any:
         """Take one step. Each parameter's `.grad` is put back as it was.
 
         Args:
             closures: one for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each is called twice.
+            group: process group whose other ranks run as many further workers each; gradients are averaged
+                over all of them. Every rank must have gradients for the same parameters.
 
         Returns:
             The mean of the losses at w, or None if the closures return none.
@@ -121,8 +125,13 @@ class ExtrapSGD(LargeBatchOptimizer):
         if not closures:
             raise ValueError("closures must hold at least one function, got an empty list")
         losses, sums = self._look_ahead(closures)
+        ranks = 1
+        if group is not None:
+            ranks = dist.get_world_size(group)
+            for total in sums.values():
+                dist.all_reduce(total, group=group)
         work = self._gather(sums)
-        work.scale = float(len(closures))  # the sum over workers is K times the mean
+        work.scale = float(len(closures) * ranks)  # the sum over workers is K times the mean
         parts = [norms.squares(b.grads)[None] for b in work.buckets]
         parts = self._over_shards(work.buckets, parts, kinds=1, home=work.home)
         skip = self._skip(work, self._total(work, parts))

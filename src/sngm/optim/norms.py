@@ -39,8 +39,8 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
 def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
     """The sum of `squares`, as a 0-d tensor.
 
-    >>> square([torch.tensor([3.0, 4.0]), torch.ones(2, 2)])
-    tensor(29., dtype=torch.float64)
+    >>> round(square([torch.tensor([3.0, 4.0]), torch.ones(2, 2)]).item(), 9)
+    29.0
     """
     if tensors[0].device.type != "cpu":
         return _squares_on_device(tensors, others, alpha).sum()

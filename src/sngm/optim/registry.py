@@ -71,7 +71,7 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
     method = _find(name)
     arguments = {**method.settings, **settings}
     signature = inspect.signature(method.build)
-    allowed = [p for p in list(signature.parameters) if p not in ("self", "params")]
+    allowed = settings_of(name)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in arguments:
         if key not in allowed and not takes_any:
@@ -81,6 +81,15 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
         if key in allowed and needed and key not in arguments:
             raise TypeError(f"{name} needs a value for {key!r}")
     return method.build(params, **arguments)
+
+
+def settings_of(name: str) -> list[str]:
+    """The names of the settings a method has.
+
+    >>> settings_of("msgd")[:2]
+    ['lr', 'momentum']
+    """
+    return [p for p in inspect.signature(_find(name).build).parameters if p not in ("self", "params")]
 
 
 def _find(name: str) -> Method:

@@ -1,0 +1,472 @@
+"""The command line: verbs only. Torch is imported when a verb needs it, so that --help is there at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from . import __version__
+from .errors import DataMissing, Interrupted, UsageError
+from .spec import parse_call, parse_settings, split_list
+
+if TYPE_CHECKING:
+    pass
+
+OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
+CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing, 4 diverged,
+130 interrupted."""
+
+app = typer.Typer(
+    name="sngm",
+    no_args_is_help=True,
+    rich_markup_mode="rich",
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog=CODES.replace("\n", " "),
+)
+
+JSON = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
+DRY = Annotated[bool, typer.Option("--dry-run", "-n", help="Say what would be run, and run nothing.")]
+OUT = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records. Default: runs/ and a name.")]
+DATA = Annotated[Path | None, typer.Option("--data-dir", envvar="SNGM_DATA", help="Folder that holds datasets.")]
+DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")]
+SET = Annotated[list[str] | None, typer.Option("--set", help="key=value: a setting of the method or the task.")]
+EPOCHS = Annotated[int | None, typer.Option(help="Passes over the training set. Default: the task's.")]
+WORKERS = Annotated[
+    int | None, typer.Option(help="Data-parallel workers, virtual where there are fewer processes. Default: processes.")
+]
+MICRO = Annotated[
+    int | None, typer.Option(help="Samples a worker takes through the model at once. Default: its share.")
+]
+BN_GROUP = Annotated[
+    int | None, typer.Option("--bn-group", help="Samples BatchNorm normalises together. Default: micro.")
+]
+STATS = Annotated[
+    str | None, typer.Option("--running-stats", help="BatchNorm statistics of the 'first' worker, or their 'mean'.")
+]
+SCHEDULE = Annotated[
+    str | None, typer.Option(help="constant, cosine, linear, polynomial(power=2) or plateau(factor=4,patience=0).")
+]
+WARMUP = Annotated[float | None, typer.Option(help="Epochs over which the learning rate first grows linearly.")]
+CLIP = Annotated[float | None, typer.Option(help="Clip the gradient's norm to this.")]
+PRECISION = Annotated[str | None, typer.Option(help="float32 or float64.")]
+
+
+def examples(*lines: str) -> str:
+    """The first thing that --help shows."""
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  [cyan]{line}[/cyan]" for line in lines)
+
+
+def verb(*lines: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """A verb of the command line, with examples above what its docstring says."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        about = " ".join((function.__doc__ or "").split())
+        short = about.partition(". ")[0].rstrip(".") + "."
+        app.command(name, help=f"{examples(*lines)}\n\n{about}", short_help=short)(function)
+        return function
+
+    return decorate
+
+
+@app.callback(
+    invoke_without_command=True,
+    help=examples(
+        "sngm compare                                       which method keeps its accuracy?",
+        "sngm train digits --method sngm --lr 0.1 --batch 512",
+        "sngm compare digits --methods msgd,sngm --batches 32,512 --seeds 5",
+        "torchrun --nproc-per-node 2 -m sngm train digits --method sngm --lr 0.1 --batch 512",
+    )
+    + "\n\nTrain with large batches without losing accuracy, and compare the methods that promise it.",
+)
+def top(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+) -> None:
+    """Before any verb."""
+    if version:
+        print(f"sngm {__version__}")
+        raise typer.Exit
+
+
+# ---------------------------------------------------------------- train and eval
+
+
+@verb(
+    "sngm train digits --method sngm --lr 0.1 --batch 512",
+    "sngm train digits --method lars --lr 30 --batch 512 --workers 8 --set trust_coefficient=0.002",
+    "sngm train my_task.py:MyTask --method msgd --lr 0.1 --dry-run",
+)
+def train(
+    task: Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your own as file.py:Class.")],
+    method: Annotated[str, typer.Option(help="A method by name (sngm methods), or package.module:Class.")] = "sngm",
+    lr: Annotated[float | None, typer.Option(help="Learning rate. Default: the middle of the task's grid.")] = None,
+    batch: Annotated[int | None, typer.Option(help="Global batch, over all workers. Default: the task's.")] = None,
+    seed: Annotated[int, typer.Option(help="Of first weights, sample order, augmentation and dropout.")] = 0,
+    epochs: EPOCHS = None,
+    workers: WORKERS = None,
+    micro: MICRO = None,
+    bn_group: BN_GROUP = None,
+    running_stats: STATS = None,
+    schedule: SCHEDULE = None,
+    warmup: WARMUP = None,
+    clip: CLIP = None,
+    precision: PRECISION = None,
+    settings: SET = None,
+    out: OUT = None,
+    data_dir: DATA = None,
+    device: DEVICE = None,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps. Default: about once a minute.")] = None,
+    track: Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")] = None,
+    deterministic: Annotated[
+        bool, typer.Option("--deterministic", help="Bit-identical reruns on a GPU, slower.")
+    ] = False,
+    as_json: JSON = False,
+    dry_run: DRY = False,
+) -> None:
+    """Train once. The same command again goes on where a run stopped, and does not repeat a finished one."""
+    from .show import outcome, show_plan, step_progress, stop_on_signal
+    from .study.grid import split_settings
+    from .train import Options, resolve
+    from .train import train as run
+
+    name, own = parse_call(method)
+    of_method, of_task = split_settings(task, [name], parse_settings(settings or []))
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    lr = middle_rate(task, name) if lr is None else lr
+    config = resolve(
+        task, name, lr=lr, batch=batch, seed=seed, epochs=epochs, workers=workers or ranks, micro=micro,
+        bn_group=bn_group, running_stats=running_stats, schedule=schedule, warmup=warmup, clip=clip,
+        precision=precision, method_settings={**of_method, **own}, task_settings=of_task,
+    )  # fmt: skip
+    if checkpoint_every is not None and checkpoint_every < 1:
+        raise UsageError(f"--checkpoint-every must be at least 1 step, got {checkpoint_every}")
+    folder = (
+        out
+        or Path("runs") / f"{config.task.rpartition('/')[2].replace(':', '-')}-{name.replace(':', '-')}-{config.hash}"
+    )
+    options = Options(
+        device=device, data_dir=data_dir, checkpoint_every=checkpoint_every, tracker=track,
+        deterministic=deterministic, should_stop=stop_on_signal(), progress=step_progress(),
+    )  # fmt: skip
+    if dry_run:
+        show_plan(config, folder, options, as_json)
+        return
+    first = os.environ.get("RANK", "0") == "0"
+    record = run(config, folder, options)
+    if first:
+        if as_json:
+            print(json.dumps({**record, "folder": str(folder)}, indent=2))
+        else:
+            print(outcome(record, folder))
+    if record["status"] == "diverged":
+        sys.exit(DIVERGED)
+
+
+def middle_rate(task: str, method: str) -> float:
+    """The rate a task's grid has in its middle for this method."""
+    from . import tasks
+
+    cls = tasks.find(task)
+    grid = cls.lrs.get(method, cls.usual_lrs)
+    return float(sorted(grid)[len(grid) // 2])
+
+
+@verb(
+    "sngm eval runs/digits-sngm-1a2b3c4d5e6f",
+    name="eval",
+)
+def evaluate(
+    folder: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    data_dir: DATA = None,
+    device: DEVICE = None,
+    as_json: JSON = False,
+) -> None:
+    """Test the trained model of a run again, and hold it against the record."""
+    from .train import RunFolder, score
+    from .train.processes import choose_device
+
+    scores = score(folder, choose_device(device), data_dir)
+    recorded = RunFolder(folder).read()["result"]
+    if as_json:
+        print(json.dumps({"folder": str(folder), "scores": scores, "recorded": recorded}, indent=2))
+        return
+    for key, value in scores.items():
+        then = recorded.get(key)
+        print(f"{key.replace('_', ' ')}: {value:.6g}" + (f" (recorded: {then:.6g})" if then is not None else ""))
+
+
+# ---------------------------------------------------------------- compare and report
+
+
+@verb(
+    "sngm compare",
+    "sngm compare digits --methods msgd,sngm --batches 32,128,512 --seeds 5",
+    'sngm compare --methods "sngm,sngm(weight_decay=8e-4)" --lrs 0.1,0.3,1 --out runs/decay',
+    "sngm compare my_task.py:MyTask --dry-run",
+)
+def compare(
+    task: Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your own as file.py:Class.")] = "digits",
+    methods: Annotated[str, typer.Option(help="Names, by commas, with settings in brackets.")] = "msgd,lars,sngm",
+    batches: Annotated[str | None, typer.Option(help="Global batches, by commas. Default: the task's.")] = None,
+    lrs: Annotated[str | None, typer.Option(help="Learning rates to try, by commas. Default: the task's.")] = None,
+    seeds: Annotated[int, typer.Option(help="How many runs a result is over.")] = 3,
+    epochs: EPOCHS = None,
+    workers: WORKERS = None,
+    micro: MICRO = None,
+    bn_group: BN_GROUP = None,
+    running_stats: STATS = None,
+    schedule: SCHEDULE = None,
+    warmup: WARMUP = None,
+    clip: CLIP = None,
+    precision: PRECISION = None,
+    settings: SET = None,
+    out: OUT = None,
+    data_dir: DATA = None,
+    device: DEVICE = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs at a time. Default: one a core, or one on a GPU.")] = None,
+    as_json: JSON = False,
+    dry_run: DRY = False,
+) -> None:
+    """Which method keeps its accuracy at your batch size? Each method at each batch size gets as many learning
+    rates to try on a validation split; the best is trained on the whole training set with every seed and tested.
+    """
+    import hashlib
+
+    from . import tasks
+    from .study import Study, launch
+    from .study.grid import split_settings
+    from .train import Options
+
+    cls = tasks.find(task)
+    names = split_list(methods)
+    of_methods, of_task = split_settings(task, names, parse_settings(settings or []))
+    given = {
+        "workers": workers, "micro": micro, "bn_group": bn_group, "running_stats": running_stats,
+        "schedule": schedule, "warmup": warmup, "clip": clip, "precision": precision,
+    }  # fmt: skip
+    study = Study(
+        task=task,
+        methods=tuple(names),
+        batches=tuple(whole_numbers("--batches", batches)) if batches else cls.batches,
+        seeds=seeds,
+        epochs=cls.epochs if epochs is None else epochs,
+        lrs=tuple(numbers("--lrs", lrs)) if lrs else None,
+        method_settings=of_methods,
+        task_settings=of_task,
+        settings={k: v for k, v in given.items() if v is not None},
+    )
+    if jobs is not None and jobs < 1:
+        raise UsageError(f"--jobs must be at least 1, got {jobs}")
+    key = hashlib.sha256(json.dumps(study.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
+    folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
+    options = Options(device=device, data_dir=data_dir)
+    from .show import show_study, study_progress
+
+    if dry_run:
+        show_study(study, folder, options, as_json)
+        return
+    from . import report
+
+    with study_progress(study) as show:
+        try:
+            launch.compare(study, folder, options=options, jobs=jobs, show=show)
+        except KeyboardInterrupt:
+            raise Interrupted(f"what is done is in {folder}; the same command goes on from there") from None
+    page = report.write(folder)
+    summary = report.summarise(folder)
+    if as_json:
+        print(json.dumps({**summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))
+        return
+    print(f"\n{report.table(summary)}\n\n{summary.answer()}\n\nReport: {page}")
+
+
+def numbers(option: str, text: str) -> list[float]:
+    """A list of positive numbers."""
+    found = []
+    for word in split_list(text):
+        try:
+            value = float(word)
+        except ValueError:
+            raise UsageError(f"{option} wants numbers separated by commas, got {word!r}") from None
+        if not 0 < value < float("inf"):
+            raise UsageError(f"{option} wants positive numbers, got {word}")
+        found.append(value)
+    return found
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """A list of positive whole numbers."""
+    found = numbers(option, text)
+    if any(value != int(value) for value in found):
+        raise UsageError(f"{option} wants whole numbers, got {text}")
+    return [int(value) for value in found]
+
+
+@verb(
+    "sngm report runs/compare-digits-1a2b3c4d",
+)
+def report(
+    folder: Annotated[Path, typer.Argument(help="The folder of a study, of several runs or of one.")],
+    as_json: JSON = False,
+) -> None:
+    """Write table.md, figures and report.html from the records in a folder."""
+    from . import report as reports
+
+    page = reports.write(folder)
+    summary = reports.summarise(folder)
+    if as_json:
+        print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2))
+    else:
+        print(f"{reports.table(summary)}\n\n{summary.answer()}\n\nReport: {page}")
+
+
+# ---------------------------------------------------------------- what there is
+
+
+@verb(
+    "sngm tasks",
+    "sngm tasks --json",
+)
+def tasks(as_json: JSON = False) -> None:
+    """List the tasks that come with sngm."""
+    from . import tasks as room
+
+    found: list[dict[str, Any]] = []
+    for name in room.names():
+        cls = room.find(name)
+        about = (cls.__doc__ or "").strip().splitlines()[0]
+        batches, settings = list(cls.batches), room.build(name).settings()
+        found.append({"name": name, "about": about, "epochs": cls.epochs, "batches": batches, "settings": settings})
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for task in found:
+        print(f"{task['name']}: {task['about']}")
+        chosen = ", ".join(f"{k}={v}" for k, v in task["settings"].items()) or "none"
+        print(f"  {task['epochs']} epochs, batches {', '.join(map(str, task['batches']))}; settings: {chosen}")
+    print("\nYour own: file.py:Class, see docs/your-own-task.md")
+
+
+@verb(
+    "sngm methods",
+)
+def methods(as_json: JSON = False) -> None:
+    """List the methods, with the settings each has."""
+    import inspect
+
+    from .optim import registry
+
+    found: list[dict[str, Any]] = []
+    for name, method in sorted(registry.METHODS.items()):
+        defaults = {
+            key: method.settings.get(key, None if p.default is p.empty else p.default)
+            for key, p in inspect.signature(method.build).parameters.items()
+            if key not in ("self", "params")
+        }
+        found.append({"name": name, "class": method.build.__name__, "settings": defaults})
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+        return
+    for entry in found:
+        chosen = ", ".join(f"{k}={v}" for k, v in entry["settings"].items() if k != "lr" and k not in HOW)
+        print(f"{entry['name']} ({entry['class']}): {chosen}")
+    print("\nAny other optimizer: package.module:Class, such as torch.optim:RMSprop")
+
+
+HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")
+
+
+@verb(
+    "sngm data",
+    "sngm data --data-dir ~/datasets",
+)
+def data(data_dir: DATA = None, as_json: JSON = False) -> None:
+    """Say which datasets the tasks need, and which are there."""
+    from . import tasks as room
+
+    found: list[dict[str, Any]] = []
+    for name in room.names():
+        try:
+            splits = room.build(name, data_dir=data_dir).data()
+            found.append({"task": name, "ready": True, "train": len(splits.train), "test": len(splits.test)})
+        except DataMissing as error:
+            found.append({"task": name, "ready": False, "missing": str(error)})
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for entry in found:
+        ready = f"ready, {entry.get('train')} samples to train on and {entry.get('test')} to test"
+        print(f"{entry['task']}: {ready if entry['ready'] else entry['missing']}")
+
+
+@verb(
+    "sngm doctor",
+)
+def doctor(as_json: JSON = False) -> None:
+    """Say what this installation has, and whether it can train."""
+    import shutil
+    import tempfile
+
+    import torch
+
+    from .train import resolve
+    from .train import train as run
+    from .train.record import provenance
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = provenance(device)
+    found.pop("command")
+    found["disk_free_gb"] = round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
+    found["trackers"] = [name for name in ("tensorboard", "wandb", "mlflow") if _installed(name)]
+    with tempfile.TemporaryDirectory() as folder:
+        record = run(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
+    found["trains"] = record["status"] == "finished"
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for key, value in found.items():
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key.replace('_', ' ')}: {', '.join(text) or 'none' if isinstance(text, list) else text}")
+
+
+def _installed(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None
+
+
+# ---------------------------------------------------------------- from errors to exit codes
+
+
+def leave(code: int, text: str) -> NoReturn:
+    """Say why, and go."""
+    print(f"sngm: {text}", file=sys.stderr, flush=True)  # people's words go where they spoil no data
+    sys.exit(code)
+
+
+def main() -> None:
+    """Run a verb. Every error the user can mend is one clear line and its own exit code."""
+    try:
+        app()
+    except (Interrupted, KeyboardInterrupt) as error:
+        leave(INTERRUPTED, f"interrupted; {error}" if str(error) else "interrupted")
+    except DataMissing as error:
+        leave(NO_DATA, str(error))
+    except UsageError as error:
+        leave(USAGE, str(error))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(FAILED)
+    except FileNotFoundError as error:
+        leave(USAGE, str(error))
+    except OSError as error:
+        leave(
+            FAILED,
+            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}; nothing finished is lost",
+        )

@@ -1,0 +1,1 @@
+"""Files on disk to tensors in memory."""

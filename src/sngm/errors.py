@@ -1,0 +1,13 @@
+"""What can go wrong, by what the user can do about it. The command line maps each to its exit code."""
+
+
+class UsageError(ValueError):
+    """Something asked for does not exist or does not fit: mend the command."""
+
+
+class DataMissing(FileNotFoundError):
+    """A dataset is not where it was looked for: fetch it, or say where it is."""
+
+
+class Interrupted(Exception):
+    """Asked to stop; what was done is on disk."""

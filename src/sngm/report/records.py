@@ -1,0 +1,246 @@
+"""What studies and runs left on disk, read into plain dataclasses.
+
+Records come from other machines, other versions and interrupted runs, so nothing here trusts them: a record that makes
+no sense is named and left out, and text is stripped of what HTML and XML cannot carry.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training. A value that was not finite, which JSON writes as null, is NaN here."""
+
+    name: str
+    status: str
+    task: str
+    method: str
+    lr: float
+    batch: int
+    seed: int
+    part: str
+    epochs: int | None
+    hash: str
+    result: dict[str, float]
+    curve: list[dict[str, float]]
+    seconds: float | None
+    versions: dict[str, str]
+    hardware: dict[str, str]
+    commit: str | None
+    command: str | None
+
+    def score(self, metric: str) -> float | None:
+        """The last epoch's value: NaN if the run diverged, None if there is none (yet)."""
+        if self.status == "diverged":
+            return math.nan
+        return self.result.get(self.key(metric)) if self.status == "finished" else None
+
+    def key(self, metric: str) -> str:
+        """What this run calls a metric: trials report it on validation data, full runs on test data."""
+        return f"{'validation' if self.part == 'select' else 'test'}_{metric}"
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a study chose the learning rate of one method at one batch size."""
+
+    method: str
+    batch: int
+    lr: float | None
+    grid: list[float]
+    extensions: int
+    at_edge: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Study:
+    """What a study set out to do."""
+
+    task: str
+    methods: list[str]
+    batches: list[int]
+    epochs: int | None
+    metric: str
+    higher_is_better: bool
+    command: str | None
+    choices: list[Choice]
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """All that a folder holds."""
+
+    folder: Path
+    study: Study | None
+    runs: list[Run]
+    unreadable: list[str]
+
+
+BROKEN = (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError)
+
+
+def read(folder: Path) -> Records:
+    """Read a study's folder, a folder of run folders, or the folder of one run.
+
+    Raises:
+        FileNotFoundError: the folder holds no record.
+    """
+    folder = Path(folder)
+    if (folder / "run.json").is_file():
+        places = [folder]
+    else:
+        home = folder / "runs" if (folder / "runs").is_dir() else folder
+        places = sorted(path.parent for path in home.glob("*/run.json"))
+    has_study = (folder / "study.json").is_file()
+    if not places and not has_study:
+        why = "holds no records" if folder.is_dir() else "is not a folder"
+        raise FileNotFoundError(
+            f"{folder} {why}: expected study.json, runs/<name>/run.json, <name>/run.json or run.json in it"
+        )
+    study, runs, unreadable = None, [], []
+    if has_study:
+        try:
+            study = _study(json.loads((folder / "study.json").read_text("utf-8")))
+        except BROKEN:
+            unreadable.append("study.json")
+    for place in places:
+        try:
+            runs.append(_run(place))
+        except BROKEN:
+            unreadable.append(clean(place.resolve().name))
+    return Records(folder, study, runs, unreadable)
+
+
+def clean(value: object) -> str:
+    r"""The value as text without control characters and lone surrogates, which no XML file may contain.
+
+    >>> clean("a\x00b\ud800\n")
+    'a b? '
+    """
+    text = str(value).encode("utf-8", "replace").decode()
+    return "".join(" " if ord(c) < 32 or 127 <= ord(c) < 160 or c in "\ufffe\uffff" else c for c in text)
+
+
+def label(method: str, settings: Mapping[str, object]) -> str:
+    """What to call a method with settings.
+
+    >>> label("sngm", {"weight_decay": 0.0008}), label("msgd", {})
+    ('sngm(weight_decay=0.0008)', 'msgd')
+    """
+    inner = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
+    return f"{method}({inner})" if inner else method
+
+
+def _run(place: Path) -> Run:
+    record = json.loads((place / "run.json").read_text("utf-8"))
+    config = record["config"]
+    timing = _numbers(record.get("timing") or {})
+    return Run(
+        name=clean(place.resolve().name),
+        status=clean(record["status"]),
+        task=clean(config["task"]),
+        method=clean(record.get("label") or label(config["method"], config.get("method_settings") or {})),
+        lr=_rate(config["lr"]),
+        batch=_batch(config["batch"]),
+        seed=int(config.get("seed") or 0),
+        part=clean(config.get("part") or "full"),
+        epochs=_count(config.get("epochs")),
+        hash=clean(record.get("hash") or ""),
+        result=_numbers(record.get("result") or {}),
+        curve=_curve(place / "metrics.jsonl"),
+        seconds=timing.get("seconds"),
+        versions=_texts(record.get("versions")),
+        hardware=_texts(record.get("hardware")),
+        commit=clean(record["commit"]) if record.get("commit") else None,
+        command=clean(record["command"]) if record.get("command") else None,
+    )
+
+
+def _curve(path: Path) -> list[dict[str, float]]:
+    """One entry an epoch. A run that is killed while it writes leaves half a line, which is no news."""
+    epochs: dict[float, dict[str, float]] = {}
+    try:
+        lines = path.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    for line in lines:
+        try:
+            entry = _numbers(json.loads(line))
+            epochs[entry["epoch"]] = entry
+        except BROKEN:
+            continue
+    return [epochs[epoch] for epoch in sorted(epochs) if math.isfinite(epoch)]
+
+
+def _study(record: Any) -> Study:
+    metric = clean(record["metric"])
+    return Study(
+        task=clean(record["task"]),
+        methods=[clean(method) for method in record["methods"]],
+        batches=sorted({_batch(batch) for batch in record["batches"]}),
+        epochs=_count(record.get("epochs")),
+        metric=metric,
+        higher_is_better=bool(record.get("higher_is_better", higher_is_better(metric))),
+        command=clean(record["command"]) if record.get("command") else None,
+        choices=[
+            Choice(
+                method=clean(cell["method"]),
+                batch=_batch(cell["batch"]),
+                lr=None if cell.get("lr") is None else _rate(cell["lr"]),
+                grid=sorted(_rate(lr) for lr in cell.get("grid") or []),
+                extensions=_count(cell.get("extensions")) or 0,
+                at_edge=bool(cell.get("at_edge")),
+            )
+            for cell in record.get("cells") or []
+        ],
+    )
+
+
+def higher_is_better(metric: str) -> bool:
+    """What is usual for a metric of this name, when no study says.
+
+    >>> higher_is_better("accuracy"), higher_is_better("test_loss")
+    (True, False)
+    """
+    return not any(word in metric.lower() for word in ("loss", "perplexity", "error", "mse", "nll"))
+
+
+def _number(value: object) -> float:
+    if value is None:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"not a number: {value!r}")
+    return float(value) if abs(value) < 1e100 else math.nan  # beyond that, squares overflow: as good as infinite
+
+
+def _rate(value: object) -> float:
+    if not 1e-30 < (rate := _number(value)) < 1e30:
+        raise ValueError(f"no learning rate: {value!r}")
+    return rate
+
+
+def _batch(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**12:
+        raise ValueError(f"no batch size: {value!r}")
+    return value
+
+
+def _numbers(record: Mapping[str, object]) -> dict[str, float]:
+    numeric = {key: value for key, value in record.items() if value is None or isinstance(value, int | float)}
+    return {clean(key): _number(value) for key, value in numeric.items() if not isinstance(value, bool)}
+
+
+def _count(value: object) -> int | None:
+    return int(value) if isinstance(value, int | float) else None
+
+
+def _texts(record: object) -> dict[str, str]:
+    items = record.items() if isinstance(record, dict) else []
+    return {clean(key): clean(value) for key, value in items if value is not None}

@@ -1,0 +1,71 @@
+"""The table of a study, as cells of text and as Markdown."""
+
+from __future__ import annotations
+
+import html
+
+from .stats import Cell, Summary
+
+
+def rows(summary: Summary) -> list[list[str]]:
+    """A header and one row a method, for a table in a terminal."""
+    header = ["method", *(f"batch {batch}" for batch in summary.batches)]
+    return [header] + [
+        [method, *(cell_text(summary, summary.cells[method, batch]) for batch in summary.batches)]
+        for method in summary.methods
+    ]
+
+
+def cell_text(summary: Summary, cell: Cell) -> str:
+    """Such as "97.1 ± 0.4 (n=3, lr 0.3)"."""
+    if cell.mean is None:
+        return "diverged" if cell.only_diverged else "-"
+    return f"{summary.text(cell.mean, cell.half_width)} ({', '.join(details(cell))})"
+
+
+def details(cell: Cell) -> list[str]:
+    """What qualifies a mean: how many seeds, at which rate, and how many did not survive it."""
+    lr = f"lr {cell.lr:g}" + "*" * cell.at_edge + "†" * cell.chosen_on_test
+    return [f"n={cell.n}", lr] + ([f"{cell.diverged} diverged"] if cell.diverged else [])
+
+
+def caption(summary: Summary) -> str:
+    """What the numbers are."""
+    unit = " in %" if summary.percent else ""
+    sense = "higher" if summary.higher_is_better else "lower"
+    return (
+        f"Test {summary.metric}{unit} on {summary.task} after the last epoch ({sense} is better): "
+        "mean ± 95 % interval by Student's t over n seeds, at the chosen learning rate."
+    )
+
+
+def footnotes(summary: Summary) -> list[str]:
+    """What the marks in the table mean, for the marks that are there, and what was left out."""
+    shown = [cell for cell in summary.cells.values() if cell.values]
+    notes = []
+    if any(cell.at_edge for cell in shown):
+        notes.append("* the rate lies at the edge of its grid: a rate beyond it might do better.")
+    if any(cell.chosen_on_test for cell in shown):
+        notes.append("† no rate was chosen on validation data: the best on test data is shown, which flatters it.")
+    return notes + summary.notes
+
+
+def table(summary: Summary) -> str:
+    """The table in Markdown, with its caption and footnotes."""
+    head, *body = [[_escape(text) for text in row] for row in rows(summary)]
+    lines = [head, ["---"] * len(head), *body]
+    notes = [caption(summary), *footnotes(summary)]
+    return (
+        "\n".join("| " + " | ".join(line) + " |" for line in lines) + "\n\n" + "\n\n".join(map(_escape, notes)) + "\n"
+    )
+
+
+def _escape(text: str) -> str:
+    r"""Text that Markdown shows as it is.
+
+    >>> _escape("a|b <i> *")
+    'a\\|b &lt;i&gt; \\*'
+    """
+    for mark in "\\|*_`[]":
+        text = text.replace(mark, "\\" + mark)
+    return html.escape(text, quote=False)

@@ -1,0 +1,91 @@
+"""Names with settings as people write them on a command line: ``sngm(weight_decay=8e-4)``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from .errors import UsageError
+
+Settings = dict[str, Any]
+
+
+def value_of(text: str) -> Any:
+    """A number, True, False, None, a quoted string or a tuple of them as Python reads it; else the text itself.
+
+    >>> value_of("8e-4"), value_of("true"), value_of("tensor"), value_of("(0.5, 1)")
+    (0.0008, True, 'tensor', (0.5, 1))
+    """
+    text = text.strip()
+    if text.lower() in ("true", "false", "none"):
+        text = text.capitalize()
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        return text
+
+
+def parse_settings(pairs: list[str]) -> Settings:
+    """``['momentum=0.9', 'scope=tensor']`` as a dict; each key once."""
+    settings: Settings = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        key = key.strip()
+        if not equals or not re.fullmatch(r"[A-Za-z_][\w.]*", key) or not text.strip():
+            raise UsageError(f"expected key=value, got {pair!r}")
+        if key in settings:
+            raise UsageError(f"{key} is set twice")
+        settings[key] = value_of(text)
+    return settings
+
+
+def split_list(text: str) -> list[str]:
+    """Split at commas outside brackets and quotes.
+
+    >>> split_list('msgd, sngm(weight_decay=8e-4,scope=tensor)')
+    ['msgd', 'sngm(weight_decay=8e-4,scope=tensor)']
+    """
+    parts, depth, quote, start = [], 0, "", 0
+    for i, c in enumerate(text):
+        if quote:
+            quote = "" if c == quote else quote
+        elif c in "\"'":
+            quote = c
+        elif c in "([":
+            depth += 1
+        elif c in ")]":
+            depth -= 1
+        elif c == "," and depth == 0:
+            parts.append(text[start:i])
+            start = i + 1
+    parts = [part.strip() for part in [*parts, text[start:]]]
+    if depth or quote or not all(parts):
+        raise UsageError(f"expected a list separated by commas, got {text!r}")
+    return parts
+
+
+def parse_call(text: str) -> tuple[str, Settings]:
+    """A name and its settings.
+
+    >>> parse_call("sngm(weight_decay=8e-4, scope=tensor)")
+    ('sngm', {'weight_decay': 0.0008, 'scope': 'tensor'})
+    >>> parse_call("torch.optim:RMSprop")
+    ('torch.optim:RMSprop', {})
+    """
+    match = re.fullmatch(r"\s*([^\s(),=]+)\s*(?:\((.*)\))?\s*", text, re.DOTALL)
+    if not match:
+        raise UsageError(f"expected a name or name(key=value, ...), got {text!r}")
+    inside = (match[2] or "").strip()
+    return match[1], parse_settings(split_list(inside)) if inside else {}
+
+
+def format_call(name: str, settings: Settings) -> str:
+    """The inverse of :func:`parse_call`.
+
+    >>> format_call("sngm", {"weight_decay": 0.0008, "scope": "tensor"})
+    'sngm(weight_decay=0.0008,scope=tensor)'
+    """
+    if not settings:
+        return name
+    return f"{name}({','.join(f'{k}={v}' for k, v in settings.items())})".replace(", ", ",")

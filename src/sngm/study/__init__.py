@@ -1,0 +1,6 @@
+"""Many runs: which to make, how to choose a learning rate, and making them side by side."""
+
+from .grid import Cell, Study
+from .launch import compare
+
+__all__ = ["Cell", "Study", "compare"]

@@ -1,0 +1,154 @@
+"""A study: methods x batches x learning rates x seeds on one task."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .. import tasks
+from ..errors import UsageError
+from ..spec import format_call, parse_call
+from ..train.config import RunConfig, method_settings_of, resolve
+from .select import Scores, at_edge, best_rate, next_rate
+
+
+@dataclass(frozen=True)
+class Study:
+    """What is compared, as the user said it.
+
+    Attributes:
+        methods: names with settings, such as ``sngm(weight_decay=8e-4)``.
+        lrs: learning rates to try, for all methods; None takes the task's for each.
+        settings: fields of every run, such as workers or schedule.
+    """
+
+    task: str
+    methods: tuple[str, ...]
+    batches: tuple[int, ...]
+    seeds: int
+    epochs: int
+    lrs: tuple[float, ...] | None = None
+    method_settings: dict[str, Any] = field(default_factory=dict)
+    task_settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.seeds < 1:
+            raise UsageError(f"seeds must be at least 1, got {self.seeds}")
+        for name, values in (("methods", self.methods), ("batches", self.batches), ("lrs", self.lrs)):
+            if values is not None and len(set(values)) < len(values):
+                raise UsageError(f"{name} lists something twice: {', '.join(map(str, values))}")
+
+    def cells(self) -> list[Cell]:
+        """One for each method at each batch size."""
+        cls = tasks.find(self.task)
+        cells = []
+        for text in self.methods:
+            name, own = parse_call(text)
+            known = method_settings_of(name)
+            common = {k: v for k, v in self.method_settings.items() if k in known}
+            grid = self.lrs or tuple(cls.lrs.get(name, cls.usual_lrs))
+            cells += [Cell(self, name, {**common, **own}, batch, grid) for batch in self.batches]
+        return cells
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class Cell:
+    """One method at one batch size: the rates to try, what they gave, and the runs at the rate chosen."""
+
+    study: Study
+    method: str
+    method_settings: dict[str, Any]
+    batch: int
+    grid: tuple[float, ...]
+    scores: dict[float, tuple[float, float] | None] = field(default_factory=dict)
+    lr: float | None = None
+    chosen: bool = False
+
+    @property
+    def label(self) -> str:
+        return self.config(self.grid[0], "select", 0).label
+
+    def config(self, lr: float, part: str, seed: int) -> RunConfig:
+        study = self.study
+        return resolve(
+            study.task, self.method, lr=lr, batch=self.batch, epochs=study.epochs, seed=seed, part=part,
+            method_settings=self.method_settings, task_settings=study.task_settings, **study.settings,
+        )  # fmt: skip
+
+    def first_runs(self) -> list[RunConfig]:
+        """To choose a rate by. A single one needs no choice."""
+        if len(self.grid) == 1:
+            return self.choose(self.grid[0])
+        return [self.config(lr, "select", 0) for lr in self.grid]
+
+    def take(self, config: RunConfig, record: dict[str, Any], metric: str, higher_is_better: bool) -> list[RunConfig]:
+        """Note what a run gave; return the runs to make next."""
+        if config.part == "full":
+            return []
+        result = record["result"]
+        diverged = record["status"] == "diverged" or result.get(f"validation_{metric}") is None
+        loss = result.get("validation_loss")
+        score = None if diverged else (result[f"validation_{metric}"], float("inf") if loss is None else loss)
+        self.scores[config.lr] = score
+        if len(self.scores) < len(self.grid):
+            return []
+        beyond = next_rate(self.scores, higher_is_better, len(self.grid))
+        if beyond is not None:
+            return [self.config(beyond, "select", 0)]
+        best = best_rate(self.scores, higher_is_better)
+        self.chosen = True
+        return [] if best is None else self.choose(best)
+
+    def choose(self, lr: float) -> list[RunConfig]:
+        self.lr, self.chosen = lr, True
+        return [self.config(lr, "full", seed) for seed in range(self.study.seeds)]
+
+    def summary(self, higher_is_better: bool) -> dict[str, Any]:
+        """For study.json."""
+        scores: Scores = self.scores
+        return {
+            "method": self.label,
+            "batch": self.batch,
+            "lr": self.lr,
+            "grid": sorted(scores) or list(self.grid),
+            "extensions": max(0, len(scores) - len(self.grid)),
+            "at_edge": self.chosen and at_edge(scores, higher_is_better),
+        }
+
+
+def run_name(config: RunConfig) -> str:
+    """A folder's name that says what is in it, and is different for different runs."""
+    words = f"{config.method}-b{config.batch}-lr{config.lr:g}-s{config.seed}-{config.part}"
+    return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', words)}-{config.hash}"
+
+
+def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Settings of the methods and those of the task; a key that none of them has is refused.
+
+    ``method.key`` and ``task.key`` say which is meant where both have it.
+    """
+    of_task = tasks.build(task).settings()
+    of_methods = {name: method_settings_of(name) for name in (parse_call(text)[0] for text in methods)}
+    for_methods: dict[str, Any] = {}
+    for_task: dict[str, Any] = {}
+    for key, value in settings.items():
+        where, _, bare = key.rpartition(".")
+        if where not in ("", "task", "method"):
+            raise UsageError(f"no setting is called {key!r}; write key, task.key or method.key")
+        in_task = bare in of_task and where != "method"
+        in_methods = any(bare in known for known in of_methods.values()) and where != "task"
+        if in_task and in_methods:
+            raise UsageError(f"{bare} is a setting of the task and of a method; write task.{bare} or method.{bare}")
+        if not in_task and not in_methods:
+            names = "; ".join(f"{name} has {', '.join(known)}" for name, known in of_methods.items())
+            raise UsageError(f"no setting {bare!r}: task {task} has {', '.join(of_task) or 'none'}; {names}")
+        (for_task if in_task else for_methods)[bare] = value
+    return for_methods, for_task
+
+
+__all__ = ["Cell", "Study", "format_call", "run_name", "split_settings"]

@@ -1,0 +1,214 @@
+"""Making the runs of a study, several at a time in warm processes that have torch loaded already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import time
+from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .. import tasks
+from ..errors import Interrupted, UsageError
+from ..train.config import RunConfig
+from ..train.evaluate import samples_of, schedule_of, steps_per_epoch
+from ..train.files import locked, read_json, write_json
+from ..train.loop import Options, train
+from ..train.optimizer import build_optimizer
+from ..train.processes import choose_device
+from ..train.record import FINISHED, RunFolder, command, differences
+from .grid import Cell, Study, run_name
+
+Record = dict[str, Any]
+
+
+@dataclass
+class Progress:
+    """What a study has done so far, for whoever shows it."""
+
+    cells: list[Cell]
+    planned: int
+    done: list[tuple[RunConfig, Record]] = field(default_factory=list)
+    running: dict[str, RunConfig] = field(default_factory=dict)
+    started: float = field(default_factory=time.monotonic)
+    repeated: int = 0  # found finished
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At the pace so far."""
+        made = len(self.done) - self.repeated
+        if not made:
+            return None
+        return (time.monotonic() - self.started) / made * (self.planned - len(self.done))
+
+
+def compare(
+    study: Study, folder: Path, *, options: Options, jobs: int | None = None, show: Callable[[Progress], None]
+) -> Progress:
+    """Make every run of a study that is not there yet, and keep study.json up to date."""
+    cells = study.cells()
+    check(study, cells, options)
+    folder.mkdir(parents=True, exist_ok=True)
+    with locked(folder):
+        _claim(folder, study)
+        return _Launcher(study, cells, folder, options, jobs, show).run()
+
+
+def check(study: Study, cells: list[Cell], options: Options) -> None:
+    """Refuse what could not be run before anything is: every method, batch and setting."""
+    for cell in cells:
+        for part in ("select", "full"):
+            config = cell.config(cell.grid[0], part, 0)
+            task = config.build_task(options.data_dir)
+            training, held_out = samples_of(task, config)
+            steps_per_epoch(config, len(training))
+            schedule_of(config, held_out)
+        build_optimizer(config, task.model())
+
+
+def _claim(folder: Path, study: Study) -> None:
+    path = folder / "study.json"
+    if path.exists():
+        lines = differences(read_json(path).get("study", {}), _plain(study))
+        if lines:
+            raise UsageError(
+                f"{folder} holds another study; name another folder with --out or delete it. They differ in\n  "
+                + "\n  ".join(lines)
+            )
+
+
+def _plain(study: Study) -> Record:
+    import json
+
+    plain: Record = json.loads(json.dumps(study.as_dict()))
+    return plain
+
+
+class _Launcher:
+    def __init__(
+        self,
+        study: Study,
+        cells: list[Cell],
+        folder: Path,
+        options: Options,
+        jobs: int | None,
+        show: Callable[[Progress], None],
+    ) -> None:
+        self.study, self.folder, self.options, self.show = study, folder, options, show
+        self.on_gpu = choose_device(options.device).type == "cuda"
+        self.jobs = jobs or (1 if self.on_gpu else os.cpu_count() or 1)
+        self.task = tasks.build(study.task, study.task_settings)
+        planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
+        self.progress = Progress(cells, planned)
+        self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
+
+    def run(self) -> Progress:
+        # a server process that has torch loaded forks the workers: they start in no time
+        context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
+        if not self.on_gpu:
+            context.set_forkserver_preload(["sngm.study.launch"])
+        threads = max(1, (os.cpu_count() or 1) // self.jobs)
+        pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up, initargs=(threads,))
+        try:
+            for cell in self.progress.cells:
+                self._submit(pool, cell, cell.first_runs())
+            self._write()
+            while self.futures:
+                self._update_running()
+                self.show(self.progress)
+                for future in wait(self.futures, timeout=0.2, return_when=FIRST_COMPLETED).done:
+                    cell, config = self.futures.pop(future)
+                    self._finish(pool, cell, config, future.result())
+            return self.progress
+        except BrokenProcessPool:
+            raise RuntimeError("a worker process was killed, perhaps for lack of memory; try --jobs 1") from None
+        finally:
+            self.progress.running.clear()
+            pool.shutdown(wait=True, cancel_futures=True)
+            self._write()
+
+    def _submit(self, pool: ProcessPoolExecutor, cell: Cell, configs: list[RunConfig]) -> None:
+        for config in configs:
+            path = self.folder / "runs" / run_name(config)
+            finished = _finished(path, config)
+            if finished:
+                self.progress.repeated += 1
+                self._finish(pool, cell, config, finished)
+            else:
+                future = pool.submit(_make, config, path, self.options.device, self.options.data_dir)
+                self.futures[future] = cell, config
+
+    def _finish(self, pool: ProcessPoolExecutor, cell: Cell, config: RunConfig, record: Record) -> None:
+        if record["status"] == "interrupted":
+            raise KeyboardInterrupt
+        self.progress.done.append((config, record))
+        before = len(cell.scores)
+        following = cell.take(config, record, self.task.metric, self.task.higher_is_better)
+        extended = bool(following) and following[0].part == "select"
+        self.progress.planned += extended  # the grid grew
+        if before != len(cell.scores) and cell.chosen and cell.lr is None:
+            self.progress.planned -= self.study.seeds  # every rate diverged: there is nothing to run
+        self._submit(pool, cell, following)
+        self._write()
+        self.show(self.progress)
+
+    def _update_running(self) -> None:
+        self.progress.running = {
+            run_name(config): config for future, (_, config) in self.futures.items() if future.running()
+        }
+
+    def _write(self) -> None:
+        better = self.task.higher_is_better
+        study = {
+            "format": 1,
+            "task": self.study.task,
+            "methods": list(dict.fromkeys(cell.label for cell in self.progress.cells)),
+            "batches": list(self.study.batches),
+            "seeds": self.study.seeds,
+            "epochs": self.study.epochs,
+            "metric": self.task.metric,
+            "higher_is_better": better,
+            "command": command(),
+            "cells": [cell.summary(better) for cell in self.progress.cells],
+            "study": _plain(self.study),
+        }
+        write_json(self.folder / "study.json", study)
+
+
+def _finished(path: Path, config: RunConfig) -> Record | None:
+    folder = RunFolder(path)
+    if not folder.file.exists():
+        return None
+    record = folder.open(config)
+    return record if record["status"] in FINISHED else None
+
+
+# ---------------------------------------------------------------- in a worker process
+
+_stop = False
+
+
+def _warm_up(threads: int) -> None:
+    import torch
+
+    torch.set_num_threads(threads)
+    signal.signal(signal.SIGINT, _ask_to_stop)
+    signal.signal(signal.SIGTERM, _ask_to_stop)
+
+
+def _ask_to_stop(*_: Any) -> None:
+    global _stop
+    _stop = True
+
+
+def _make(config: RunConfig, path: Path, device: str | None, data_dir: Path | None) -> Record:
+    options = Options(device=device, data_dir=data_dir, should_stop=lambda: _stop)
+    try:
+        return {"status": "interrupted"} if _stop else train(config, path, options)
+    except Interrupted:
+        return {"status": "interrupted"}

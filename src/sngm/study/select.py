@@ -1,0 +1,52 @@
+"""Choosing a learning rate: the best on validation samples, from a grid that grows when the best lies at its edge."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+EXTENSIONS = 3  # the most rates added beyond the edges of a grid, for every method alike
+
+# (metric, loss) of each rate on the validation samples; None where the run diverged
+Scores = Mapping[float, tuple[float, float] | None]
+
+
+def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
+    """The rate with the best metric, then the least loss, then the least rate; None if all diverged.
+
+    >>> best_rate({0.1: (0.9, 0.5), 0.3: (0.9, 0.4), 1.0: None})
+    0.3
+    """
+    finished = {lr: score for lr, score in scores.items() if score and not any(map(math.isnan, score))}
+    if not finished:
+        return None
+    sign = -1.0 if higher_is_better else 1.0
+    return min(finished, key=lambda lr: (sign * finished[lr][0], finished[lr][1], lr))
+
+
+def at_edge(scores: Scores, higher_is_better: bool = True) -> bool:
+    """Whether a better rate may lie beyond those tried."""
+    best = best_rate(scores, higher_is_better)
+    return len(scores) > 1 and (best is None or best in (min(scores), max(scores)))
+
+
+def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> float | None:
+    """The rate to try next, one step of the grid beyond its edge; None if the choice is made.
+
+    Args:
+        scores: what the rates tried so far gave.
+        higher_is_better: of the metric.
+        first: how many rates the grid had at first.
+
+    >>> next_rate({0.1: (0.8, 1.0), 0.3: (0.9, 0.5)}, first=2)
+    0.9
+    >>> next_rate({0.1: (0.8, 1.0), 0.3: (0.9, 0.5), 0.9: (0.7, 2.0)}, first=2) is None
+    True
+    """
+    if len(scores) < 2 or len(scores) - first >= EXTENSIONS or not at_edge(scores, higher_is_better):
+        return None
+    rates = sorted(scores)
+    best = best_rate(scores, higher_is_better)
+    low, high = rates[0], rates[-1]
+    beyond = high * (high / rates[-2]) if best == high else low * (low / rates[1])
+    return float(f"{beyond:.3g}")

@@ -1,0 +1,96 @@
+"""Tasks by name, and those of the user's own files."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .base import Batch, Samples, Splits, Task, Tensors
+from .schedules import Moment, Schedule
+
+__all__ = ["Batch", "Moment", "Samples", "Schedule", "Splits", "Task", "Tensors", "build", "names", "source_of"]
+
+TASKS = {"digits": "sngm.tasks.digits:Digits"}
+
+
+def names() -> list[str]:
+    """The tasks that come with the package."""
+    return sorted(TASKS)
+
+
+def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | None = None) -> Task:
+    """A task by name, or of a class of the user's own as ``file.py:Class`` or ``package.module:Class``.
+
+    >>> build("digits", {"width": 8}).settings()
+    {'width': 8}
+    """
+    cls = find(name)
+    parameters = inspect.signature(cls).parameters
+    for key, value in (settings or {}).items():
+        if key not in parameters:
+            known = ", ".join(parameters) or "none"
+            raise UsageError(f"task {name} has no setting {key!r}; it has {known}")
+        default = parameters[key].default
+        if default is not parameters[key].empty and default is not None and not _fits(value, default):
+            wanted = type(default).__name__
+            raise UsageError(f"task {name}: {key} must be of type {wanted}, got {value!r}")
+    try:
+        task = cls(**(settings or {}))
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"task {name}: {error}") from error
+    task.data_dir = data_dir
+    return task
+
+
+def _fits(value: Any, default: Any) -> bool:
+    if isinstance(default, bool) or isinstance(value, bool):
+        return isinstance(default, bool) and isinstance(value, bool)
+    return isinstance(value, (int, float) if isinstance(default, float) else type(default))
+
+
+def find(name: str) -> type[Task]:
+    """The class that a name stands for."""
+    if ":" not in name:
+        if name not in TASKS:
+            known = ", ".join(names())
+            raise UsageError(f"no task is called {name!r}; there are {known}, and your own as 'file.py:Class'")
+        name = TASKS[name]
+    place, _, attribute = name.rpartition(":")
+    try:
+        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        cls = getattr(module, attribute)
+    except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
+        raise UsageError(f"no task at {name!r}: {error}") from error
+    if not (isinstance(cls, type) and issubclass(cls, Task)):
+        raise UsageError(f"{name!r} must name a subclass of sngm.Task, got {cls!r}")
+    return cls
+
+
+def _load_file(path: Path) -> Any:
+    path = path.resolve()
+    module_name = f"sngm_task_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no Python file at {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def source_of(name: str) -> str | None:
+    """A checksum of the user's own file, so that runs of an edited task are not taken for runs of the old one."""
+    place = name.rpartition(":")[0]
+    return hashlib.sha256(Path(place).read_bytes()).hexdigest()[:16] if place.endswith(".py") else None

@@ -1,0 +1,120 @@
+"""What a task is: data, model, loss and scores, with the settings people start from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+Batch = tuple[Tensor, ...]
+
+
+class Samples(Protocol):
+    """Anything that has a length and gives the samples at a 1-d tensor of indices, as a tuple of tensors."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, indices: Tensor) -> Batch: ...
+
+
+class Tensors:
+    """Samples held in memory: tensors with a sample a row.
+
+    >>> Tensors(torch.zeros(4, 2), torch.arange(4))[torch.tensor([3, 1])][1]
+    tensor([3, 1])
+    """
+
+    def __init__(self, *tensors: Tensor) -> None:
+        if len({len(t) for t in tensors}) != 1:
+            raise ValueError(f"tensors must have as many rows as each other, got {[len(t) for t in tensors]}")
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return tuple(t[indices.to(t.device)] for t in self.tensors)
+
+    def to(self, device: torch.device) -> Tensors:
+        return Tensors(*(t.to(device) for t in self.tensors))
+
+
+@dataclass(frozen=True, slots=True)
+class Splits:
+    """The samples of a task. Without `validation`, a part of `train` is held out where one is needed."""
+
+    train: Samples
+    test: Samples
+    validation: Samples | None = None
+
+
+class Task:
+    """One experiment. Subclass it, write `data` and `model`, and name it on the command line as ``file.py:Class``.
+
+    The arguments of a subclass's ``__init__`` are its settings, which ``--set key=value`` sets. As it stands a task
+    is classification: batches are (inputs, labels). Other tasks write their own `loss` and `scores` too.
+
+    Attributes:
+        metric: the score that learning rates are chosen by, one of those that `scores` gives.
+        higher_is_better: whether more of it is better.
+        epochs, batches, weight_decay, schedule: what is used where the user says nothing.
+        lrs: learning rates to try for each method. Methods that are not in it get `usual_lrs`.
+        holdout: the part of the training set held out to choose learning rates, if there is no validation set.
+        data_dir: the folder that holds datasets, if the user named one.
+    """
+
+    metric: ClassVar[str] = "accuracy"
+    higher_is_better: ClassVar[bool] = True
+    epochs: ClassVar[int] = 10
+    batches: ClassVar[tuple[int, ...]] = (32, 512)
+    weight_decay: ClassVar[float] = 1e-4
+    schedule: ClassVar[str] = "cosine"
+    lrs: ClassVar[Mapping[str, Sequence[float]]] = {}
+    usual_lrs: ClassVar[Sequence[float]] = (0.01, 0.03, 0.1, 0.3)
+    holdout: ClassVar[float] = 0.2
+    data_dir: Path | None = None
+
+    def data(self) -> Splits:
+        """The samples to train and test on. Raise :class:`sngm.errors.DataMissing` if they are not there."""
+        raise NotImplementedError(f"{type(self).__name__} must define data()")
+
+    def model(self) -> nn.Module:
+        """A new model; torch's random numbers are seeded before this is called."""
+        raise NotImplementedError(f"{type(self).__name__} must define model()")
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """The mean loss over the samples of a batch, to call `backward` on."""
+        inputs, labels = batch
+        return cross_entropy(model(inputs), labels)
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """For each sample, what is averaged over the test set: at least "loss" and `metric`."""
+        inputs, labels = batch
+        outputs = model(inputs)
+        return {"loss": cross_entropy(outputs, labels, reduction="none"), "accuracy": outputs.argmax(1) == labels}
+
+    def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
+        """Training samples, augmented as a function of seed, epoch and sample alone. Default: as they are."""
+        return samples[indices]
+
+    def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
+        """Scores over a whole split. Override it for metrics that are no mean over samples."""
+        sums: dict[str, Tensor] = {}
+        count = 0
+        for batch in batches:
+            count += len(batch[0])
+            for name, values in self.scores(model, batch).items():
+                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
+        return {name: value.item() / count for name, value in sums.items()}
+
+    def settings(self) -> dict[str, Any]:
+        """What ``--set`` may set, with the values in use."""
+        import inspect
+
+        names = list(inspect.signature(type(self).__init__).parameters)[1:]
+        return {name: getattr(self, name) for name in names if hasattr(self, name)}

@@ -1,0 +1,99 @@
+"""Learning rate schedules: what the base rate is multiplied by, as a function of the step alone.
+
+`plateau` also looks at the recorded validation history; nothing else is state, so a resumed run has the same rates.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import UsageError
+from ..spec import parse_call
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """Where a run is: `step` of `steps`, `epoch` of `epochs`; `history` has the validation score of each past epoch."""
+
+    step: int
+    steps: int
+    epoch: int
+    epochs: int
+    history: Sequence[float] = ()
+    higher_is_better: bool = True
+
+
+def constant(_: Moment) -> float:
+    """Always 1."""
+    return 1.0
+
+
+def cosine(at: Moment) -> float:
+    """The paper's: half a cosine from 1 to 0, changed once an epoch."""
+    return 0.5 * (1.0 + math.cos(math.pi * at.epoch / at.epochs))
+
+
+def linear(at: Moment) -> float:
+    """From 1 to 0 in a straight line, changed every step."""
+    return 1.0 - at.step / at.steps
+
+
+def polynomial(at: Moment, power: float = 2.0) -> float:
+    """``(1 - step/steps) ** power``."""
+    return float((1.0 - at.step / at.steps) ** power)
+
+
+def plateau(at: Moment, factor: float = 4.0, patience: int = 0) -> float:
+    """Divided by `factor` whenever more than `patience` epochs in a row bring no better validation score.
+
+    >>> plateau(Moment(30, 100, 3, 10, history=[0.5, 0.6, 0.55], higher_is_better=True))
+    0.25
+    """
+    best, waited, value = -math.inf, 0, 1.0
+    for score in at.history:
+        score = score if at.higher_is_better else -score
+        if score > best:  # a score that is not a number is no improvement
+            best, waited = score, 0
+        else:
+            waited += 1
+            if waited > patience:
+                value, waited = value / factor, 0
+    return value
+
+
+SCHEDULES: dict[str, Callable[..., float]] = {f.__name__: f for f in (constant, cosine, linear, polynomial, plateau)}
+LIMITS = {"power": (0.0, math.inf), "factor": (1.0, math.inf), "patience": (0, math.inf)}
+
+
+class Schedule:
+    """A schedule by name, after a linear warm-up over the first `warmup` epochs.
+
+    >>> Schedule("cosine", warmup=2)(Moment(step=0, steps=100, epoch=0, epochs=10))
+    0.05
+    """
+
+    def __init__(self, text: str, warmup: float = 0.0) -> None:
+        name, settings = parse_call(text)
+        if name not in SCHEDULES:
+            raise UsageError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+        self.function = SCHEDULES[name]
+        self.settings: dict[str, Any] = settings
+        allowed = self.function.__code__.co_varnames[1 : self.function.__code__.co_argcount]
+        for key, value in settings.items():
+            if key not in allowed:
+                raise UsageError(f"{name} has no setting {key!r}; it has {', '.join(allowed) or 'none'}")
+            low, high = LIMITS[key]
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
+                raise UsageError(f"{name}: {key} must be a number of at least {low}, got {value!r}")
+        if not 0.0 <= warmup < math.inf:
+            raise UsageError(f"warmup must be a number of epochs of at least 0, got {warmup!r}")
+        self.warmup = warmup
+        self.needs_history = self.function is plateau
+
+    def __call__(self, at: Moment) -> float:
+        value = self.function(at, **self.settings)
+        warm = self.warmup * at.steps / at.epochs
+        return value if at.step + 1 >= warm else value * (at.step + 1) / warm

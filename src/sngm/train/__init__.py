@@ -1,0 +1,53 @@
+"""One run: its config, its batch plan, its loop, its records."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import UsageError
+from . import checkpoint
+from .batch import BatchPlan
+from .config import RunConfig, resolve
+from .evaluate import evaluate, samples_of
+from .loop import Options, train
+from .record import RunFolder
+
+__all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
+
+
+def load(folder: str | PathLike[str], device: str | torch.device = "cpu") -> nn.Module:
+    """The trained model of a run's folder, in evaluation mode.
+
+    Args:
+        folder: where ``sngm train`` or ``sngm compare`` put the run.
+        device: where the model shall be.
+    """
+    model, _ = _load(Path(folder), device)
+    return model.eval()
+
+
+def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> dict[str, float]:
+    """The scores of a run's trained model, computed anew."""
+    model, config = _load(folder, device)
+    task = config.build_task(data_dir)
+    _, held_out = samples_of(task, config)
+    return evaluate(task, model, held_out, config)
+
+
+def _load(folder: Path, device: str | torch.device) -> tuple[nn.Module, RunConfig]:
+    place = RunFolder(folder)
+    if not place.file.exists():
+        raise UsageError(f"{folder} holds no run (no run.json)")
+    record: dict[str, Any] = place.read()
+    config = RunConfig.from_dict(record["config"])
+    state = checkpoint.load(folder)
+    if state is None:
+        raise UsageError(f"{folder} holds no checkpoint: the run is {record['status']}")
+    model = config.build_task().model().to(dtype=getattr(torch, config.precision))
+    model.load_state_dict(state["model"])
+    return model.to(device), config

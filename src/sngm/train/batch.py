@@ -1,0 +1,98 @@
+"""Who computes what: the global batch, cut into workers' shares, micro-batches and BatchNorm groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..errors import UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan:
+    """One step's work.
+
+    Attributes:
+        batch: the global batch, over all workers.
+        workers: data-parallel ranks, real or virtual. Each holds a contiguous part of the batch.
+        micro: the most samples a worker takes through the model at once.
+        bn_group: samples whose statistics BatchNorm takes together; passes through the model are this large.
+        ranks: real processes. Each computes ``workers / ranks`` neighbouring workers, one after another.
+
+    >>> plan = BatchPlan.of(batch=1024, workers=8, micro=64)
+    >>> plan.share, plan.bn_group, len(plan.pieces(0)), plan.pieces(1)[0]
+    (128, 64, 2, slice(128, 192, None))
+    """
+
+    batch: int
+    workers: int
+    micro: int
+    bn_group: int
+    ranks: int = 1
+
+    @classmethod
+    def of(
+        cls,
+        batch: int,
+        workers: int | None = None,
+        micro: int | None = None,
+        bn_group: int | None = None,
+        ranks: int = 1,
+    ) -> BatchPlan:
+        """The plan that follows from what the user said; what does not divide is refused."""
+        workers = ranks if workers is None else workers
+        given = {"batch": batch, "workers": workers, "micro": micro, "bn_group": bn_group}
+        for name, value in given.items():
+            if value is not None and value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        if workers % ranks:
+            raise UsageError(
+                f"workers={workers} cannot be shared out over {ranks} processes; {_multiples(workers, ranks)}"
+            )
+        if batch % workers:
+            raise UsageError(f"batch={batch} cannot be shared out over {workers} workers; {_multiples(batch, workers)}")
+        share = batch // workers
+        micro = min(share, bn_group or share) if micro is None else micro
+        if micro > share or share % micro:
+            raise UsageError(f"micro={micro} does not divide a worker's share of {share}; {_divisors(share, micro)}")
+        bn_group = micro if bn_group is None else bn_group
+        if bn_group > micro or micro % bn_group:
+            raise UsageError(f"bn_group={bn_group} does not divide micro={micro}; {_divisors(micro, bn_group)}")
+        return cls(batch, workers, micro, bn_group, ranks)
+
+    @property
+    def share(self) -> int:
+        return self.batch // self.workers
+
+    def workers_of(self, rank: int) -> range:
+        """The workers that a process computes."""
+        each = self.workers // self.ranks
+        return range(rank * each, (rank + 1) * each)
+
+    def pieces(self, worker: int) -> list[slice]:
+        """The parts of the global batch that a worker takes through the model, in order."""
+        start = worker * self.share
+        return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
+
+    def describe(self) -> str:
+        """In words, for people.
+
+        >>> BatchPlan.of(batch=512, workers=8, micro=32).describe()
+        '512 = 8 workers x 2 passes of 32; BatchNorm over 32; 1 process'
+        """
+        passes = self.share // self.bn_group
+        return (
+            f"{self.batch} = {self.workers} worker{'s' * (self.workers > 1)} x {passes} pass{'es' * (passes > 1)} "
+            f"of {self.bn_group}; BatchNorm over {self.bn_group}; {self.ranks} process{'es' * (self.ranks > 1)}"
+        )
+
+
+def _multiples(value: int, of: int) -> str:
+    low = value // of * of
+    return f"nearest that can: {f'{low} or ' if low else ''}{low + of}"
+
+
+def _divisors(value: int, near: int) -> str:
+    all_of = [d for d in range(1, value + 1) if value % d == 0]
+    below = [d for d in all_of if d < near][-1:]
+    above = [d for d in all_of if d > near][:1]
+    return f"nearest that do: {' or '.join(map(str, below + above))}"

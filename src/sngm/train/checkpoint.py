@@ -1,0 +1,60 @@
+"""The last two checkpoints of a run, each with a checksum: a broken one is noticed, and the one before it used."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .files import read_json, write_atomically, write_json
+
+KEEP = 2
+INDEX = "checkpoints.json"
+
+
+def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
+    """Write a checkpoint, note its checksum, and drop those before the last two."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    content = buffer.getvalue()
+    path = folder / f"checkpoint-{step:08d}.pt"
+    write_atomically(path, content)
+    index = {**_index(folder), path.name: hashlib.sha256(content).hexdigest()}
+    kept = dict(sorted(index.items())[-KEEP:])
+    write_json(folder / INDEX, kept)
+    for old in folder.glob("checkpoint-*.pt"):
+        if old.name not in kept:
+            old.unlink(missing_ok=True)
+    return path
+
+
+def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
+    """The newest checkpoint that is whole, or None. A broken one gets a warning."""
+    for name, checksum in sorted(_index(folder).items(), reverse=True):
+        path = folder / name
+        try:
+            content = path.read_bytes()
+            if hashlib.sha256(content).hexdigest() != checksum:
+                raise ValueError("its checksum is wrong")
+            # weights_only: a checkpoint is data, and must not be able to run code
+            state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+            return state
+        except Exception as error:  # whatever is wrong with this one, the one before it may be whole
+            warnings.warn(f"checkpoint {path} cannot be used ({error}); trying the one before it", stacklevel=2)
+    return None
+
+
+def _index(folder: Path) -> dict[str, str]:
+    path = folder / INDEX
+    if not path.exists():
+        return {}
+    try:
+        index = read_json(path)
+        return {str(k): str(v) for k, v in index.items()}
+    except (ValueError, AttributeError) as error:
+        warnings.warn(f"{path} cannot be used ({error}); starting from the beginning", stacklevel=3)
+        return {}

@@ -1,0 +1,86 @@
+"""Which samples a run trains on and which it is scored on, and the scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..tasks import Batch, Samples, Schedule, Task
+from . import rng
+from .config import RunConfig
+from .step import to_device
+
+EVAL_BATCH = 1024
+HeldOut = dict[str, Samples]
+
+
+class Part:
+    """Some of the samples."""
+
+    def __init__(self, samples: Samples, indices: Tensor) -> None:
+        self.samples, self.indices = samples, indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return self.samples[self.indices[indices]]
+
+
+def samples_of(task: Task, config: RunConfig) -> tuple[Samples, HeldOut]:
+    """What to train on, and what to score, by name. A run that selects a learning rate never sees the test set."""
+    splits = task.data()
+    if config.part == "full":
+        return splits.train, ({"validation": splits.validation} if splits.validation else {}) | {"test": splits.test}
+    if splits.validation is not None:
+        return splits.train, {"validation": splits.validation}
+    count = len(splits.train)
+    held = max(1, round(count * task.holdout))
+    order = rng.permutation(count, rng.HOLDOUT)  # the same for every seed: all methods choose on the same samples
+    return Part(splits.train, order[:-held]), {"validation": Part(splits.train, order[-held:])}
+
+
+def steps_per_epoch(config: RunConfig, count: int) -> int:
+    """Whole batches in `count` samples; the rest of an epoch's order is left out."""
+    if config.batch > count:
+        raise UsageError(f"batch={config.batch} is more than the {count} samples to train on; at most {count}")
+    return count // config.batch
+
+
+def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
+    """The schedule, refused if it needs validation scores that this run will not have."""
+    schedule = Schedule(config.schedule, config.warmup)
+    if schedule.needs_history and "validation" not in held_out:
+        raise UsageError(
+            f"schedule {config.schedule} needs a validation set, which {config.task} has not: "
+            "give its Splits one, or take another schedule"
+        )
+    return schedule
+
+
+@torch.no_grad()
+def evaluate(task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig) -> dict[str, float]:
+    """All scores, such as ``test_accuracy``, with the model left in training mode."""
+    where = next(model.parameters())
+    model.eval()
+    try:
+        scores: dict[str, float] = {}
+        for name, samples in held_out.items():
+            found = task.evaluate(model, batches(samples, where.device, where.dtype))
+            if task.metric not in found:
+                raise UsageError(
+                    f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
+                )
+            scores |= {f"{name}_{key}": value for key, value in found.items()}
+        return scores
+    finally:
+        model.train()
+
+
+def batches(samples: Samples, device: torch.device, dtype: torch.dtype) -> Iterator[Batch]:
+    """All samples in order."""
+    for indices in torch.split(torch.arange(len(samples)), EVAL_BATCH):
+        yield to_device(samples[indices], device, dtype)

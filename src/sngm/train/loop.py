@@ -1,0 +1,193 @@
+"""One run, from its config to its record."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import Interrupted
+from ..tasks import Moment, Task
+from . import checkpoint, rng
+from .batch import BatchPlan
+from .config import RunConfig
+from .evaluate import evaluate, samples_of, schedule_of, steps_per_epoch
+from .files import locked
+from .optimizer import build_optimizer
+from .processes import Processes, join
+from .record import FINISHED, RunFolder, describe, final
+from .sinks import open_sink
+from .step import Stepper
+
+CHECK_EVERY = 50  # steps between looks at the loss, which make the host wait for the device
+SECONDS_BETWEEN_CHECKPOINTS = 60.0
+Record = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a run is made, which never changes its numbers (a device may, in the last digits)."""
+
+    device: str | None = None
+    data_dir: Path | None = None
+    checkpoint_every: int | None = None  # steps; None: about once a minute
+    tracker: str | None = None
+    deterministic: bool = False
+    progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
+    should_stop: Callable[[], bool] = lambda: False
+
+
+@dataclass(slots=True)
+class State:
+    """All that a run is in the middle of, besides model and optimizer."""
+
+    step: int = 0
+    loss_sum: float = 0.0  # of this epoch's steps so far
+    seconds: float = 0.0
+    history: list[Record] = field(default_factory=list)
+
+    def scores(self, task: Task) -> list[float]:
+        """The validation score of each epoch, where there are any."""
+        key = f"validation_{task.metric}"
+        return [metrics[key] for metrics in self.history if key in metrics]
+
+    def pack(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+        own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
+        return {"run": own, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+    @classmethod
+    def unpack(cls, packed: Record | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
+        """Put model and optimizer back as they were, and say where the run is: at its start without a checkpoint."""
+        if packed is None:
+            return cls()
+        model.load_state_dict(packed["model"])
+        optimizer.load_state_dict(packed["optimizer"])
+        return cls(**packed["run"])
+
+
+def train(config: RunConfig, path: Path, options: Options | None = None) -> Record:
+    """Train, or go on where a run stopped; return its record. A finished run is not repeated."""
+    options = options or Options()
+    with join(options.device) as processes:
+        folder = RunFolder(path)
+        record = processes.share(folder.open(config) if processes.first else None)
+        if record.get("status") in FINISHED:
+            return dict(record)
+        if options.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        if not processes.first:
+            return _run(config, folder, options, processes)
+        with locked(path):
+            return _run(config, folder, options, processes)
+
+
+def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Processes) -> Record:
+    task = config.build_task(options.data_dir)
+    training, held_out = samples_of(task, config)
+    plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
+    per_epoch = steps_per_epoch(config, len(training))
+    total = config.epochs * per_epoch
+    schedule = schedule_of(config, held_out)
+    rng.seed_everything(config.seed, rng.MODEL)
+    model = task.model().to(processes.device, getattr(torch, config.precision))
+    optimizer = build_optimizer(config, model)
+    stepper = Stepper(config, task, training, model, optimizer, plan, processes.device, processes.rank)
+    state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), model, optimizer)
+    record = describe(config, model, processes)
+    journal = Journal(config, folder, record, state, options) if processes.first else None
+    loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
+    clock = Clock(state.seconds)
+
+    def save() -> None:
+        state.loss_sum, state.seconds = loss_sum.item(), clock.seconds
+        if journal:
+            checkpoint.save(folder.path, state.step, state.pack(model, optimizer))
+
+    def close(status: str, **more: Any) -> Record:
+        record.update(status=status, timing={"seconds": round(clock.seconds, 3)}, **more)
+        if journal:
+            journal.close()
+        return record
+
+    try:
+        for epoch in range(state.step // per_epoch, config.epochs):
+            order = rng.permutation(len(training), config.seed, rng.ORDER, epoch)
+            for i in range(state.step % per_epoch, per_epoch):
+                moment = Moment(state.step, total, epoch, config.epochs, state.scores(task), task.higher_is_better)
+                factor = schedule(moment)
+                for group in optimizer.param_groups:
+                    group["lr"] = group["initial_lr"] * factor
+                batch = order[i * config.batch : (i + 1) * config.batch]
+                loss_sum += stepper(batch, epoch=epoch, step=state.step)
+                state.step += 1
+                ends = i + 1 == per_epoch
+                if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
+                    return close("diverged", diverged_at_step=state.step)
+                if ends:
+                    metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": config.lr * factor}
+                    metrics["train_loss"] = loss_sum.item() / per_epoch
+                    metrics |= processes.share(evaluate(task, model, held_out, config) if processes.first else None)
+                    state.history.append(metrics)
+                    loss_sum.zero_()
+                    if journal:
+                        journal.note(metrics)
+                options.progress(state.step, total, state.history[-1] if state.history else {})
+                if processes.any(options.should_stop(), state.step):
+                    save()
+                    close("interrupted")
+                    raise Interrupted(f"stopped at step {state.step} of {total}; the same command goes on from there")
+                if state.step == total or clock.due(options.checkpoint_every, state.step):
+                    save()
+        return close("finished", result=final(state.history[-1]))
+    except Exception as error:
+        if not isinstance(error, Interrupted):
+            close("failed", error="".join(traceback.format_exception_only(error)).strip())
+        raise
+
+
+class Journal:
+    """What the first process writes down while a run goes on."""
+
+    def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
+        self.folder, self.record = folder, record
+        self.sink = open_sink(options.tracker, folder.path, config.hash, config.as_dict())
+        folder.write(record)
+        folder.rewrite(state.history)
+
+    def note(self, metrics: Record) -> None:
+        self.folder.append(metrics)
+        if self.sink:
+            self.sink.log(metrics)
+
+    def close(self) -> None:
+        self.folder.write(self.record)
+        if self.sink:
+            self.sink.close()
+
+
+class Clock:
+    """Seconds of training, over restarts too; and when the next checkpoint is due."""
+
+    def __init__(self, before: float) -> None:
+        self.start = time.perf_counter() - before
+        self.saved = time.perf_counter()
+
+    @property
+    def seconds(self) -> float:
+        return time.perf_counter() - self.start
+
+    def due(self, every: int | None, step: int) -> bool:
+        now = time.perf_counter()
+        if step % every if every else now - self.saved < SECONDS_BETWEEN_CHECKPOINTS:
+            return False
+        self.saved = now
+        return True

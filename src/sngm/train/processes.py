@@ -1,0 +1,85 @@
+"""The processes of one run, as torchrun starts them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..errors import UsageError
+
+ASK_EVERY = 10  # steps
+
+
+@dataclass(frozen=True, slots=True)
+class Processes:
+    """Which of how many this one is, and the device it computes on."""
+
+    rank: int
+    ranks: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def share(self, value: Any) -> Any:
+        """The first process's value, in all of them."""
+        if self.ranks == 1:
+            return value
+        box = [value]
+        dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
+        return box[0]
+
+    def any(self, flag: bool, step: int) -> bool:
+        """Whether any process says so. Several ask each other only now and then, and act at the same step."""
+        if self.ranks == 1:
+            return flag
+        if step % ASK_EVERY:
+            return False
+        said = torch.tensor(int(flag), device=self.device)
+        dist.all_reduce(said, op=dist.ReduceOp.MAX)
+        return bool(said.item())
+
+
+@contextlib.contextmanager
+def join(device: str | None = None) -> Iterator[Processes]:
+    """Join the other processes if torchrun started this one; else be the only one."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    chosen = choose_device(device)
+    if ranks == 1:
+        yield Processes(0, 1, chosen)
+        return
+    if chosen.type == "cuda":
+        local = int(os.environ.get("LOCAL_RANK", "0"))
+        if local >= torch.cuda.device_count():
+            count = torch.cuda.device_count()
+            raise UsageError(f"process {local} of this machine has no GPU of its own; there are {count}")
+        chosen = torch.device("cuda", local)
+        torch.cuda.set_device(chosen)
+    own = chosen if chosen.type == "cuda" else None
+    dist.init_process_group("nccl" if own else "gloo", device_id=own)
+    try:
+        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+    finally:
+        dist.destroy_process_group()
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for, or the GPU if there is one."""
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"no device is called {name!r}; there are cpu, cuda, cuda:0 and so on") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("device cuda was asked for, but torch sees no GPU here")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"runs are made for cpu and cuda, got {name!r}")
+    return device

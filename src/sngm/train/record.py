@@ -1,0 +1,162 @@
+"""What a run leaves behind: a folder with run.json, metrics.jsonl and checkpoints."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sngm
+
+from ..errors import UsageError
+from .config import RunConfig
+from .files import finite, read_json, write_atomically, write_json
+from .processes import Processes
+
+FINISHED = ("finished", "diverged")
+
+
+class RunFolder:
+    """The folder of one run. `open` refuses a folder that belongs to another run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+
+    def open(self, config: RunConfig) -> dict[str, Any]:
+        """Make the folder, or find this run in it; return what run.json says ({} for a new run)."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        if not self.file.exists():
+            return {}
+        record = self.read()
+        if record["config"] != config.as_dict():
+            lines = differences(record["config"], config.as_dict())
+            raise UsageError(
+                f"{self.path} holds another run; name another folder with --out or delete it. They differ in\n  "
+                + "\n  ".join(lines)
+            )
+        return record
+
+    def read(self) -> dict[str, Any]:
+        record: dict[str, Any] = read_json(self.file)
+        if not isinstance(record, dict) or "config" not in record or "status" not in record:
+            raise UsageError(f"{self.file} is not the record of a run")
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        write_json(self.file, record)
+
+    def append(self, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, on disk before the next step."""
+        with open(self.metrics, "a") as file:
+            file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
+            file.flush()
+
+    def rewrite(self, history: list[dict[str, Any]]) -> None:
+        """Cut metrics.jsonl back to what a checkpoint knows of."""
+        lines = [json.dumps(finite(metrics), allow_nan=False) + "\n" for metrics in history]
+        write_atomically(self.metrics, "".join(lines).encode())
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Field by field.
+
+    >>> differences({"lr": 0.1, "batch": 32, "settings": {"a": 1}}, {"lr": 0.2, "batch": 32, "settings": {}})
+    ['lr: 0.1 there, 0.2 here', 'settings.a: 1 there, not set here']
+    """
+    lines = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = (d.get(key, "not set") for d in (old, new))
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a} there, {b} here")
+    return lines
+
+
+def describe(config: RunConfig, model: nn.Module, processes: Processes) -> dict[str, Any]:
+    """The record of a run that begins."""
+    return {
+        "format": 1,
+        "status": "running",
+        "config": config.as_dict(),
+        "label": config.label,
+        "hash": config.hash,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "processes": processes.ranks,
+        "result": {},
+        "timing": {},
+        **provenance(processes.device),
+    }
+
+
+def final(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What counts of a run's last epoch: its scores, and nothing that depends on where or when it ran."""
+    return {k: v for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware, commit and command."""
+    return {
+        "versions": {"sngm": sngm.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "hardware": {
+            "device": device.type,
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "machine": platform.machine(),
+        },
+        "commit": commit(),
+        "command": os.environ.get("SNGM_COMMAND") or command(),
+    }
+
+
+def command() -> str:
+    """The command line that was given, as one would type it."""
+    import shlex
+
+    name = Path(sys.argv[0]).name
+    return shlex.join(["sngm" if name in ("sngm", "__main__.py") else name, *sys.argv[1:]])
+
+
+@functools.cache
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if named:
+            return named[0]
+        output = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+        return next(line.partition(":")[2].strip() for line in output.splitlines() if line.startswith("Model name"))
+    except (OSError, subprocess.CalledProcessError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the code that runs, from SNGM_COMMIT or git; "+" says there were changes besides."""
+    given = os.environ.get("SNGM_COMMIT")
+    if given:
+        return given
+    here = Path(__file__).parent
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        if not git("ls-files", __file__):  # installed inside somebody else's repository
+            return None
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None

@@ -1,0 +1,147 @@
+"""The page, as a browser shows it."""
+
+import os
+import shutil
+
+import pytest
+from test_report import Folder, write_hostile
+
+from sngm import report
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+
+
+def missing(what):
+    if os.environ.get("SNGM_REQUIRE_BROWSER") == "1":
+        pytest.fail(f"SNGM_REQUIRE_BROWSER=1, but {what}")
+    pytest.skip(what)
+
+
+@pytest.fixture(scope="module")
+def browser():
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        missing("playwright is not installed")
+    path = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if path is None:
+        missing(f"none of {', '.join(BROWSERS)} is on the path")
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def open_page(browser):
+    """Opens a file offline and collects what the browser complains about."""
+    contexts, complaints = [], []
+
+    def visit(path, width=1280, scheme="light"):
+        context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+        contexts.append(context)
+        page = context.new_page()
+        page.on("console", lambda message: complaints.append(message.text))
+        page.on("pageerror", lambda error: complaints.append(str(error)))
+        page.on("requestfailed", lambda request: complaints.append(request.url))
+        page.on("dialog", lambda dialog: complaints.append(dialog.message))
+        page.goto(path.as_uri())
+        return page
+
+    yield visit
+    for context in contexts:
+        context.close()
+    assert complaints == []
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    folder = Folder(tmp_path_factory.mktemp("study"))
+    methods = ["msgd", "lars", "sngm(weight_decay=0.0008, scope=tensor)"]
+    for i, method in enumerate(methods):
+        for batch in (32, 256, 2048, 16384, 65536):
+            for lr in (0.03, 0.1, 0.3):
+                folder.run(
+                    method, batch, 0.9 - lr / 10, lr=lr, part="select", status="diverged" if lr > 0.2 else "finished"
+                )
+            folder.runs(method, batch, [0.9 + 0.01 * i, 0.92 + 0.01 * i, 0.91])
+    return report.write(folder.path)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory):
+    return write_hostile(tmp_path_factory.mktemp("hostile"))
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+@pytest.mark.parametrize("which", ["study", "hostile"])
+def test_the_page_fits_and_every_figure_is_drawn(open_page, request, which, width, scheme):
+    page = open_page(request.getfixturevalue(which), width, scheme)
+    for fold in page.query_selector_all("summary"):
+        fold.click()
+    assert page.evaluate("document.scrollingElement.scrollWidth <= innerWidth")
+    sizes = page.evaluate("[...document.querySelectorAll('svg')].map(s => s.getBoundingClientRect().toJSON())")
+    assert all(size["width"] > 0 and size["height"] > 0 for size in sizes)
+    assert page.locator("svg.chart").count() == (11 if which == "study" else 5)
+    assert page.evaluate("[...document.querySelectorAll('svg path')].every(p => p.getAttribute('d').length > 4)")
+    lines = "[...document.querySelectorAll('svg.chart')].every(s => s.querySelector('path.line, path.mark, path.bar'))"
+    assert page.evaluate(lines)
+    assert page.evaluate("[...document.querySelectorAll('th')].every(th => th.scope)")
+
+
+def test_text_is_no_smaller_than_nine_pixels_on_a_phone(open_page, study):
+    page = open_page(study, 390)
+    scale = "Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)"  # some text is turned
+    size = f"t => {scale} * parseFloat(getComputedStyle(t).fontSize)"
+    heights = page.evaluate(f"[...document.querySelectorAll('svg.chart text')].map({size})")
+    assert min(heights) >= 9
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_colours_stand_out_from_the_paper(open_page, study, scheme):
+    page = open_page(study, scheme=scheme)
+    names = ["--paper", "--ink", "--soft", *(f"--s{i}" for i in range(7))]
+    read = "names => names.map(n => getComputedStyle(document.documentElement).getPropertyValue(n))"
+    paper, *others = page.evaluate(read, names)
+    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == f"rgb{rgb(paper)}"
+    for name, colour in zip(names[1:], others, strict=True):
+        assert contrast(colour, paper) >= 4.5, name
+
+
+def rgb(colour):
+    return tuple(int(colour.strip()[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def contrast(a, b):
+    """By the formula of WCAG 2."""
+
+    def luminance(colour):
+        parts = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb(colour)]
+        return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2]
+
+    low, high = sorted([luminance(a), luminance(b)])
+    return (high + 0.05) / (low + 0.05)
+
+
+def test_hostile_labels_are_shown_as_text(open_page, hostile):
+    page = open_page(hostile)
+    assert page.locator("script").count() == 0
+    for place in ("h1", "tbody th", ".legend li", "dd code"):
+        assert "<script>alert('x')</script>|&\"" in page.locator(place).first.text_content()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("name", ["curves", "batch", "lr"])
+def test_figures_alone_bring_their_own_paper_and_ink(open_page, study, name, scheme):
+    page = open_page(study.with_name(f"{name}.svg"), scheme=scheme)
+    fill = page.evaluate("getComputedStyle(document.querySelector('rect')).fill")
+    ink = page.evaluate("getComputedStyle(document.querySelector('.head')).fill")
+    assert (fill == "rgb(255, 255, 255)") == (scheme == "light")
+    assert fill != ink
+    assert page.evaluate("getComputedStyle(document.querySelector('path.line')).stroke").startswith("rgb")
+
+
+def test_a_page_without_results_opens_too(open_page, tmp_path):
+    page = open_page(report.write(Folder(tmp_path).study(["sngm"], [32]).path), 390)
+    assert "No run has finished yet" in page.locator("h1").text_content()
