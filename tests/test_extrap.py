@@ -111,24 +111,20 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
         ]
         seen = []  # where the reference takes its gradients
 
-        def gradient(k, looks=looks, seen=seen):
-            def at(there):
-                seen.append(there)
-                return [g.double() for g in looks[2 * k + len(seen) % 2 - 1]]
-
-            return at
+        def gradient(there, looks=looks, seen=seen):
+            seen.append(there)
+            return [g.double() for g in looks[len(seen) - 1]]
 
         before = w
         w, v = reference.extrap_sgd(
-            w, v, [gradient(0), gradient(1)], eta=0.05, inner_eta=0.2, beta=0.9, wd=0.03,
+            w, v, [gradient, gradient], eta=0.05, inner_eta=0.2, beta=0.9, wd=0.03,
             nesterov=settings.get("nesterov", False), maximize=settings.get("maximize", False),
         )  # fmt: skip
         calls = iter(range(4))
 
         def closure(before=before, seen=seen, looks=looks, calls=calls):
             call = next(calls)
-            look = looks[2 * (call // 2) + call % 2]
-            for p, b, s, there, g in zip(params, before, start, seen[call], look, strict=True):
+            for p, b, s, there, g in zip(params, before, start, seen[call], looks[call], strict=True):
                 assert call % 2 == 0 or close(p.detach(), there, b, s)
                 p.grad = g.clone()
 

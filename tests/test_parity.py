@@ -1,6 +1,7 @@
 """Every path of every method equals its float64 reference."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -135,9 +136,9 @@ def test_random_settings_shapes_groups_and_missing_gradients_equal_the_reference
 
 
 @pytest.mark.parametrize("values", ["random", "equal", "one large"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_norms_are_right_for_any_size_and_values_on_every_core(dtype, values, every_core):
-    sizes = [0, 1, 1023, 1024, 1025, 16383, 16384, 16385, 65537, 1 << 20, 5_000_001]
+    sizes = [0, 1, 511, 512, 513, 2047, 2048, 2049, 2560, 65537, 1 << 20, (1 << 20) + 1, 5_000_001]
     generator = torch.Generator().manual_seed(0)
     for size in sizes:
         x = torch.randn(size, generator=generator) if values == "random" else torch.full((size,), 0.1)
@@ -148,4 +149,30 @@ def test_norms_are_right_for_any_size_and_values_on_every_core(dtype, values, ev
         tolerance = 1e-12 if dtype == torch.float64 else 8e-6 if values == "one large" else 4e-6  # of the square
         assert abs(norms.squares([x])[0] - exact) <= tolerance * exact
         assert abs(norms.square([x, x]) - 2 * exact) <= tolerance * 2 * exact
+        assert abs(norms.square([x, x], [x, x], 0.5) - 4.5 * exact) <= max(tolerance, 4e-6) * 4.5 * exact
         assert abs(norms.squares([x], [x], 0.5)[0] - 2.25 * exact) <= max(tolerance, 4e-6) * 2.25 * exact
+
+
+@pytest.mark.parametrize("with_others", [False, True])
+@pytest.mark.parametrize(
+    "kinds", list(itertools.permutations([torch.float32, torch.float16, torch.float64], 2)), ids=str
+)
+def test_norms_of_gradients_of_several_dtypes_do_not_depend_on_their_order(kinds, with_others):
+    generator = torch.Generator().manual_seed(0)
+    size = 4000.0 if torch.float16 in kinds else 1e25 if kinds == (torch.float32, torch.float64) else 1.0
+    tensors = [torch.randn(5000, generator=generator, dtype=torch.float64) for _ in kinds]
+    tensors = [(t * size if k != torch.float32 else t).to(k) for t, k in zip(tensors, kinds, strict=True)]
+    others = tensors[::-1] if with_others else []
+    added = others or [torch.zeros(()) for _ in tensors]
+    sums = [t.double() + 0.25 * o.double() for t, o in zip(tensors, added, strict=True)]
+    exact = torch.stack([t.square().sum() for t in sums])
+    torch.testing.assert_close(norms.squares(tensors, others, 0.25), exact, rtol=1e-5, atol=0.0)
+    torch.testing.assert_close(norms.square(tensors, others, 0.25), exact.sum(), rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("value", [1e19, 1e25, 3e37])
+@pytest.mark.parametrize("size", [10, 2048, 2049, 100_000])
+def test_values_whose_squares_float32_cannot_hold_have_finite_norms(size, value):
+    x = torch.full((size,), value)
+    torch.testing.assert_close(norms.squares([x]), x.double().square().sum()[None], rtol=1e-6, atol=0.0)
+    torch.testing.assert_close(norms.square([x], [x], 1.0), 4 * x.double().square().sum(), rtol=1e-6, atol=0.0)

@@ -643,8 +643,8 @@ def test_torch_sgd_equals_the_reference_of_momentum_sgd(nesterov, path):
 @pytest.mark.parametrize("path", ["single", "foreach", "default"])
 @pytest.mark.parametrize("name", ["lars", "lars-unscaled", "lars-momentum", "lamb"])
 def test_a_run_that_blows_up_does_so_in_the_weights_not_with_an_error_of_torch(name, path):
-    w = torch.nn.Parameter(torch.full((40, 50), 3e37))  # in larger tensors such a norm counts as not finite
-    w.grad = torch.full((40, 50), 1e-3)
+    w = torch.nn.Parameter(torch.full((64, 64), 3e37))
+    w.grad = torch.full((64, 64), 1e-3)
     settings = {"max_ratio": None} if name == "lars-unscaled" else {}
     optimizer = create(name, [w], lr=30.0, **settings, **PATHS[path])
     optimizer.step()

@@ -1,10 +1,12 @@
 """Euclidean norms that can be trusted: float32 or better for any dtype, size and values.
 
 torch's CPU norm of a float32 tensor adds all its squares up in float32, on one core: 4e-3 off at 25M random
-elements, 1e-4 at 1M equal ones. Rows of 512 squares added in float32, and the rows in float64, were right to 2e-9
-for random values, 4e-7 for equal ones and 2e-6 for the worst pattern tried, and use every core.
+elements, 1e-4 at 1M equal ones. Rows of 512 squares added in float32, and the rows in float64, were right to 1e-7
+for random values, 1e-6 for equal ones and 4e-6 for the worst pattern tried, and use every core.
 """
 
+import functools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +35,8 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
         return _squares_on_device(tensors, others, alpha)
     parts, counts = _reduced(tensors, others, alpha)
     values = torch.cat(parts).double().square_()
-    return torch.segment_reduce(values, "sum", lengths=torch.tensor(counts), initial=0.0, unsafe=True)
+    found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts), initial=0.0, unsafe=True)
+    return found if _holds(found.sum()) else _in_float64(tensors, others, alpha)
 
 
 def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
@@ -46,7 +49,20 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
         return _squares_on_device(tensors, others, alpha).sum()
     parts, _ = _reduced(tensors, others, alpha)
     norm: Tensor = torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64)
-    return norm.square()
+    return norm.square() if _holds(norm) else _in_float64(tensors, others, alpha).sum()
+
+
+def _holds(total: Tensor) -> bool:
+    """Whether the sums of rows fit into float32; a compiled step cannot look, and takes them as they are."""
+    return torch.compiler.is_compiling() or math.isfinite(total)
+
+
+def _in_float64(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor) -> Tensor:
+    """Slow, and right where a square is more than float32 can hold."""
+    wide64 = [t.double() for t in tensors]
+    if others:
+        wide64 = [add(t, alpha, o.double()) for t, o in zip(wide64, others, strict=True)]
+    return torch.stack([torch.linalg.vector_norm(t) for t in wide64]).square()
 
 
 def _squares_on_device(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor) -> Tensor:
@@ -62,16 +78,16 @@ def _reduced(
     """1-d tensors with the same norms, one after another, and how many of their values belong to each tensor."""
     parts: list[Tensor] = []
     counts: list[int] = []
-    written_out = bool(others) or tensors[0].dtype in LOW_PRECISION
-    if written_out:
-        longest = max(t.numel() for t in tensors)
-        scratch = torch.empty(min(PIECE, longest), dtype=torch.promote_types(tensors[0].dtype, torch.float32))
+    scratch: Tensor | None = None
     for i, t in enumerate(tensors):
         if t.numel() <= SHORT:
             few = add(wide(t), alpha, wide(others[i])) if others else t
             parts.append(few if t.ndim == 1 else few.reshape(-1))
             counts.append(t.numel())
-        elif written_out:
+        elif others or t.dtype in LOW_PRECISION:
+            if scratch is None:
+                widest = functools.reduce(torch.promote_types, {x.dtype for x in (*tensors, *others)}, torch.float32)
+                scratch = torch.empty(min(PIECE, max(x.numel() for x in tensors)), dtype=widest)
             counts.append(_reduce_pieces(t, others[i] if others else None, alpha, parts, scratch))
         else:
             counts.append(_reduce(t, parts))
@@ -121,7 +137,7 @@ def flat(t: Tensor) -> Tensor:
     """All elements in the order they lie in memory: a view where they lie without gaps, else a copy."""
     if t.is_contiguous():
         return t.view(-1)
-    return t.permute(sorted(range(t.ndim), key=t.stride, reverse=True)).reshape(-1)
+    return t.permute(sorted(range(t.ndim), key=t.stride, reverse=True)).reshape(-1).contiguous()
 
 
 def wide(t: Tensor) -> Tensor:
