@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from . import __version__
-from .errors import DataMissing, Interrupted, UsageError
+from .errors import DataMissing, Failed, Interrupted, UsageError
 from .spec import parse_call, parse_settings, split_list
-
-if TYPE_CHECKING:
-    pass
 
 OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing, 4 diverged,
@@ -55,12 +53,13 @@ SCHEDULE = Annotated[
 ]
 WARMUP = Annotated[float | None, typer.Option(help="Epochs over which the learning rate first grows linearly.")]
 CLIP = Annotated[float | None, typer.Option(help="Clip the gradient's norm to this.")]
+DETERMINISTIC = Annotated[bool, typer.Option("--deterministic", help="Bit-identical reruns on a GPU, slower.")]
 PRECISION = Annotated[str | None, typer.Option(help="float32 or float64.")]
 
 
 def examples(*lines: str) -> str:
     """The first thing that --help shows."""
-    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"  [cyan]{line}[/cyan]" for line in lines)
+    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in lines)
 
 
 def verb(*lines: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -68,7 +67,7 @@ def verb(*lines: str, name: str | None = None) -> Callable[[Callable[..., None]]
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         about = " ".join((function.__doc__ or "").split())
-        short = about.partition(". ")[0].rstrip(".") + "."
+        short = re.split(r"(?<=[.?]) ", about)[0]
         app.command(name, help=f"{examples(*lines)}\n\n{about}", short_help=short)(function)
         return function
 
@@ -78,7 +77,7 @@ def verb(*lines: str, name: str | None = None) -> Callable[[Callable[..., None]]
 @app.callback(
     invoke_without_command=True,
     help=examples(
-        "sngm compare                                       which method keeps its accuracy?",
+        "sngm compare",
         "sngm train digits --method sngm --lr 0.1 --batch 512",
         "sngm compare digits --methods msgd,sngm --batches 32,512 --seeds 5",
         "torchrun --nproc-per-node 2 -m sngm train digits --method sngm --lr 0.1 --batch 512",
@@ -123,9 +122,7 @@ def train(
     device: DEVICE = None,
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps. Default: about once a minute.")] = None,
     track: Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")] = None,
-    deterministic: Annotated[
-        bool, typer.Option("--deterministic", help="Bit-identical reruns on a GPU, slower.")
-    ] = False,
+    deterministic: DETERMINISTIC = False,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
@@ -134,18 +131,22 @@ def train(
     from .study.grid import split_settings
     from .train import Options, resolve
     from .train import train as run
+    from .train.sinks import TRACKERS
 
     name, own = parse_call(method)
-    of_method, of_task = split_settings(task, [name], parse_settings(settings or []))
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    of_method, of_task = split_settings(task, [method], parse_settings(settings or []))
+    if workers is None:
+        workers = int(os.environ.get("WORLD_SIZE", "1"))
     lr = middle_rate(task, name) if lr is None else lr
     config = resolve(
-        task, name, lr=lr, batch=batch, seed=seed, epochs=epochs, workers=workers or ranks, micro=micro,
+        task, name, lr=lr, batch=batch, seed=seed, epochs=epochs, workers=workers, micro=micro,
         bn_group=bn_group, running_stats=running_stats, schedule=schedule, warmup=warmup, clip=clip,
         precision=precision, method_settings={**of_method, **own}, task_settings=of_task,
     )  # fmt: skip
     if checkpoint_every is not None and checkpoint_every < 1:
         raise UsageError(f"--checkpoint-every must be at least 1 step, got {checkpoint_every}")
+    if track not in (None, *TRACKERS):
+        raise UsageError(f"no tracker is called {track!r}; there are {', '.join(TRACKERS)}")
     folder = (
         out
         or Path("runs") / f"{config.task.rpartition('/')[2].replace(':', '-')}-{name.replace(':', '-')}-{config.hash}"
@@ -229,6 +230,7 @@ def compare(
     out: OUT = None,
     data_dir: DATA = None,
     device: DEVICE = None,
+    deterministic: DETERMINISTIC = False,
     jobs: Annotated[int | None, typer.Option(help="Runs at a time. Default: one a core, or one on a GPU.")] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
@@ -253,37 +255,45 @@ def compare(
     study = Study(
         task=task,
         methods=tuple(names),
-        batches=tuple(whole_numbers("--batches", batches)) if batches else cls.batches,
+        batches=tuple(whole_numbers("--batches", batches)) if batches is not None else cls.batches,
         seeds=seeds,
         epochs=cls.epochs if epochs is None else epochs,
-        lrs=tuple(numbers("--lrs", lrs)) if lrs else None,
+        lrs=tuple(numbers("--lrs", lrs)) if lrs is not None else None,
         method_settings=of_methods,
         task_settings=of_task,
         settings={k: v for k, v in given.items() if v is not None},
     )
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
-    key = hashlib.sha256(json.dumps(study.as_dict(), sort_keys=True).encode()).hexdigest()[:8]
+    key = hashlib.sha256(json.dumps(study.identity(), sort_keys=True).encode()).hexdigest()[:8]
     folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
-    options = Options(device=device, data_dir=data_dir)
-    from .show import show_study, study_progress
+    options = Options(device=device, data_dir=data_dir, deterministic=deterministic)
+    from .show import end_on_sigterm, show_study, study_progress
 
     if dry_run:
         show_study(study, folder, options, as_json)
         return
     from . import report
 
+    end_on_sigterm()
     with study_progress(study) as show:
         try:
-            launch.compare(study, folder, options=options, jobs=jobs, show=show)
+            done = launch.compare(study, folder, options=options, jobs=jobs, show=show)
         except KeyboardInterrupt:
             raise Interrupted(f"what is done is in {folder}; the same command goes on from there") from None
     page = report.write(folder)
     summary = report.summarise(folder)
     if as_json:
         print(json.dumps({**summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))
-        return
-    print(f"\n{report.table(summary)}\n\n{summary.answer()}\n\nReport: {page}")
+    else:
+        print(f"\n{report.table(summary)}\n\n{summary.answer()}\n\nReport: {page}")
+    if done.failed:
+        config, record = done.failed[0]
+        print(record["traceback"], file=sys.stderr)
+        raise Failed(
+            f"{len(done.failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}; "
+            "the rest is done, and the same command tries those again"
+        )
 
 
 def numbers(option: str, text: str) -> list[float]:
@@ -444,6 +454,9 @@ def _installed(module: str) -> bool:
 # ---------------------------------------------------------------- from errors to exit codes
 
 
+PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, of the click that typer came with
+
+
 def leave(code: int, text: str) -> NoReturn:
     """Say why, and go."""
     print(f"sngm: {text}", file=sys.stderr, flush=True)  # people's words go where they spoil no data
@@ -453,18 +466,28 @@ def leave(code: int, text: str) -> NoReturn:
 def main() -> None:
     """Run a verb. Every error the user can mend is one clear line and its own exit code."""
     try:
-        app()
+        if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
+            raise KeyboardInterrupt
+    except PARSER_ERROR as error:
+        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
+            error.show()
+            sys.exit(USAGE)
+        leave(USAGE, " ".join(error.format_message().split()))
     except (Interrupted, KeyboardInterrupt) as error:
         leave(INTERRUPTED, f"interrupted; {error}" if str(error) else "interrupted")
     except DataMissing as error:
         leave(NO_DATA, str(error))
     except UsageError as error:
         leave(USAGE, str(error))
+    except Failed as error:
+        leave(FAILED, str(error))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
     except FileNotFoundError as error:
-        leave(USAGE, str(error))
+        leave(USAGE, f"{error.strerror}: {error.filename}" if error.filename else str(error))
+    except (FileExistsError, NotADirectoryError) as error:
+        leave(USAGE, f"{error.filename} is no folder; name another with --out")
     except OSError as error:
         leave(
             FAILED,

@@ -9,5 +9,9 @@ class DataMissing(FileNotFoundError):
     """A dataset is not where it was looked for: fetch it, or say where it is."""
 
 
+class Failed(RuntimeError):
+    """Something outside the program went wrong, such as a process that was killed: try again."""
+
+
 class Interrupted(Exception):
     """Asked to stop; what was done is on disk."""

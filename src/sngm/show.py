@@ -115,6 +115,15 @@ def stop_on_signal() -> Any:
     return lambda: bool(asked)
 
 
+def end_on_sigterm() -> None:
+    """Let SIGTERM, as batch systems send it, do what Ctrl-C does."""
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
 def step_progress() -> Any:
     """A line that is overwritten on a terminal, one every ten seconds elsewhere; nothing on other ranks."""
     terminal = sys.stderr.isatty()
@@ -135,14 +144,13 @@ def step_progress() -> Any:
     return show if os.environ.get("RANK", "0") == "0" else lambda *_: None
 
 
-def show_plan(config: RunConfig, folder: Path, options: Options, as_json: bool) -> None:
-    """What a run would do."""
-    import torch
-
+def plan_of(config: RunConfig, options: Options) -> dict[str, Any]:
+    """What a run would do. What could not be run is refused."""
     from .tasks import Moment
     from .train.batch import BatchPlan
     from .train.evaluate import samples_of, schedule_of, steps_per_epoch
     from .train.optimizer import build_optimizer
+    from .train.processes import choose_device
 
     task = config.build_task(options.data_dir)
     training, held_out = samples_of(task, config)
@@ -155,18 +163,21 @@ def show_plan(config: RunConfig, folder: Path, options: Options, as_json: bool) 
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, ranks)
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
     rates = {p: config.lr * schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
-    found = {
-        "config": config.as_dict(),
-        "hash": config.hash,
+    return {
         "parameters": sum(p.numel() for p in model.parameters()),
         "training_samples": len(training),
         "batch_plan": plan.describe(),
         "steps_per_epoch": per_epoch,
         "steps": steps,
         "lr_at_step": rates,
-        "device": str(options.device or ("cuda" if torch.cuda.is_available() else "cpu")),
-        "folder": str(folder),
+        "device": str(choose_device(options.device)),
     }
+
+
+def show_plan(config: RunConfig, folder: Path, options: Options, as_json: bool) -> None:
+    """Say what a run would do."""
+    plan = plan_of(config, options)
+    found = {"config": config.as_dict(), "hash": config.hash, **plan, "folder": str(folder)}
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -180,17 +191,17 @@ def show_plan(config: RunConfig, folder: Path, options: Options, as_json: bool) 
 
 
 def show_study(study: Study, folder: Path, options: Options, as_json: bool) -> None:
-    """What a study would do."""
-    from .study.grid import run_name
+    """Say what a study would do."""
     from .study.launch import check
 
     cells = study.cells()
     check(study, cells, options)
     runs = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
-    plans: list[dict[str, Any]] = [
-        {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first": run_name(cell.first_runs()[0])}
-        for cell in cells
-    ]
+    plans: list[dict[str, Any]] = []
+    for cell in cells:
+        config = cell.config(cell.grid[0], "full", 0)
+        said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
+        plans.append({**said, **plan_of(config, options)})
     found = {"study": study.as_dict(), "cells": plans, "runs_at_least": runs, "folder": str(folder)}
     if as_json:
         print(json.dumps(found, indent=2))
@@ -198,3 +209,6 @@ def show_study(study: Study, folder: Path, options: Options, as_json: bool) -> N
     print(f"{study.task}, {study.epochs} epochs, {study.seeds} seeds; at least {runs} runs into {folder}")
     for plan in plans:
         print(f"  {plan['method']} at batch {plan['batch']}: lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}")
+        rates = ", ".join(f"{rate / plan['lrs'][0]:.3g} at {step}" for step, rate in plan["lr_at_step"].items())
+        print(f"    {plan['steps']} steps of {plan['batch_plan']}; {plan['parameters']} parameters")
+        print(f"    of lr, by step: {rates}")

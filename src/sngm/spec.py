@@ -46,7 +46,7 @@ def split_list(text: str) -> list[str]:
     >>> split_list('msgd, sngm(weight_decay=8e-4,scope=tensor)')
     ['msgd', 'sngm(weight_decay=8e-4,scope=tensor)']
     """
-    parts, depth, quote, start = [], 0, "", 0
+    parts, depth, least, quote, start = [], 0, 0, "", 0
     for i, c in enumerate(text):
         if quote:
             quote = "" if c == quote else quote
@@ -56,11 +56,12 @@ def split_list(text: str) -> list[str]:
             depth += 1
         elif c in ")]":
             depth -= 1
+            least = min(least, depth)
         elif c == "," and depth == 0:
             parts.append(text[start:i])
             start = i + 1
     parts = [part.strip() for part in [*parts, text[start:]]]
-    if depth or quote or not all(parts):
+    if depth or least or quote or not all(parts):
         raise UsageError(f"expected a list separated by commas, got {text!r}")
     return parts
 

@@ -16,7 +16,7 @@ from .base import LargeBatchOptimizer
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
 from .norms import wide
-from .work import dense, evaluate, lr_of
+from .work import dense, evaluate, lr_of, state_dtype
 
 
 class ExtrapSGD(LargeBatchOptimizer):
@@ -111,7 +111,7 @@ class ExtrapSGD(LargeBatchOptimizer):
             closures: one for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each is called twice.
             group: process group whose other ranks run as many further workers each; gradients are averaged
-                over all of them. Every rank must have gradients for the same parameters.
+                over all of them. Parameters that have no gradient on any rank count as having a zero one.
 
         Returns:
             The mean of the losses at w, or None if the closures return none.
@@ -128,8 +128,9 @@ class ExtrapSGD(LargeBatchOptimizer):
         ranks = 1
         if group is not None:
             ranks = dist.get_world_size(group)
-            for total in sums.values():
-                dist.all_reduce(total, group=group)
+            for p in (p for g in self.param_groups for p in g["params"] if p.requires_grad):  # alike on every rank
+                sums.setdefault(p, torch.zeros_like(p, dtype=state_dtype(p)))
+                dist.all_reduce(sums[p], group=group)
         work = self._gather(sums)
         work.scale = float(len(closures) * ranks)  # the sum over workers is K times the mean
         parts = [norms.squares(b.grads)[None] for b in work.buckets]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import json
 import re
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .. import tasks
 from ..errors import UsageError
+from ..optim import registry
 from ..spec import format_call, parse_call
 from ..train.config import RunConfig, method_settings_of, resolve
 from .select import Scores, at_edge, best_rate, next_rate
@@ -34,6 +38,7 @@ class Study:
     settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "task", tasks.canonical(self.task))
         if self.seeds < 1:
             raise UsageError(f"seeds must be at least 1, got {self.seeds}")
         for name, values in (("methods", self.methods), ("batches", self.batches), ("lrs", self.lrs)):
@@ -50,10 +55,22 @@ class Study:
             common = {k: v for k, v in self.method_settings.items() if k in known}
             grid = self.lrs or tuple(cls.lrs.get(name, cls.usual_lrs))
             cells += [Cell(self, name, {**common, **own}, batch, grid) for batch in self.batches]
+        if len({len(cell.grid) for cell in cells}) > 1:
+            sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in cells if cell.batch == self.batches[0])
+            raise UsageError(f"every method must have as many rates to try, but the task gives {sizes}; use --lrs")
+        labels = [cell.label for cell in cells if cell.batch == self.batches[0]]
+        if len(set(labels)) < len(labels):
+            raise UsageError(f"methods lists something twice: {', '.join(labels)}")
         return cells
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def identity(self) -> dict[str, Any]:
+        """What makes it the study it is: all but the number of seeds, which may grow. As JSON would give it back."""
+        identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": tasks.source_of(self.task)}))
+        del identity["seeds"]
+        return identity
 
 
 @dataclass
@@ -69,7 +86,7 @@ class Cell:
     lr: float | None = None
     chosen: bool = False
 
-    @property
+    @functools.cached_property
     def label(self) -> str:
         return self.config(self.grid[0], "select", 0).label
 
@@ -130,9 +147,10 @@ def run_name(config: RunConfig) -> str:
 def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Settings of the methods and those of the task; a key that none of them has is refused.
 
-    ``method.key`` and ``task.key`` say which is meant where both have it.
+    ``method.key`` and ``task.key`` say which is meant where both have it. Settings that a method is named with, as in
+    ``sngm(momentum=0.8)``, are checked for their types too.
     """
-    of_task = tasks.build(task).settings()
+    of_task = tasks.settings_of(task)
     of_methods = {name: method_settings_of(name) for name in (parse_call(text)[0] for text in methods)}
     for_methods: dict[str, Any] = {}
     for_task: dict[str, Any] = {}
@@ -148,7 +166,33 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
             names = "; ".join(f"{name} has {', '.join(known)}" for name, known in of_methods.items())
             raise UsageError(f"no setting {bare!r}: task {task} has {', '.join(of_task) or 'none'}; {names}")
         (for_task if in_task else for_methods)[bare] = value
+    for text in methods:
+        name, own = parse_call(text)
+        check_types(name, {**{k: v for k, v in for_methods.items() if k in of_methods[name]}, **own})
     return for_methods, for_task
+
+
+def check_types(method: str, settings: dict[str, Any]) -> None:
+    """Refuse values of another type than the method's own: torch takes any text for True.
+
+    >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
+    """
+    parameters = inspect.signature(registry._find(method).build).parameters
+    for key, value in settings.items():
+        if key == "lr":
+            raise UsageError(f"{method}: lr is set with --lr or --lrs")
+        if key not in parameters or value == (default := parameters[key].default):
+            continue
+        if isinstance(default, bool) or (default is None and "bool" in str(parameters[key].annotation)):
+            fits, wanted = isinstance(value, bool), "True or False"
+        elif isinstance(default, (int, float)):
+            fits, wanted = isinstance(value, (int, float)) and not isinstance(value, bool), "a number"
+        elif isinstance(default, tuple):
+            fits, wanted = isinstance(value, tuple) and len(value) == len(default), f"like {default}"
+        else:
+            continue
+        if not fits:
+            raise UsageError(f"{method}: {key} must be {wanted}, got {value!r}")
 
 
 __all__ = ["Cell", "Study", "format_call", "run_name", "split_settings"]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import threading
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -14,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import tasks
-from ..errors import Interrupted, UsageError
+from ..errors import Failed, Interrupted, UsageError
 from ..train.config import RunConfig
 from ..train.evaluate import samples_of, schedule_of, steps_per_epoch
 from ..train.files import locked, read_json, write_json
@@ -36,6 +38,7 @@ class Progress:
     done: list[tuple[RunConfig, Record]] = field(default_factory=list)
     running: dict[str, RunConfig] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
+    failed: list[tuple[RunConfig, Record]] = field(default_factory=list)
     repeated: int = 0  # found finished
 
     @property
@@ -51,6 +54,8 @@ def compare(
     study: Study, folder: Path, *, options: Options, jobs: int | None = None, show: Callable[[Progress], None]
 ) -> Progress:
     """Make every run of a study that is not there yet, and keep study.json up to date."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UsageError("a study starts its own processes; run it without torchrun, and with WORLD_SIZE unset")
     cells = study.cells()
     check(study, cells, options)
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,6 +66,7 @@ def compare(
 
 def check(study: Study, cells: list[Cell], options: Options) -> None:
     """Refuse what could not be run before anything is: every method, batch and setting."""
+    choose_device(options.device)
     for cell in cells:
         for part in ("select", "full"):
             config = cell.config(cell.grid[0], part, 0)
@@ -74,19 +80,15 @@ def check(study: Study, cells: list[Cell], options: Options) -> None:
 def _claim(folder: Path, study: Study) -> None:
     path = folder / "study.json"
     if path.exists():
-        lines = differences(read_json(path).get("study", {}), _plain(study))
+        there = read_json(path)
+        if not isinstance(there, dict) or not isinstance(there.get("study"), dict):
+            raise UsageError(f"{path} is not the record of a study; delete it or name another folder with --out")
+        lines = differences(there["study"], study.identity())
         if lines:
             raise UsageError(
                 f"{folder} holds another study; name another folder with --out or delete it. They differ in\n  "
                 + "\n  ".join(lines)
             )
-
-
-def _plain(study: Study) -> Record:
-    import json
-
-    plain: Record = json.loads(json.dumps(study.as_dict()))
-    return plain
 
 
 class _Launcher:
@@ -101,7 +103,7 @@ class _Launcher:
     ) -> None:
         self.study, self.folder, self.options, self.show = study, folder, options, show
         self.on_gpu = choose_device(options.device).type == "cuda"
-        self.jobs = jobs or (1 if self.on_gpu else os.cpu_count() or 1)
+        self.jobs = jobs or (1 if self.on_gpu else len(os.sched_getaffinity(0)))
         self.task = tasks.build(study.task, study.task_settings)
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
@@ -112,8 +114,8 @@ class _Launcher:
         context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
         if not self.on_gpu:
             context.set_forkserver_preload(["sngm.study.launch"])
-        threads = max(1, (os.cpu_count() or 1) // self.jobs)
-        pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up, initargs=(threads,))
+        pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up)
+        others = set(multiprocessing.active_children())
         try:
             for cell in self.progress.cells:
                 self._submit(pool, cell, cell.first_runs())
@@ -126,13 +128,22 @@ class _Launcher:
                     self._finish(pool, cell, config, future.result())
             return self.progress
         except BrokenProcessPool:
-            raise RuntimeError("a worker process was killed, perhaps for lack of memory; try --jobs 1") from None
+            raise Failed(
+                "a worker process was killed, perhaps for lack of memory; the same command goes on from what is done, "
+                "--jobs 1 needs the least memory"
+            ) from None
+        except BaseException:
+            for worker in set(multiprocessing.active_children()) - others:
+                worker.terminate()  # it keeps what it has done, see _ask_to_stop
+            raise
         finally:
             self.progress.running.clear()
             pool.shutdown(wait=True, cancel_futures=True)
             self._write()
 
     def _submit(self, pool: ProcessPoolExecutor, cell: Cell, configs: list[RunConfig]) -> None:
+        kept = ("device", "data_dir", "deterministic")
+        options = {name: getattr(self.options, name) for name in kept}
         for config in configs:
             path = self.folder / "runs" / run_name(config)
             finished = _finished(path, config)
@@ -140,13 +151,16 @@ class _Launcher:
                 self.progress.repeated += 1
                 self._finish(pool, cell, config, finished)
             else:
-                future = pool.submit(_make, config, path, self.options.device, self.options.data_dir)
+                future = pool.submit(_make, config, path, options)
                 self.futures[future] = cell, config
 
     def _finish(self, pool: ProcessPoolExecutor, cell: Cell, config: RunConfig, record: Record) -> None:
         if record["status"] == "interrupted":
             raise KeyboardInterrupt
         self.progress.done.append((config, record))
+        if record["status"] == "failed":  # the others go on; this cell stays without a result
+            self.progress.failed.append((config, record))
+            return
         before = len(cell.scores)
         following = cell.take(config, record, self.task.metric, self.task.higher_is_better)
         extended = bool(following) and following[0].part == "select"
@@ -175,7 +189,7 @@ class _Launcher:
             "higher_is_better": better,
             "command": command(),
             "cells": [cell.summary(better) for cell in self.progress.cells],
-            "study": _plain(self.study),
+            "study": self.study.identity(),
         }
         write_json(self.folder / "study.json", study)
 
@@ -190,25 +204,49 @@ def _finished(path: Path, config: RunConfig) -> Record | None:
 
 # ---------------------------------------------------------------- in a worker process
 
-_stop = False
+_stop = _end = _busy = False
 
 
-def _warm_up(threads: int) -> None:
+def _warm_up() -> None:
     import torch
 
-    torch.set_num_threads(threads)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
     signal.signal(signal.SIGINT, _ask_to_stop)
     signal.signal(signal.SIGTERM, _ask_to_stop)
 
 
-def _ask_to_stop(*_: Any) -> None:
-    global _stop
-    _stop = True
+def _end_with_parent() -> None:
+    """A killed parent leaves nobody behind who would hold the folders."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
 
 
-def _make(config: RunConfig, path: Path, device: str | None, data_dir: Path | None) -> Record:
-    options = Options(device=device, data_dir=data_dir, should_stop=lambda: _stop)
+def _ask_to_stop(number: int, _: Any) -> None:
+    """Ctrl-C asks for a stop at the next step; SIGTERM for the process to end then, at once if it does nothing."""
+    global _stop, _end
+    _stop, _end = True, _end or number == signal.SIGTERM
+    if _end and not _busy:
+        os._exit(0)
+
+
+def _make(config: RunConfig, path: Path, options: dict[str, Any]) -> Record:
+    global _busy
+    _busy = True
     try:
-        return {"status": "interrupted"} if _stop else train(config, path, options)
+        if _stop:
+            return {"status": "interrupted"}
+        return train(config, path, Options(**options, should_stop=lambda: _stop))
     except Interrupted:
         return {"status": "interrupted"}
+    except (UsageError, OSError):  # the next run would fail likewise
+        raise
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        return {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text, "result": {}}
+    finally:
+        _busy = False
+        if _end:
+            os._exit(0)

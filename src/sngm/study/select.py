@@ -49,4 +49,5 @@ def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> 
     best = best_rate(scores, higher_is_better)
     low, high = rates[0], rates[-1]
     beyond = high * (high / rates[-2]) if best == high else low * (low / rates[1])
-    return float(f"{beyond:.3g}")
+    rounded = float(f"{beyond:.3g}")
+    return None if rounded in scores else rounded  # a grid so fine that its next step is lost in rounding

@@ -14,7 +14,20 @@ from ..errors import UsageError
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
 
-__all__ = ["Batch", "Moment", "Samples", "Schedule", "Splits", "Task", "Tensors", "build", "names", "source_of"]
+__all__ = [
+    "Batch",
+    "Moment",
+    "Samples",
+    "Schedule",
+    "Splits",
+    "Task",
+    "Tensors",
+    "build",
+    "canonical",
+    "names",
+    "settings_of",
+    "source_of",
+]
 
 TASKS = {"digits": "sngm.tasks.digits:Digits"}
 
@@ -32,16 +45,19 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
     """
     cls = find(name)
     parameters = inspect.signature(cls).parameters
-    for key, value in (settings or {}).items():
+    chosen = dict(settings or {})
+    for key, value in chosen.items():
         if key not in parameters:
             known = ", ".join(parameters) or "none"
             raise UsageError(f"task {name} has no setting {key!r}; it has {known}")
         default = parameters[key].default
+        if isinstance(value, (list, tuple)):  # a record gives back tuples as lists
+            chosen[key] = value = list(value) if isinstance(default, list) else tuple(value)
         if default is not parameters[key].empty and default is not None and not _fits(value, default):
             wanted = type(default).__name__
             raise UsageError(f"task {name}: {key} must be of type {wanted}, got {value!r}")
     try:
-        task = cls(**(settings or {}))
+        task = cls(**chosen)
     except (TypeError, ValueError) as error:
         raise UsageError(f"task {name}: {error}") from error
     task.data_dir = data_dir
@@ -81,7 +97,10 @@ def _load_file(path: Path) -> Any:
     if spec is None or spec.loader is None or not path.is_file():
         raise FileNotFoundError(f"no Python file at {path}")
     module = importlib.util.module_from_spec(spec)
+    module.__checksum__ = hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # type: ignore[attr-defined]
     sys.modules[module_name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # it may import its neighbours
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -90,7 +109,18 @@ def _load_file(path: Path) -> Any:
     return module
 
 
+def settings_of(name: str) -> list[str]:
+    """The settings a task has."""
+    return list(inspect.signature(find(name)).parameters)
+
+
+def canonical(name: str) -> str:
+    """The name of a task from any folder: a file's with its whole path."""
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+
+
 def source_of(name: str) -> str | None:
-    """A checksum of the user's own file, so that runs of an edited task are not taken for runs of the old one."""
+    """A checksum of the user's own file as it was loaded: runs of an edited task are not runs of the old one."""
     place = name.rpartition(":")[0]
-    return hashlib.sha256(Path(place).read_bytes()).hexdigest()[:16] if place.endswith(".py") else None
+    return str(_load_file(Path(place)).__checksum__) if place.endswith(".py") else None

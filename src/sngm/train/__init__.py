@@ -20,14 +20,15 @@ from .record import RunFolder
 __all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
 
 
-def load(folder: str | PathLike[str], device: str | torch.device = "cpu") -> nn.Module:
-    """The trained model of a run's folder, in evaluation mode.
+def load(folder: str | PathLike[str], device: str | torch.device = "cpu", *, partial: bool = False) -> nn.Module:
+    """The trained model of a run's folder, in evaluation mode. The code of the run's task is run to build it.
 
     Args:
         folder: where ``sngm train`` or ``sngm compare`` put the run.
         device: where the model shall be.
+        partial: also take the model of a run that has not finished, as its last checkpoint has it.
     """
-    model, _ = _load(Path(folder), device)
+    model, _ = _load(Path(folder), device, partial)
     return model.eval()
 
 
@@ -39,7 +40,7 @@ def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> d
     return evaluate(task, model, held_out, config)
 
 
-def _load(folder: Path, device: str | torch.device) -> tuple[nn.Module, RunConfig]:
+def _load(folder: Path, device: str | torch.device, partial: bool = False) -> tuple[nn.Module, RunConfig]:
     place = RunFolder(folder)
     if not place.file.exists():
         raise UsageError(f"{folder} holds no run (no run.json)")
@@ -48,6 +49,12 @@ def _load(folder: Path, device: str | torch.device) -> tuple[nn.Module, RunConfi
     state = checkpoint.load(folder)
     if state is None:
         raise UsageError(f"{folder} holds no checkpoint: the run is {record['status']}")
+    step = state["run"]["step"]
+    if not partial and (record["status"] != "finished" or len(state["run"]["history"]) < config.epochs):
+        raise UsageError(
+            f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}; finish it first"
+        )
+    config.check_source()
     model = config.build_task().model().to(dtype=getattr(torch, config.precision))
     model.load_state_dict(state["model"])
     return model.to(device), config

@@ -51,7 +51,11 @@ class BatchPlan:
         if batch % workers:
             raise UsageError(f"batch={batch} cannot be shared out over {workers} workers; {_multiples(batch, workers)}")
         share = batch // workers
-        micro = min(share, bn_group or share) if micro is None else micro
+        if micro is None and bn_group is not None and share % bn_group:
+            raise UsageError(
+                f"bn_group={bn_group} does not divide a worker's share of {share}; {_divisors(share, bn_group)}"
+            )
+        micro = (bn_group or share) if micro is None else micro
         if micro > share or share % micro:
             raise UsageError(f"micro={micro} does not divide a worker's share of {share}; {_divisors(share, micro)}")
         bn_group = micro if bn_group is None else bn_group

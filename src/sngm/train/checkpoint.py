@@ -23,10 +23,11 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     content = buffer.getvalue()
     path = folder / f"checkpoint-{step:08d}.pt"
     write_atomically(path, content)
-    index = {**_index(folder), path.name: hashlib.sha256(content).hexdigest()}
-    kept = dict(sorted(index.items())[-KEEP:])
+    # later ones belong to a course that was given up: they were broken, and the run went back before them
+    before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
+    kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
-    for old in folder.glob("checkpoint-*.pt"):
+    for old in [*folder.glob("checkpoint-*.pt"), *folder.glob(".checkpoint-*.tmp")]:  # .tmp: of a killed process
         if old.name not in kept:
             old.unlink(missing_ok=True)
     return path
@@ -40,11 +41,12 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != checksum:
                 raise ValueError("its checksum is wrong")
-            # weights_only: a checkpoint is data, and must not be able to run code
-            state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
-            return state
-        except Exception as error:  # whatever is wrong with this one, the one before it may be whole
+        except (OSError, ValueError) as error:
             warnings.warn(f"checkpoint {path} cannot be used ({error}); trying the one before it", stacklevel=2)
+            continue
+        # weights_only: a checkpoint is data, and must not be able to run code
+        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        return state
     return None
 
 

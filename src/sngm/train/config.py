@@ -88,8 +88,17 @@ class RunConfig:
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
         """The inverse of :meth:`as_dict`; lists become the tuples that settings such as betas are."""
+        missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
+        if missing:
+            raise UsageError(f"not the config of a run of this version: {', '.join(sorted(missing))} differ")
         settings = {k: tuple(v) if isinstance(v, list) else v for k, v in values["method_settings"].items()}
         return cls(**{**values, "method_settings": settings})
+
+    def check_source(self) -> None:
+        """Refuse to go on with a task that is not the one this run began with."""
+        now = tasks.source_of(self.task)
+        if now != self.task_source:
+            raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
 
     def build_task(self, data_dir: Path | None = None) -> Task:
         return tasks.build(self.task, self.task_settings, data_dir)
@@ -106,10 +115,8 @@ def resolve(
     """The config that follows from what the user said and the task's defaults. None means: not said."""
     cls = tasks.find(task)
     settings = {k: v for k, v in given.items() if v is not None}
-    if task.rpartition(":")[0].endswith(".py"):
-        place, _, name = task.rpartition(":")
-        settings["task_source"] = tasks.source_of(task)
-        task = f"{Path(place).resolve()}:{name}"
+    task = tasks.canonical(task)
+    settings["task_source"] = tasks.source_of(task)
     settings.setdefault("epochs", cls.epochs)
     settings.setdefault("batch", cls.batches[0])
     settings.setdefault("schedule", cls.schedule)

@@ -46,7 +46,8 @@ def samples_of(task: Task, config: RunConfig) -> tuple[Samples, HeldOut]:
 def steps_per_epoch(config: RunConfig, count: int) -> int:
     """Whole batches in `count` samples; the rest of an epoch's order is left out."""
     if config.batch > count:
-        raise UsageError(f"batch={config.batch} is more than the {count} samples to train on; at most {count}")
+        most = count // config.workers * config.workers or count
+        raise UsageError(f"batch={config.batch} is more than the {count} samples to train on; at most {most}")
     return count // config.batch
 
 
@@ -63,8 +64,9 @@ def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
 
 @torch.no_grad()
 def evaluate(task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig) -> dict[str, float]:
-    """All scores, such as ``test_accuracy``, with the model left in training mode."""
+    """All scores, such as ``test_accuracy``, with every layer left in the mode it was in."""
     where = next(model.parameters())
+    training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         scores: dict[str, float] = {}
@@ -74,10 +76,12 @@ def evaluate(task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig)
                 raise UsageError(
                     f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
                 )
-            scores |= {f"{name}_{key}": value for key, value in found.items()}
+            # plain numbers, whatever a task of the user's returns: a checkpoint can hold no others
+            scores |= {f"{name}_{key}": float(value) for key, value in found.items()}
         return scores
     finally:
-        model.train()
+        for module, flag in training:  # a task may keep some layers, such as a frozen BatchNorm, out of training
+            module.training = flag
 
 
 def batches(samples: Samples, device: torch.device, dtype: torch.dtype) -> Iterator[Batch]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import time
@@ -21,7 +22,7 @@ from .batch import BatchPlan
 from .config import RunConfig
 from .evaluate import evaluate, samples_of, schedule_of, steps_per_epoch
 from .files import locked
-from .optimizer import build_optimizer
+from .optimizer import build_optimizer, set_rates
 from .processes import Processes, join
 from .record import FINISHED, RunFolder, describe, final
 from .sinks import open_sink
@@ -34,7 +35,7 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a run is made, which never changes its numbers (a device may, in the last digits)."""
+    """How a run is made, not what it computes (device and number of threads do change its last digits)."""
 
     device: str | None = None
     data_dir: Path | None = None
@@ -81,6 +82,9 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         record = processes.share(folder.open(config) if processes.first else None)
         if record.get("status") in FINISHED:
             return dict(record)
+        backends: Any = torch.backends
+        for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+            backend.fp32_precision = "ieee"  # float32 means float32: no rounding of inputs to TF32
         if options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
@@ -91,15 +95,17 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
 
 
 def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Processes) -> Record:
+    config.check_source()
     task = config.build_task(options.data_dir)
     training, held_out = samples_of(task, config)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
     per_epoch = steps_per_epoch(config, len(training))
     total = config.epochs * per_epoch
     schedule = schedule_of(config, held_out)
-    rng.seed_everything(config.seed, rng.MODEL)
+    rng.seed_torch(config.seed, rng.MODEL)
     model = task.model().to(processes.device, getattr(torch, config.precision))
     optimizer = build_optimizer(config, model)
+    processes.start_alike(model)
     stepper = Stepper(config, task, training, model, optimizer, plan, processes.device, processes.rank)
     state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), model, optimizer)
     record = describe(config, model, processes)
@@ -124,8 +130,7 @@ def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Proc
             for i in range(state.step % per_epoch, per_epoch):
                 moment = Moment(state.step, total, epoch, config.epochs, state.scores(task), task.higher_is_better)
                 factor = schedule(moment)
-                for group in optimizer.param_groups:
-                    group["lr"] = group["initial_lr"] * factor
+                set_rates(optimizer, factor)
                 batch = order[i * config.batch : (i + 1) * config.batch]
                 loss_sum += stepper(batch, epoch=epoch, step=state.step)
                 state.step += 1
@@ -150,7 +155,8 @@ def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Proc
         return close("finished", result=final(state.history[-1]))
     except Exception as error:
         if not isinstance(error, Interrupted):
-            close("failed", error="".join(traceback.format_exception_only(error)).strip())
+            with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+                close("failed", error="".join(traceback.format_exception_only(error)).strip())
         raise
 
 

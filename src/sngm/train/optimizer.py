@@ -10,6 +10,8 @@ from ..optim import CLARS, LARS, create, decay_groups
 from ..optim.lars import trust
 from .config import RunConfig
 
+RATES = ("lr", "inner_lr")  # EXTRAP-SGD looks less far ahead as it takes smaller steps
+
 
 def build_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimizer:
     """The method with its settings; no decay for biases and normalisation layers.
@@ -30,5 +32,11 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimize
             if all(p.ndim <= 1 for p in group["params"]) and group["adapt"] is None:
                 group["lr"] *= trust(group)
     for group in optimizer.param_groups:
-        group["initial_lr"] = group["lr"]
+        group |= {f"initial_{key}": group[key] for key in RATES if key in group}
     return optimizer
+
+
+def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
+    """Multiply the rates a run began with by a schedule's factor."""
+    for group in optimizer.param_groups:
+        group |= {key: group[f"initial_{key}"] * factor for key in RATES if key in group}

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from ..errors import UsageError
 
@@ -35,6 +36,12 @@ class Processes:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
+
+    def start_alike(self, model: nn.Module) -> None:
+        """Give every process the first one's weights and buffers, however a task makes its model."""
+        if self.ranks > 1:
+            for tensor in model.state_dict().values():
+                dist.broadcast(tensor, src=0)
 
     def any(self, flag: bool, step: int) -> bool:
         """Whether any process says so. Several ask each other only now and then, and act at the same step."""

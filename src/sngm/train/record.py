@@ -48,15 +48,15 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         record: dict[str, Any] = read_json(self.file)
-        if not isinstance(record, dict) or "config" not in record or "status" not in record:
-            raise UsageError(f"{self.file} is not the record of a run")
+        if not isinstance(record, dict) or record.get("format") != 1 or not isinstance(record.get("config"), dict):
+            raise UsageError(f"{self.file} is not the record of a run, or of another version of sngm")
         return record
 
     def write(self, record: dict[str, Any]) -> None:
         write_json(self.file, record)
 
     def append(self, metrics: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, on disk before the next step."""
+        """One line of metrics.jsonl, handed to the system before the next step."""
         with open(self.metrics, "a") as file:
             file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
             file.flush()
@@ -101,7 +101,7 @@ def describe(config: RunConfig, model: nn.Module, processes: Processes) -> dict[
 
 def final(metrics: dict[str, Any]) -> dict[str, Any]:
     """What counts of a run's last epoch: its scores, and nothing that depends on where or when it ran."""
-    return {k: v for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
+    return {k: finite(v) for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -29,6 +29,9 @@ def permutation(n: int, *key: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(fold(*key)))
 
 
-def seed_everything(*key: int) -> None:
-    """Seed what a model draws its dropout and first weights from, on every device."""
-    torch.manual_seed(fold(*key))
+def seed_torch(*key: int) -> None:
+    """Seed what a model draws its dropout and first weights from, on every device in use."""
+    seed = fold(*key)
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device there is: 30x slower
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        torch.cuda.manual_seed_all(seed)

@@ -34,6 +34,8 @@ class Stepper:
     ) -> None:
         if config.clip is not None and isinstance(optimizer, ExtrapSGD):
             raise UsageError("extrap-sgd takes its gradients inside its step, where clip cannot reach them")
+        if isinstance(optimizer, CLARS) and plan.batch == plan.bn_group:
+            raise UsageError("clars takes the mean of several micro-batches' norms; give it --workers or --micro")
         self.config, self.task, self.samples, self.model = config, task, samples, model
         self.optimizer, self.plan, self.device, self.rank = optimizer, plan, device, rank
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -78,7 +80,7 @@ class Stepper:
 
     def _loss(self, indices: Tensor, epoch: int, step: int, worker: int, i: int) -> Tensor:
         batch = self.task.batch(self.samples, indices, seed=self.config.seed, epoch=epoch)
-        rng.seed_everything(self.config.seed, rng.DROPOUT, step, worker, i)
+        rng.seed_torch(self.config.seed, rng.DROPOUT, step, worker, i)
         return self.task.loss(self.model, to_device(batch, self.device, self.dtype))
 
     def _extrapolate(self, indices: Tensor, mine: range, epoch: int, step: int) -> Tensor:
@@ -115,15 +117,24 @@ class Stepper:
         """Sum gradients, loss and norms over processes. Each has already been weighted by its part of the batch."""
         if self.plan.ranks == 1:
             return
-        for p in self.params:
+        trained = [p for p in self.params if p.requires_grad]
+        missing = [p.grad is None for p in trained]
+        for p in trained:
             if p.grad is None:  # another process may have one
                 p.grad = torch.zeros_like(p)
-        for bucket in buckets([p.grad for p in self.params if p.grad is not None]):
+        for bucket in buckets([p.grad for p in trained if p.grad is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
             dist.all_reduce(flat)
             for g, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
                 g.copy_(part.view_as(g))
-        dist.all_reduce(loss)
+        lacking = torch.tensor(missing, dtype=loss.dtype).to(loss.device, non_blocking=True)
+        sums = torch.cat([loss.reshape(1), lacking])
+        dist.all_reduce(sums)
+        loss.copy_(sums[0])
+        if any(missing):
+            for p, without in zip(trained, sums[1:].tolist(), strict=True):
+                if without == self.plan.ranks:  # no process has one: the optimizer leaves it alone, as with one process
+                    p.grad = None
         if mean_norms is not None:
             packed = torch.stack(mean_norms) / self.plan.ranks
             dist.all_reduce(packed)
@@ -172,22 +183,26 @@ class _Apart:
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
-        self.sums: list[Tensor | None] = [None] * len(params)
+        self.sums: dict[int, Tensor] = {}
         self.norms = [torch.zeros((), dtype=torch.float64, device=p.device) for p in params]
         self.count = 0
 
     def take(self, weight: float) -> None:
-        for i, p in enumerate(self.params):
-            if p.grad is not None:
-                part = p.grad * weight
-                self.sums[i] = part if (total := self.sums[i]) is None else total.add_(part)
-                self.norms[i] += torch.linalg.vector_norm(p.grad, dtype=torch.float64)
-                p.grad = None
+        found = [i for i, p in enumerate(self.params) if p.grad is not None]
+        grads = [g for p in self.params if (g := p.grad) is not None]
+        torch._foreach_add_([self.norms[i] for i in found], list(torch._foreach_norm(grads, 2, torch.float64)))
+        torch._foreach_mul_(grads, weight)
+        known = [(self.sums[i], g) for i, g in zip(found, grads, strict=True) if i in self.sums]
+        if known:
+            torch._foreach_add_(*map(list, zip(*known, strict=True)))
+        self.sums |= {i: g for i, g in zip(found, grads, strict=True) if i not in self.sums}
+        for p in self.params:
+            p.grad = None
         self.count += 1
 
     def give_back(self) -> None:
-        for p, total in zip(self.params, self.sums, strict=True):
-            p.grad = total
+        for i, p in enumerate(self.params):
+            p.grad = self.sums.get(i)
         self.norms = [n / self.count for n in self.norms]
 
 
