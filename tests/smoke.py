@@ -1,7 +1,12 @@
 """Try an installed sngm: run in an environment that holds the wheel and what it needs, and nothing else."""
 
+import json
 import math
+import os
+import subprocess
+import sys
 import sysconfig
+import tempfile
 import warnings
 from importlib import metadata, resources
 from pathlib import Path
@@ -54,8 +59,47 @@ def train(name: str) -> list[float]:
     return losses
 
 
+def run(*command: str) -> str:
+    """What a command prints on stdout; it must succeed."""
+    # as with -I for this script: nothing but what this environment holds
+    clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean)
+    assert done.returncode == 0, f"{' '.join(command)} gave {done.returncode}:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def check_command_line() -> None:
+    """The verbs work from the base install."""
+    command = str(Path(sysconfig.get_path("scripts")) / "sngm")
+    said = run(command, "--version").strip()
+    assert said == f"sngm {sngm.__version__}", f"sngm --version says {said!r}"
+    with tempfile.TemporaryDirectory() as folder:
+        one = ["train", "digits", "--epochs", "1", "--batch", "256", "--method", "sngm", "--json", "--out"]
+        record = json.loads(run(sys.executable, "-I", "-m", "sngm", *one, f"{folder}/run"))
+        assert record["status"] == "finished", f"sngm train: the run is {record['status']}"
+        tiny = [
+            "compare",
+            "--epochs",
+            "1",
+            "--seeds",
+            "1",
+            "--lrs",
+            "0.1",
+            "--methods",
+            "sngm",
+            "--batches",
+            "256",
+            "--json",
+            "--out",
+        ]
+        study = json.loads(run(command, *tiny, f"{folder}/study"))
+        assert study["cells"][0]["n"] == 1, f"sngm compare: {study}"
+        assert Path(study["report"]).is_file(), "sngm compare wrote no report"
+
+
 def main() -> None:
     check_installation()
+    check_command_line()
     names = sngm.optim.names()
     for name in names:
         losses = train(name)

@@ -1,5 +1,6 @@
 """What the documentation prints runs, and its links lead somewhere."""
 
+import json
 import re
 import subprocess
 import sys
@@ -40,6 +41,24 @@ def test_every_snippet_for_many_processes_runs_in_two(code, tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
     run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert run.returncode == 0, run.stderr
+
+
+def test_the_task_of_the_documentation_trains_and_compares(tmp_path):
+    page = (ROOT / "docs" / "your-own-task.md").read_text()
+    code = next(s for s in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "class MyTask" in s)
+    (tmp_path / "my_task.py").write_text(code)
+
+    def sngm(*arguments):
+        command = [sys.executable, "-m", "sngm", *arguments]
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    trained = json.loads(sngm("train", "my_task.py:MyTask", "--epochs", "1", "--out", "run", "--json"))
+    assert trained["status"] == "finished"
+    assert 0 < trained["result"]["test_error"] < 0.15, "guessing the mean distance is off by 0.2"
+    assert (tmp_path / "run" / "run.json").exists()
+    assert "sngm at batch 512: lr 0.003, 0.01, 0.03, 0.1" in sngm("compare", "my_task.py:MyTask", "--dry-run")
 
 
 def anchors(page: Path) -> set[str]:

@@ -190,12 +190,13 @@ def evaluate(
 ) -> None:
     """Test the trained model of a run again, and hold it against the record."""
     from .train import RunFolder, score
+    from .train.files import finite
     from .train.processes import choose_device
 
     scores = score(folder, choose_device(device), data_dir)
     recorded = RunFolder(folder).read()["result"]
     if as_json:
-        print(json.dumps({"folder": str(folder), "scores": scores, "recorded": recorded}, indent=2))
+        print(json.dumps({"folder": str(folder), "scores": finite(scores), "recorded": recorded}, indent=2))
         return
     for key, value in scores.items():
         then = recorded.get(key)

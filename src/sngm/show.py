@@ -101,13 +101,18 @@ def outcome(record: dict[str, Any], folder: Path) -> str:
 
 
 def stop_on_signal() -> Any:
-    """Ask a run to stop on the first Ctrl-C or SIGTERM; the second ends the process at once."""
+    """Ask a run to stop on the first Ctrl-C or SIGTERM; a second of the same kind ends the process at once.
+
+    torchrun passes a Ctrl-C on and sends SIGTERM right after it: that is one request, not two.
+    """
     asked: list[int] = []
 
     def ask(number: int, _: Any) -> None:
-        if asked:
+        if number in asked:
             os._exit(130)
         asked.append(number)
+        if len(asked) > 1:
+            return
         note("stopping at the next step; once more to end at once")
 
     signal.signal(signal.SIGINT, ask)
@@ -147,30 +152,22 @@ def step_progress() -> Any:
 def plan_of(config: RunConfig, options: Options) -> dict[str, Any]:
     """What a run would do. What could not be run is refused."""
     from .tasks import Moment
-    from .train.batch import BatchPlan
-    from .train.evaluate import samples_of, schedule_of, steps_per_epoch
-    from .train.optimizer import build_optimizer
-    from .train.processes import choose_device
+    from .train.processes import Processes, choose_device
+    from .train.setup import prepare
 
-    task = config.build_task(options.data_dir)
-    training, held_out = samples_of(task, config)
-    per_epoch = steps_per_epoch(config, len(training))
-    schedule = schedule_of(config, held_out)
-    steps = per_epoch * config.epochs
-    model = task.model()
-    build_optimizer(config, model)
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, ranks)
+    device = choose_device(options.device)
+    setup = prepare(config, Processes(0, int(os.environ.get("WORLD_SIZE", "1")), device), options.data_dir)
+    steps, per_epoch = setup.steps, setup.per_epoch
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
-    rates = {p: config.lr * schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
+    rates = {p: config.lr * setup.schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
     return {
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "training_samples": len(training),
-        "batch_plan": plan.describe(),
+        "parameters": sum(p.numel() for p in setup.model.parameters()),
+        "training_samples": len(setup.training),
+        "batch_plan": setup.plan.describe(),
         "steps_per_epoch": per_epoch,
         "steps": steps,
         "lr_at_step": rates,
-        "device": str(choose_device(options.device)),
+        "device": str(device),
     }
 
 

@@ -321,7 +321,7 @@ def summarise(folder: Path) -> Summary:
     if records.unreadable:
         count = len(records.unreadable)
         notes.append(f"{count} record{'s'[: count > 1]} could not be read: {', '.join(records.unreadable)}.")
-    return Summary(task, metric, better, methods, batches, cells, records, notes)
+    return Summary(task.rpartition("/")[2], metric, better, methods, batches, cells, records, notes)
 
 
 def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metric: str, better: bool) -> Cell:

@@ -12,18 +12,18 @@ from collections.abc import Callable
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 from .. import tasks
 from ..errors import Failed, Interrupted, UsageError
 from ..train.config import RunConfig
-from ..train.evaluate import samples_of, schedule_of, steps_per_epoch
 from ..train.files import locked, read_json, write_json
 from ..train.loop import Options, train
-from ..train.optimizer import build_optimizer
-from ..train.processes import choose_device
+from ..train.processes import Processes, choose_device
 from ..train.record import FINISHED, RunFolder, command, differences
+from ..train.setup import prepare
 from .grid import Cell, Study, run_name
 
 Record = dict[str, Any]
@@ -66,15 +66,10 @@ def compare(
 
 def check(study: Study, cells: list[Cell], options: Options) -> None:
     """Refuse what could not be run before anything is: every method, batch and setting."""
-    choose_device(options.device)
+    alone = Processes(0, 1, choose_device(options.device))
     for cell in cells:
         for part in ("select", "full"):
-            config = cell.config(cell.grid[0], part, 0)
-            task = config.build_task(options.data_dir)
-            training, held_out = samples_of(task, config)
-            steps_per_epoch(config, len(training))
-            schedule_of(config, held_out)
-        build_optimizer(config, task.model())
+            prepare(cell.config(cell.grid[0], part, 0), alone, options.data_dir)
 
 
 def _claim(folder: Path, study: Study) -> None:
@@ -114,6 +109,9 @@ class _Launcher:
         context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
         if not self.on_gpu:
             context.set_forkserver_preload(["sngm.study.launch"])
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits it: Ctrl-C is not for it
+            forkserver.ensure_running()
+            signal.signal(signal.SIGINT, before)
         pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up)
         others = set(multiprocessing.active_children())
         try:

@@ -27,6 +27,8 @@ class Digits(Task):
     }
 
     def __init__(self, width: int = 16) -> None:
+        if width < 1:
+            raise ValueError(f"width must be at least 1, got {width}")
         self.width = width
 
     def data(self) -> Splits:

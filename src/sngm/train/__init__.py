@@ -20,27 +20,36 @@ from .record import RunFolder
 __all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
 
 
-def load(folder: str | PathLike[str], device: str | torch.device = "cpu", *, partial: bool = False) -> nn.Module:
+def load(
+    folder: str | PathLike[str],
+    device: str | torch.device = "cpu",
+    *,
+    partial: bool = False,
+    data_dir: str | PathLike[str] | None = None,
+) -> nn.Module:
     """The trained model of a run's folder, in evaluation mode. The code of the run's task is run to build it.
 
     Args:
         folder: where ``sngm train`` or ``sngm compare`` put the run.
         device: where the model shall be.
+        data_dir: the folder that holds datasets, for a task whose model depends on them.
         partial: also take the model of a run that has not finished, as its last checkpoint has it.
     """
-    model, _ = _load(Path(folder), device, partial)
+    model, _ = _load(Path(folder), device, None if data_dir is None else Path(data_dir), partial)
     return model.eval()
 
 
 def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> dict[str, float]:
     """The scores of a run's trained model, computed anew."""
-    model, config = _load(folder, device)
+    model, config = _load(folder, device, data_dir)
     task = config.build_task(data_dir)
     _, held_out = samples_of(task, config)
     return evaluate(task, model, held_out, config)
 
 
-def _load(folder: Path, device: str | torch.device, partial: bool = False) -> tuple[nn.Module, RunConfig]:
+def _load(
+    folder: Path, device: str | torch.device, data_dir: Path | None, partial: bool = False
+) -> tuple[nn.Module, RunConfig]:
     place = RunFolder(folder)
     if not place.file.exists():
         raise UsageError(f"{folder} holds no run (no run.json)")
@@ -55,6 +64,6 @@ def _load(folder: Path, device: str | torch.device, partial: bool = False) -> tu
             f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}; finish it first"
         )
     config.check_source()
-    model = config.build_task().model().to(dtype=getattr(torch, config.precision))
+    model = config.build_task(data_dir).model().to(dtype=getattr(torch, config.precision))
     model.load_state_dict(state["model"])
     return model.to(device), config

@@ -18,15 +18,14 @@ from torch import nn
 from ..errors import Interrupted
 from ..tasks import Moment, Task
 from . import checkpoint, rng
-from .batch import BatchPlan
 from .config import RunConfig
-from .evaluate import evaluate, samples_of, schedule_of, steps_per_epoch
+from .evaluate import evaluate
 from .files import locked
-from .optimizer import build_optimizer, set_rates
+from .optimizer import set_rates
 from .processes import Processes, join
 from .record import FINISHED, RunFolder, describe, final
+from .setup import Setup, prepare
 from .sinks import open_sink
-from .step import Stepper
 
 CHECK_EVERY = 50  # steps between looks at the loss, which make the host wait for the device
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
@@ -88,25 +87,17 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         if options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+        setup = prepare(config, processes, options.data_dir)
         if not processes.first:
-            return _run(config, folder, options, processes)
+            return _run(config, setup, folder, options, processes)
+        path.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            return _run(config, folder, options, processes)
+            return _run(config, setup, folder, options, processes)
 
 
-def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Processes) -> Record:
-    config.check_source()
-    task = config.build_task(options.data_dir)
-    training, held_out = samples_of(task, config)
-    plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
-    per_epoch = steps_per_epoch(config, len(training))
-    total = config.epochs * per_epoch
-    schedule = schedule_of(config, held_out)
-    rng.seed_torch(config.seed, rng.MODEL)
-    model = task.model().to(processes.device, getattr(torch, config.precision))
-    optimizer = build_optimizer(config, model)
+def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes) -> Record:
+    task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
-    stepper = Stepper(config, task, training, model, optimizer, plan, processes.device, processes.rank)
     state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), model, optimizer)
     record = describe(config, model, processes)
     journal = Journal(config, folder, record, state, options) if processes.first else None
@@ -126,13 +117,15 @@ def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Proc
 
     try:
         for epoch in range(state.step // per_epoch, config.epochs):
-            order = rng.permutation(len(training), config.seed, rng.ORDER, epoch)
+            order = rng.permutation(len(setup.training), config.seed, rng.ORDER, epoch)
             for i in range(state.step % per_epoch, per_epoch):
-                moment = Moment(state.step, total, epoch, config.epochs, state.scores(task), task.higher_is_better)
-                factor = schedule(moment)
+                moment = Moment(
+                    state.step, setup.steps, epoch, config.epochs, state.scores(task), task.higher_is_better
+                )
+                factor = setup.schedule(moment)
                 set_rates(optimizer, factor)
                 batch = order[i * config.batch : (i + 1) * config.batch]
-                loss_sum += stepper(batch, epoch=epoch, step=state.step)
+                loss_sum += setup.stepper(batch, epoch=epoch, step=state.step)
                 state.step += 1
                 ends = i + 1 == per_epoch
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
@@ -140,17 +133,23 @@ def _run(config: RunConfig, folder: RunFolder, options: Options, processes: Proc
                 if ends:
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": config.lr * factor}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
-                    metrics |= processes.share(evaluate(task, model, held_out, config) if processes.first else None)
+                    metrics |= processes.share(
+                        evaluate(task, model, setup.held_out, config) if processes.first else None
+                    )
+                    if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
+                        return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
                     loss_sum.zero_()
                     if journal:
                         journal.note(metrics)
-                options.progress(state.step, total, state.history[-1] if state.history else {})
+                options.progress(state.step, setup.steps, state.history[-1] if state.history else {})
                 if processes.any(options.should_stop(), state.step):
                     save()
                     close("interrupted")
-                    raise Interrupted(f"stopped at step {state.step} of {total}; the same command goes on from there")
-                if state.step == total or clock.due(options.checkpoint_every, state.step):
+                    raise Interrupted(
+                        f"stopped at step {state.step} of {setup.steps}; the same command goes on from there"
+                    )
+                if state.step == setup.steps or clock.due(options.checkpoint_every, state.step):
                     save()
         return close("finished", result=final(state.history[-1]))
     except Exception as error:

@@ -20,10 +20,10 @@ def build_optimizer(config: RunConfig, model: nn.Module) -> torch.optim.Optimize
     normalisation layers at the full rate, where they would explode. Those train at ``trust_coefficient * lr`` here.
     """
     settings = dict(config.method_settings)
-    groups = decay_groups(model, settings.get("weight_decay", 0.0))
-    if "weight_decay" not in settings:
-        groups = [{"params": group["params"]} for group in groups]
     try:
+        groups = decay_groups(model, settings.get("weight_decay", 0.0))
+        if "weight_decay" not in settings:
+            groups = [{"params": group["params"]} for group in groups]
         optimizer = create(config.method, groups, lr=config.lr, **settings)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{config.method}: {error}") from error

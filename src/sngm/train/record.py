@@ -33,8 +33,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
 
     def open(self, config: RunConfig) -> dict[str, Any]:
-        """Make the folder, or find this run in it; return what run.json says ({} for a new run)."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Find this run in the folder; return what run.json says ({} for a new run)."""
         if not self.file.exists():
             return {}
         record = self.read()

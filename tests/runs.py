@@ -1,0 +1,251 @@
+"""Runs for the trainer's tests: a task that takes no time, and runs in processes of their own that can be killed.
+
+Processes come from a fork server that has torch imported already; each gives the command line its arguments.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from sngm.tasks import Splits, Task, Tensors
+from sngm.train import Options, RunConfig, resolve, train
+from sngm.train import checkpoint as checkpoints
+
+SERVER = multiprocessing.get_context("forkserver")
+SERVER.set_forkserver_preload(
+    ["pytest", "torch._dynamo", "sngm.cli", "sngm.show", "sngm.train", "sngm.study.grid", "sklearn.datasets"]
+)
+TASK = "runs:Blobs"
+
+
+def points(count: int, seed: int) -> Tensors:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator, dtype=torch.float64)
+    return Tensors(x, (x[:, 0] + 0.5 * torch.randn(count, generator=generator) > 0).long() + (x[:, 1] > 0.5))
+
+
+class Blobs(Task):
+    """96 points of three kinds and a net of two layers. SNGM_TEST_PAUSE: seconds that each micro-batch takes."""
+
+    epochs = 3
+    batches = (16,)
+
+    def __init__(
+        self,
+        norm: bool = False,
+        dropout: float = 0.0,
+        widths: tuple[int, ...] = (8,),
+        spare: bool = False,
+        validation: bool = True,
+    ) -> None:
+        self.norm, self.dropout, self.widths, self.spare, self.validation = norm, dropout, widths, spare, validation
+
+    def data(self) -> Splits:
+        return Splits(points(96, 1), points(32, 2), points(32, 3) if self.validation else None)
+
+    def model(self) -> nn.Module:
+        (width,) = self.widths
+        first = nn.Linear(6, width, bias=not self.norm)  # before BatchNorm a bias has no gradient but noise
+        net = nn.Sequential(first, nn.Tanh(), nn.Linear(width, 3))
+        if self.norm:
+            net.insert(1, nn.BatchNorm1d(width))
+        if self.dropout:
+            net.insert(len(net) - 1, nn.Dropout(self.dropout))
+        if self.spare:
+            net.register_module("unused", Unused())
+        return net
+
+    def batch(self, samples: Any, indices: Tensor, *, seed: int, epoch: int) -> Any:
+        time.sleep(float(os.environ.get("SNGM_TEST_PAUSE", "0")))
+        return samples[indices]
+
+
+class Unused(nn.Module):
+    """A frozen weight, and one that no loss depends on; says nothing when called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = nn.Parameter(torch.ones(2, 2), requires_grad=False)
+        self.unused = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+def config(
+    method: str = "msgd", *, task: str = TASK, settings: dict[str, Any] | None = None, **given: Any
+) -> RunConfig:
+    usual = {"lr": 0.1, "batch": 16, "precision": "float64", "schedule": "constant"}
+    return resolve(task, method, task_settings=settings, **{**usual, **given})
+
+
+def run(folder: Path, wanted: RunConfig, *, stop_at: int | None = None, every: int | None = None) -> dict[str, Any]:
+    """Train in this process; `stop_at`: as if asked to stop after that step."""
+    reached = [0]
+
+    def progress(step: int, steps: int, metrics: Any) -> None:
+        reached[0] = step
+
+    options = Options(
+        device="cpu", checkpoint_every=every, progress=progress, should_stop=lambda: reached[0] == stop_at
+    )
+    return train(wanted, folder, options)
+
+
+# ---------------------------------------------------------------- what a run has come to
+
+
+def state(folder: Path) -> dict[str, Any]:
+    """The newest checkpoint."""
+    found = checkpoints.load(folder)
+    assert found is not None
+    return found
+
+
+def metrics(folder: Path) -> list[dict[str, Any]]:
+    return [strict_json(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def record(folder: Path) -> dict[str, Any]:
+    return strict_json((folder / "run.json").read_text())
+
+
+def strict_json(text: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def assert_same_end(ours: Path, theirs: Path) -> None:
+    """Bit for bit: weights, optimizer state, metrics and result."""
+    a, b = state(ours), state(theirs)
+    for part in (a, b):
+        part["run"].pop("seconds")
+    assert_same(a, b)
+    assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()
+    assert record(ours)["result"] == record(theirs)["result"]
+    assert record(ours)["status"] == record(theirs)["status"] == "finished"
+
+
+def assert_same(ours: Any, theirs: Any, where: str = "state") -> None:
+    assert type(ours) is type(theirs), where
+    if torch.is_tensor(theirs):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, msg=where)
+    elif isinstance(theirs, dict):
+        assert ours.keys() == theirs.keys(), where
+        for key, value in theirs.items():
+            assert_same(ours[key], value, f"{where}.{key}")
+    elif isinstance(theirs, (list, tuple)):
+        assert len(ours) == len(theirs), where
+        for i, value in enumerate(theirs):
+            assert_same(ours[i], value, f"{where}.{i}")
+    else:
+        assert ours == theirs, where
+
+
+def assert_near_end(ours: Path, theirs: Path, tolerance: float) -> None:
+    """Weights, BatchNorm buffers, optimizer state and metrics, relative to their size."""
+    a, b = state(ours), state(theirs)
+    assert_near(a["model"], b["model"], tolerance)
+    for mine, other in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
+        assert_near(mine, other, tolerance)
+    for mine, other in zip(metrics(ours), metrics(theirs), strict=True):
+        assert mine.keys() == other.keys()
+        for key, value in other.items():
+            assert abs(mine[key] - value) <= tolerance * max(abs(value), 1e-3), key
+
+
+def assert_near(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if torch.is_tensor(value):
+            difference = (ours[key].double() - value.double()).norm()
+            assert difference <= tolerance * value.double().norm(), f"{key}: {difference:.2e}"
+
+
+# ---------------------------------------------------------------- processes
+
+
+def sngm(*arguments: Any, log: Path | None = None, pause: float = 0.0, **environment: Any) -> BaseProcess:
+    """A started ``sngm ...``; what it prints goes to `log`."""
+    words = [str(argument) for argument in arguments]
+    process = SERVER.Process(
+        target=_main, args=(words, str(log or os.devnull), {"SNGM_TEST_PAUSE": pause, **environment}), daemon=True
+    )
+    process.start()
+    return process
+
+
+def ranks(count: int, *arguments: Any, log: Path, **environment: Any) -> list[int | None]:
+    """``sngm ...`` in as many processes as torchrun would start; their exit codes."""
+    return together(
+        [
+            sngm(*arguments, log=log.with_suffix(f".{rank}"), **rank_environment(rank, count, port), **environment)
+            for port in [free_port()]
+            for rank in range(count)
+        ]
+    )
+
+
+def call_ranks(count: int, function: Callable[..., None], *arguments: Any) -> None:
+    """A function of this or a test's module in several processes."""
+    port = free_port()
+    processes = [
+        SERVER.Process(target=_call, args=(function, arguments, rank_environment(rank, count, port)), daemon=True)
+        for rank in range(count)
+    ]
+    for process in processes:
+        process.start()
+    assert together(processes) == [0] * count
+
+
+def together(processes: Sequence[BaseProcess]) -> list[int | None]:
+    return [ended(process) for process in processes]
+
+
+def ended(process: BaseProcess, seconds: float = 120.0) -> int | None:
+    """Its exit code, once it has ended."""
+    process.join(seconds)
+    if process.is_alive():
+        process.kill()
+        raise AssertionError(f"still running after {seconds:g} s")
+    return process.exitcode
+
+
+def rank_environment(rank: int, count: int, port: int) -> dict[str, Any]:
+    return {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": count, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port
+    }  # fmt: skip
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])
+
+
+def _main(words: list[str], log: str, environment: dict[str, Any]) -> None:
+    from sngm.cli import main
+
+    with open(log, "ab", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["sngm", *words]
+    _call(main, (), environment)
+
+
+def _call(function: Callable[..., None], arguments: Sequence[Any], environment: dict[str, Any]) -> None:
+    os.environ.update({k: str(v) for k, v in environment.items()})
+    torch.set_num_threads(1)
+    function(*arguments)

@@ -1,0 +1,521 @@
+"""The command line: what it says, what it refuses, and its exit codes."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from console import OWN_TASK, SCRIPT, finish, refused, sngm, start
+
+import sngm as package
+from sngm.errors import UsageError
+from sngm.spec import format_call, parse_call, parse_settings, split_list, value_of
+
+VERBS = ("train", "eval", "compare", "report", "tasks", "methods", "data", "doctor")
+QUICK = "--batch 128 --epochs 1 --set width=2"
+METHODS = [  # of the paper
+    "msgd", "sngm", "block-sngm", "sngd", "lars", "lars-unscaled", "lars-momentum", "clars",
+    "extrap-sgd", "adam", "lamb",
+]  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+
+
+def write(text, name="own.py"):
+    Path(name).write_text(text)
+    return f"{name}:Line"
+
+
+# ---------------------------------------------------------------- help and versions
+
+
+def test_help_comes_at_once_and_without_torch():
+    seconds = []
+    for _ in range(3):
+        before = os.times()
+        done = subprocess.run([SCRIPT, "--help"], capture_output=True, text=True)
+        after = os.times()  # the processor's time, which other tests beside this one do not lengthen
+        seconds.append(sum(after[2:4]) - sum(before[2:4]))
+        assert done.returncode == 0
+        assert "Exit codes" in done.stdout
+    assert min(seconds) < 0.5
+    times = subprocess.run([sys.executable, "-X", "importtime", "-m", "sngm", "--help"], capture_output=True, text=True)
+    assert re.search(r"\| +sngm\.cli$", times.stderr, re.MULTILINE), "the probe sees imports"
+    assert not re.search(r"\| +(torch|numpy|scipy|sklearn)$", times.stderr, re.MULTILINE)
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_shows_examples_before_options(verb):
+    shown = sngm(f"{verb} --help")
+    assert shown.code == 0
+    assert shown.err == ""
+    assert 0 < shown.out.index("Examples") < shown.out.index(f"sngm {verb}", shown.out.index("Examples"))
+    assert shown.out.index("Examples") < shown.out.index("Options")
+
+
+def test_every_verb_is_listed_with_one_sentence():
+    listed = sngm("--help").out
+    for verb in VERBS:
+        assert re.search(rf"│ {verb} +[A-Z]([^.?]|\.(html|md))*[.?] +│", listed), verb
+
+
+def test_the_version_is_the_packages():
+    assert sngm("--version").out == f"sngm {package.__version__}\n"
+    done = subprocess.run([sys.executable, "-m", "sngm", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"sngm {package.__version__}\n", "")
+
+
+def test_no_arguments_show_the_help():
+    shown = sngm("")
+    assert shown.code in (0, 2)
+    assert "Examples" in shown.out + shown.err
+
+
+# ---------------------------------------------------------------- training
+
+
+@pytest.mark.parametrize(
+    "method",
+    [m if m in ("sngm", "lars", "extrap-sgd") else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
+)
+def test_every_method_learns_the_digits_by_default(method):
+    shown = sngm(f"train digits --method {method} --batch 512 --json")
+    assert shown.code == 0
+    assert shown.json["result"]["test_accuracy"] > 0.9
+
+
+def test_the_example_of_the_help_trains():
+    shown = sngm("train digits --method sngm --lr 0.1 --batch 512 --out run")
+    assert shown.code == 0
+    assert float(re.search(r"test accuracy ([\d.]+)", shown.out)[1]) > 0.95
+    assert shown.out.count("\n") == 1
+    again = re.search(r"test accuracy: ([\d.]+) \(recorded: ([\d.]+)\)", sngm("eval run").out)
+    assert again[1] == again[2]
+
+
+def test_a_finished_run_is_not_repeated():
+    first = sngm(f"train digits {QUICK} --out run")
+    files = {path: path.stat().st_mtime_ns for path in Path("run").iterdir() if path.name != ".lock"}
+    assert sngm(f"train digits {QUICK} --out run").out == first.out
+    assert {path: path.stat().st_mtime_ns for path in files} == files
+
+
+def test_the_folder_is_named_after_the_run():
+    shown = sngm(f"train digits {QUICK} --json").json
+    assert shown["folder"] == f"runs/digits-sngm-{shown['hash']}"
+    assert Path(shown["folder"], "run.json").exists()
+
+
+def test_any_optimizer_of_torch_is_a_method():
+    shown = sngm(
+        "train digits --method torch.optim:RMSprop --lr 0.003 --set alpha=0.9 --batch 128 --epochs 4 --json"
+    ).json
+    assert shown["config"]["method_settings"]["alpha"] == 0.9
+    assert shown["result"]["test_accuracy"] > 0.8
+
+
+def test_settings_go_to_the_method_and_the_task_that_have_them():
+    config = sngm('train digits --method "sngm(nesterov=true)" --set width=3 --set momentum=0.5 -n --json').json[
+        "config"
+    ]
+    assert config["task_settings"] == {"width": 3}
+    assert config["method_settings"] == {"momentum": 0.5, "nesterov": True, "weight_decay": 1e-4}
+
+
+def test_divergence_has_its_own_exit_code_and_record():
+    shown = sngm(f"train digits --method msgd --lr 1e30 {QUICK} --out run")
+    assert shown.code == 4
+    assert "diverged at step" in shown.out
+    assert shown.out.count("\n") == 1
+    assert json.loads(Path("run/run.json").read_text())["status"] == "diverged"
+    again = sngm(f"train digits --method msgd --lr 1e30 {QUICK} --out run --json")
+    assert again.code == 4
+    assert again.json["status"] == "diverged"
+
+
+# ---------------------------------------------------------------- dry runs and JSON
+
+
+def test_a_dry_run_of_train_says_all_and_does_nothing(tmp_path):
+    line = "train digits --lr 0.2 --batch 512 --workers 4 --micro 64 --epochs 10 --dry-run"
+    plan = sngm(f"{line} --json").json
+    assert plan["parameters"] > 1000
+    assert plan["batch_plan"] == "512 = 4 workers x 2 passes of 64; BatchNorm over 64; 1 process"
+    assert (plan["steps_per_epoch"], plan["steps"]) == (2, 20)
+    rates = plan["lr_at_step"]
+    assert list(rates) == ["0", "5", "10", "15", "19"]
+    assert rates["0"] == 0.2
+    assert rates["10"] == pytest.approx(0.1)
+    assert rates["19"] < 0.01
+    assert plan["config"]["batch"] == 512
+    assert plan["folder"] == f"runs/digits-sngm-{plan['hash']}"
+    said = sngm(line).out
+    for word in ("parameters: ", "batch plan: 512 = 4 workers", "steps: 20", "folder: runs/digits", "  10: 0.1\n"):
+        assert word in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_a_dry_run_of_compare_says_all_and_does_nothing(tmp_path):
+    line = "compare --methods msgd,sngm --batches 32,512 --seeds 2 --epochs 3 --dry-run"
+    plan = sngm(f"{line} --json").json
+    assert plan["runs_at_least"] == 4 * (4 + 2)
+    assert [(c["method"], c["batch"]) for c in plan["cells"]] == [
+        ("msgd", 32), ("msgd", 512), ("sngm", 32), ("sngm", 512),
+    ]  # fmt: skip
+    assert plan["cells"][0]["lrs"] == [0.03, 0.1, 0.3, 1.0]
+    assert plan["study"]["epochs"] == 3
+    for cell in plan["cells"]:
+        assert cell["parameters"] > 1000
+        assert cell["batch_plan"].startswith(f"{cell['batch']} = 1 worker")
+        assert cell["steps"] == 1280 // cell["batch"] * 3
+        assert len(cell["lr_at_step"]) == len(set(cell["lr_at_step"])) <= 5
+    said = sngm(line).out
+    assert "at least 24 runs into runs/compare-digits-" in said
+    assert "sngm at batch 512: lr 0.03, 0.1, 0.3, 1" in said
+    assert not any(tmp_path.iterdir())
+
+
+def test_train_eval_and_report_give_one_json_document():
+    record = sngm(f"train digits {QUICK} --out run --json").json
+    assert record["status"] == "finished"
+    assert record["folder"] == "run"
+    tested = sngm("eval run --json").json
+    assert tested["scores"]["test_accuracy"] == tested["recorded"]["test_accuracy"] == record["result"]["test_accuracy"]
+    assert sngm("report run --json").json["report"] == "run/report.html"
+
+
+@pytest.mark.parametrize("verb", ["tasks", "methods", "data", "doctor"])
+def test_what_there_is_comes_as_json_and_as_text(verb):
+    found = sngm(f"{verb} --json")
+    assert found.code == 0
+    assert found.json
+    said = sngm(verb)
+    assert said.code == 0
+    assert "{" not in said.out
+
+
+def test_the_lists_name_every_task_and_method():
+    assert {entry["name"] for entry in sngm("methods --json").json} == set(METHODS)
+    assert [entry["name"] for entry in sngm("tasks --json").json] == ["digits"]
+    assert sngm("data --json").json == [{"task": "digits", "ready": True, "train": 1280, "test": 517}]
+    assert sngm("doctor --json").json["trains"] is True
+
+
+# ---------------------------------------------------------------- refusals: train
+
+REFUSED = {
+    "": ["task"],
+    "nosuch": ["nosuch", "digits"],
+    "digits --method nosuch": ["nosuch", "lars"],
+    "digits --method sngmm": ["did you mean 'sngm'"],
+    "digits --method os:system": ["Optimizer"],
+    "digits --method no.such.module:Class": ["no.such.module"],
+    "digits --method 'sngm('": ["sngm("],
+    "digits --method 'sngm(lr=3)'": ["--lr"],
+    "digits --method 'sngm(nosuch=3)'": ["nosuch"],
+    "digits --lr abc": ["--lr"],
+    "digits --lr 0": ["lr", "positive"],
+    "digits --lr -1": ["lr", "positive"],
+    "digits --lr nan": ["lr", "positive"],
+    "digits --lr inf": ["lr", "positive"],
+    "digits --batch 0": ["batch", "at least 1"],
+    "digits --batch -3": ["batch", "at least 1"],
+    "digits --batch 1e9": ["--batch"],
+    "digits --batch 1000000000": ["at most 1280"],
+    "digits --batch 100 --workers 3": ["99 or 102"],
+    "digits --batch 512 --micro 100": ["64 or 128"],
+    "digits --batch 512 --bn-group 1000": ["512"],
+    "digits --workers 0": ["workers", "at least 1"],
+    "digits --epochs 0": ["epochs", "at least 1"],
+    "digits --epochs 1.5": ["--epochs"],
+    "digits --seed -1": ["seed", "at least 0"],
+    "digits --schedule nosuch": ["nosuch", "cosine"],
+    "digits --schedule 'cosine(power=2)'": ["power"],
+    "digits --schedule 'polynomial(power=-1)'": ["power"],
+    "digits --schedule plateau": ["validation"],
+    "digits --warmup -1": ["warmup"],
+    "digits --warmup nan": ["warmup"],
+    "digits --clip 0": ["clip"],
+    "digits --precision float16": ["float32, float64"],
+    "digits --running-stats both": ["first, mean"],
+    "digits --track nosuch": ["nosuch", "tensorboard, wandb, mlflow"],
+    "digits --device nosuch": ["nosuch", "cpu"],
+    "digits --device meta": ["meta", "cpu"],
+    "digits --checkpoint-every 0": ["--checkpoint-every"],
+    "digits --set momentum": ["key=value", "momentum"],
+    "digits --set =1": ["key=value"],
+    "digits --set momentum=": ["key=value"],
+    "digits --set 'a;b=1'": ["key=value"],
+    "digits --set momentum=0.5 --set momentum=0.6": ["momentum", "twice"],
+    "digits --set nosuch=1": ["nosuch", "width", "momentum"],
+    "digits --set optimizer.momentum=1": ["task.key or method.key"],
+    "digits --set momentum=abc": ["momentum", "number", "abc"],
+    "digits --set momentum=1": ["momentum", "[0, 1)"],
+    "digits --set momentum=true": ["momentum", "number"],
+    "digits --set weight_decay=nan": ["weight_decay", "number"],
+    "digits --set weight_decay=-1": ["weight_decay"],
+    "digits --set width=1.5": ["width", "int", "1.5"],
+    "digits --set width=0": ["width"],
+    "digits --set nesterov=maybe": ["nesterov", "maybe"],
+    "digits --method msgd --set nesterov=maybe": ["nesterov", "maybe"],
+    "digits --method msgd --set fused=maybe": ["fused", "maybe"],
+    "digits --method adam --set 'betas=(0.9,)'": ["betas"],
+    "digits --method adam --set betas=0.9": ["betas"],
+    "digits --set \"momentum=__import__('os').mkdir('hacked')\"": ["momentum"],
+    "digits --set 'scope=<script>'": ["scope", "tensor"],
+    "digits --nosuch 1": ["--nosuch"],
+    "digits more": ["more"],
+    "missing.py:Line": ["no Python file", "missing.py"],
+    "digits.Line": ["digits.Line"],
+    "'no.such.module:Line'": ["no.such.module"],
+    "':'": ["':'"],
+}
+
+
+@pytest.mark.parametrize("arguments", REFUSED)
+def test_train_refuses_in_one_line(arguments):
+    refused(sngm(f"train {arguments} --out run"), *REFUSED[arguments])
+    assert not Path("run/run.json").exists()
+    assert not Path("hacked").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments", [a for a in REFUSED if a.startswith("digits") and "--checkpoint" not in a and "width=0" not in a]
+)
+def test_a_dry_run_refuses_the_same(arguments):
+    refused(sngm(f"train {arguments} --dry-run"), *REFUSED[arguments])
+
+
+def test_an_unknown_verb_is_refused_in_one_line():
+    refused(sngm("trian digits"), "trian")
+
+
+def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    refused(sngm(f"train digits {QUICK} --track wandb"), "wandb is not installed", "sngm[wandb]")
+
+
+# ---------------------------------------------------------------- refusals: folders
+
+
+@pytest.mark.parametrize("line", [f"train digits {QUICK}", "compare --methods msgd --batches 512 --epochs 1"])
+def test_a_folder_that_is_a_file_is_refused(line):
+    Path("file").write_text("mine")
+    refused(sngm(f"{line} --out file"), "file is no folder", "--out")
+    refused(sngm(f"{line} --out file/run"), "file", "no folder")
+    assert Path("file").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@pytest.mark.parametrize("line", [f"train digits {QUICK}", "compare --methods msgd --batches 512 --epochs 1"])
+def test_a_folder_that_cannot_be_written_is_named(line):
+    Path("locked").mkdir(mode=0o500)
+    refused(sngm(f"{line} --out locked"), "Permission denied", "locked", code=1)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"config": 3}', "\0", '"run"'])
+def test_a_broken_record_is_named(text):
+    Path("run").mkdir()
+    Path("run/run.json").write_text(text)
+    refused(sngm(f"train digits {QUICK} --out run"), "run/run.json")
+    refused(sngm("eval run"), "run/run.json")
+    assert Path("run/run.json").read_text() == text
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"study": 3}'])
+def test_a_broken_study_is_named(text):
+    Path("study").mkdir()
+    Path("study/study.json").write_text(text)
+    refused(sngm("compare --methods msgd --batches 512 --epochs 1 --out study"), "study/study.json")
+    assert Path("study/study.json").read_text() == text
+
+
+def test_another_run_in_the_folder_is_refused_with_the_difference():
+    sngm(f"train digits {QUICK} --out run")
+    before = Path("run/run.json").read_bytes()
+    other = sngm("train digits --batch 64 --epochs 1 --set width=2 --set momentum=0.5 --lr 0.7 --out run")
+    assert (other.code, other.out) == (2, "")
+    head, *lines = other.err.splitlines()
+    assert head.startswith("sngm: run holds another run; name another folder with --out")
+    assert {"  batch: 128 there, 64 here", "  lr: 0.3 there, 0.7 here"} <= set(lines)
+    assert "  method_settings.momentum: not set there, 0.5 here" in lines
+    assert not any("width" in line or "epochs" in line for line in lines)
+    assert Path("run/run.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("verb", ["eval", "report"])
+def test_a_folder_without_records_is_refused(verb):
+    Path("empty").mkdir()
+    refused(sngm(f"{verb} empty"), "empty holds no r")
+    refused(sngm(f"{verb} nowhere"), "nowhere")
+    Path("file").write_text("")
+    refused(sngm(f"{verb} file"), "file")
+
+
+def test_a_run_without_a_checkpoint_cannot_be_tested():
+    sngm(f"train digits --method msgd --lr 1e30 {QUICK} --out run")
+    refused(sngm("eval run"), "run holds no checkpoint", "diverged")
+
+
+# ---------------------------------------------------------------- own tasks
+
+
+def test_a_task_of_forty_lines_trains():
+    task = write(OWN_TASK)
+    assert len(OWN_TASK.strip().splitlines()) <= 42
+    shown = sngm(f"train {task} --method msgd --lr 0.03 --epochs 5 --set noise=0.0 --set samples=256 --out run --json")
+    assert shown.json["result"]["test_error"] < 0.1
+    assert shown.json["config"]["task_settings"] == {"noise": 0.0, "samples": 256}
+    assert sngm("eval run --json").json["scores"]["test_error"] == shown.json["result"]["test_error"]
+    refused(sngm(f"train {task} --set samples=many"), "samples", "int", "many")
+    refused(sngm(f"train {task} --set width=3"), "width", "noise, samples")
+
+
+def test_an_edited_task_is_another_run():
+    sngm(f"train {write(OWN_TASK)} --out run")
+    Path("own.py").write_text(OWN_TASK + "\n# edited\n")
+    again = sngm("train own.py:Line --out run")
+    assert again.code == 2
+    assert "task_source: " in again.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def broken(:\n", ["broken.py"]),
+        ("import no_such_module\n", ["no_such_module"]),
+        ("Other = 3\n", ["Line"]),
+        ("Line = 3\n", ["subclass of sngm.Task"]),
+        ("class Line: pass\n", ["subclass of sngm.Task"]),
+        ("raise ValueError('mine')\n", ["mine"]),
+    ],
+)
+def test_a_file_without_a_task_is_refused(text, words):
+    refused(sngm(f"train {write(text, 'broken.py')} --dry-run"), "broken.py:Line", *words)
+
+
+def test_missing_data_has_its_own_exit_code():
+    missing = "raise __import__('sngm.errors').errors.DataMissing('no cats in ' + str(self.data_dir))"
+    task = write(re.sub(r"(def data\(self\):\n)", rf"\1        {missing}\n", OWN_TASK))
+    for line in (f"train {task}", f"compare {task} --methods msgd", f"train {task} --dry-run"):
+        refused(sngm(f"{line} --data-dir pets"), "no cats in pets", code=3)
+
+
+def test_a_loss_that_fails_shows_its_own_traceback():
+    task = write(OWN_TASK.replace('return self.scores(model, batch)["loss"].mean()', "return 1 / 0  # my line"))
+    shown = finish(start(f"train {task} --out run"))
+    assert (shown.code, shown.out) == (1, "")
+    assert "own.py" in shown.err
+    assert "return 1 / 0  # my line" in shown.err
+    assert shown.err.strip().endswith("ZeroDivisionError: division by zero")
+    assert "division by zero" in json.loads(Path("run/run.json").read_text())["error"]
+
+
+def test_scores_without_the_metric_are_refused():
+    task = write(OWN_TASK.replace('metric = "error"', 'metric = "accuracy"'))
+    refused(sngm(f"train {task}"), "scores() gives loss, error but not its metric accuracy")
+
+
+# ---------------------------------------------------------------- a full disk
+
+
+def test_a_full_disk_is_one_line_and_the_same_command_goes_on(monkeypatch):
+    line = f"train digits {QUICK.replace('--epochs 1', '--epochs 3')} --checkpoint-every 2 --out"
+    whole = sngm(f"{line} whole --json").json
+    fsync, calls = os.fsync, []
+
+    def full(number):
+        calls.append(number)
+        if len(calls) > 6:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        fsync(number)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        refused(sngm(f"{line} run"), "No space left on device", code=1)
+    json.loads(Path("run/run.json").read_text())
+    assert not list(Path("run").glob(".*.tmp"))
+    assert sngm(f"{line} run --json").json["result"] == whole["result"]
+
+
+# ---------------------------------------------------------------- signals
+
+
+def test_an_interrupted_run_says_how_to_go_on_and_ends_the_same(monkeypatch):
+    line = f"train digits {QUICK} --out"
+    whole = sngm(f"{line} whole --json").json
+    asked = iter([False, False, True])
+    monkeypatch.setattr("sngm.show.stop_on_signal", lambda: lambda: next(asked))
+    refused(sngm(f"{line} run"), "interrupted; stopped at step 3 of 10; the same command goes on", code=130)
+    monkeypatch.setattr("sngm.show.stop_on_signal", lambda: lambda: False)
+    assert sngm(f"{line} run --json").json["result"] == whole["result"]
+
+
+def test_ctrl_c_anywhere_else_is_one_line(monkeypatch):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sngm.tasks.names", interrupt)
+    refused(sngm("tasks"), "interrupted", code=130)
+
+
+def test_a_reader_that_goes_away_is_no_traceback():
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([SCRIPT, "methods"], stdout=writer, stderr=subprocess.PIPE, text=True)
+    os.close(writer)
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+
+
+# ---------------------------------------------------------------- names with settings
+
+
+def test_lists_split_at_commas_outside_brackets():
+    assert split_list("msgd,sngm(weight_decay=8e-4,scope=tensor), adam(betas=(0.5,0.9))") == [
+        "msgd", "sngm(weight_decay=8e-4,scope=tensor)", "adam(betas=(0.5,0.9))",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", ",", "a,", ",a", "a,,b", "a(", "a)", "a)(b", "'a", "a(b='c)"])
+def test_broken_lists_are_refused(text):
+    with pytest.raises(UsageError, match="list separated by commas"):
+        split_list(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("8e-4", 8e-4), ("3", 3), ("True", True), ("false", False), ("none", None), ("tensor", "tensor"),
+        ("'3'", "3"), ("(0.5, 1)", (0.5, 1)), ("1+", "1+"), ("__import__('os')", "__import__('os')"),
+        ("(" * 9999, "(" * 9999), ("nan", "nan"), ("a b", "a b"), ("3\0", "3\0"),
+    ],
+)  # fmt: skip
+def test_values_are_read_as_python_literals_and_nothing_is_run(text, value):
+    assert value_of(text) == value
+    assert type(value_of(text)) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("sngm", {}), ("sngm", {"weight_decay": 8e-4, "scope": "tensor"}), ("a", {"b": (0.5, 1)})]
+)
+def test_calls_are_written_as_they_are_read(name, settings):
+    assert parse_call(format_call(name, settings)) == (name, settings)
+
+
+@pytest.mark.parametrize("text", ["", "a b", "a(b)", "a(b=)", "a(=1)", "a(b=1,b=2)", "a(b=1)c", "a=1", "a,b"])
+def test_broken_calls_are_refused(text):
+    with pytest.raises(UsageError):
+        parse_call(text)
+
+
+def test_a_setting_may_hold_an_equals_sign():
+    assert parse_settings(["name=a=b"]) == {"name": "a=b"}

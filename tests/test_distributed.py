@@ -1,0 +1,182 @@
+"""Several processes give what one with as many virtual workers gives, and fail together."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import runs
+import torch
+import torch.distributed as dist
+from runs import assert_near, assert_near_end, assert_same_end, config, record, run, state
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from sngm.train import rng
+from sngm.train.optimizer import build_optimizer
+
+TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+def train_in(count: int, folder: Path, *arguments) -> None:
+    """``sngm train`` with 4 workers in `count` processes."""
+    words = ["train", *arguments, "--workers", 4, "--device", "cpu", "--out", folder]
+    codes = runs.ranks(count, *words, log=folder.with_suffix(".log"))
+    assert codes == [0] * count, [path.read_text() for path in folder.parent.glob("*.log.*")]
+    assert record(folder)["processes"] == count
+
+
+@pytest.mark.parametrize("stats", ["first", "mean"])
+def test_two_processes_equal_one_with_two_virtual_workers(stats, tmp_path):
+    usual = ["--batch", 16, "--micro", 4, "--precision", "float64", "--running-stats", stats]
+    usual += ["--set", "norm=true", "--set", "dropout=0.3", "--clip", 1.0]
+    for count in (1, 2):
+        train_in(count, tmp_path / str(count), runs.TASK, "--method", "sngm", "--lr", 0.1, *usual)
+    assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
+
+
+@pytest.mark.parametrize("method", ["msgd", "clars", "adam"])
+def test_weights_without_gradients_are_left_alone_by_several_processes_too(method, tmp_path):
+    usual = ["--method", method, "--lr", 0.1, "--batch", 16, "--precision", "float64"]
+    usual += ["--set", "spare=true", "--set", "weight_decay=0.1"]
+    for count in (1, 2):
+        train_in(count, tmp_path / str(count), runs.TASK, *usual)
+        for name in ("frozen", "unused"):
+            assert torch.equal(state(tmp_path / str(count))["model"][f"unused.{name}"], torch.ones(2, 2).double())
+    assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stats", ["first", "mean"])
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("method", ["sngm", "clars", "extrap-sgd"])
+def test_the_number_of_processes_changes_nothing_on_digits(method, precision, stats, tmp_path):
+    lr = {"sngm": 0.1, "clars": 3.0, "extrap-sgd": 0.1}[method]
+    usual = ["--method", method, "--lr", lr, "--batch", 256, "--micro", 32, "--epochs", 1]
+    for count in (1, 2, 4):
+        folder = tmp_path / str(count)
+        train_in(count, folder, "digits", *usual, "--precision", precision, "--running-stats", stats)
+        assert_near_end(folder, tmp_path / "1", TOLERANCE[precision])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("precision", TOLERANCE)
+@pytest.mark.parametrize("method", ["sngm", "clars", "extrap-sgd", "lars", "lamb", "msgd"])
+def test_the_number_of_processes_changes_nothing_with_dropout_either(method, precision, dropout, tmp_path):
+    usual = ["--method", method, "--lr", 0.05, "--batch", 32, "--micro", 4, "--set", "norm=true"]
+    for count in (1, 2, 4):
+        folder = tmp_path / str(count)
+        train_in(count, folder, runs.TASK, *usual, "--precision", precision, "--set", f"dropout={dropout}")
+        assert_near_end(folder, tmp_path / "1", TOLERANCE[precision])
+
+
+def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
+    usual = ["--method", "adam", "--lr", 0.01, "--batch", 16, "--precision", "float64", "--set", "norm=true"]
+    train_in(1, tmp_path / "whole", runs.TASK, *usual)
+    wanted = config("adam", lr=0.01, workers=4, settings={"norm": True}, schedule="cosine")
+    with pytest.raises(Exception, match="stopped at step 8"):
+        run(tmp_path / "moved", wanted, stop_at=8)
+    train_in(2, tmp_path / "moved", runs.TASK, *usual)
+    assert_near_end(tmp_path / "moved", tmp_path / "whole", 1e-10)
+
+
+# ---------------------------------------------------------------- torch's own
+
+
+def plain_ddp(path: str) -> None:
+    """A rank of the loop that torch's documentation shows."""
+    dist.init_process_group("gloo")
+    rank, count = dist.get_rank(), dist.get_world_size()
+    wanted = config("msgd", workers=count, settings={"norm": True})
+    task = wanted.build_task()
+    samples = task.data().train
+    rng.seed_torch(wanted.seed, rng.MODEL)
+    model = task.model().double()
+    parallel = DistributedDataParallel(model)
+    optimizer = build_optimizer(wanted, model)
+    for epoch in range(wanted.epochs):
+        order = rng.permutation(len(samples), wanted.seed, rng.ORDER, epoch)
+        for i in range(0, len(samples), wanted.batch):
+            x, y = samples[order[i : i + wanted.batch].chunk(count)[rank]]
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(parallel(x), y).backward()
+            optimizer.step()
+    if rank == 0:
+        torch.save(model.state_dict(), path)
+    dist.destroy_process_group()
+
+
+def test_virtual_workers_equal_torchs_ddp_with_batch_norm_in_each_process(tmp_path):
+    runs.call_ranks(2, plain_ddp, str(tmp_path / "ddp.pt"))
+    run(tmp_path / "run", config("msgd", workers=2, settings={"norm": True}))
+    assert_near(state(tmp_path / "run")["model"], torch.load(tmp_path / "ddp.pt"), 1e-10)
+
+
+# ---------------------------------------------------------------- torchrun
+
+FRAGILE = """
+import os
+from pathlib import Path
+import torch
+from torch import nn
+from sngm.tasks import Splits, Task, Tensors
+
+
+class Fragile(Task):
+    epochs = 4
+
+    def data(self):
+        x = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        samples = Tensors(x, (x[:, 0] > 0).long())
+        return Splits(samples, samples)
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+
+    def batch(self, samples, indices, *, seed, epoch):
+        if epoch == 2 and os.environ.get("RANK") == "1" and Path(__file__).with_name("broken").exists():
+            raise RuntimeError("the second machine is on fire")
+        return samples[indices]
+"""
+
+
+def torchrun(count: int, *arguments) -> subprocess.CompletedProcess:
+    words = [*TORCHRUN, "--nproc-per-node", str(count), "-m", "sngm", *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_fails_the_job_with_its_traceback_and_the_job_goes_on_after(tmp_path):
+    (tmp_path / "task.py").write_text(FRAGILE)
+    usual = ["train", f"{tmp_path}/task.py:Fragile", "--method", "sngm", "--lr", 0.1, "--batch", 16, "--device", "cpu"]
+    usual += ["--checkpoint-every", 1]
+    assert torchrun(2, *usual, "--out", tmp_path / "whole").returncode == 0
+    (tmp_path / "broken").touch()
+    start = time.monotonic()
+    failed = torchrun(2, *usual, "--out", tmp_path / "run")
+    assert time.monotonic() - start < 60
+    assert failed.returncode == 1
+    assert "RuntimeError: the second machine is on fire" in failed.stderr
+    assert 'task.py", line' in failed.stderr
+    assert record(tmp_path / "run")["status"] in ("failed", "running")
+    assert state(tmp_path / "run")["run"]["step"] == 8
+    (tmp_path / "broken").unlink()
+    assert torchrun(2, *usual, "--out", tmp_path / "run").returncode == 0
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_torchrun_trains_digits_prints_once_and_does_not_repeat_a_finished_run(tmp_path):
+    usual = ["train", "digits", "--method", "sngm", "--lr", 0.1, "--batch", 256, "--epochs", 1, "--device", "cpu"]
+    first = torchrun(2, *usual, "--out", tmp_path / "run")
+    assert first.returncode == 0, first.stderr
+    assert first.stdout.count("test accuracy") == 1
+    assert (record(tmp_path / "run")["processes"], record(tmp_path / "run")["config"]["workers"]) == (2, 2)
+    before = (tmp_path / "run" / "run.json").stat().st_mtime_ns
+    assert torchrun(2, *usual, "--out", tmp_path / "run").returncode == 0
+    assert (tmp_path / "run" / "run.json").stat().st_mtime_ns == before

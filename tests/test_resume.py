@@ -1,0 +1,267 @@
+"""A run that is killed, stopped or finds its files broken ends as if nothing had happened, bit for bit."""
+
+import hashlib
+import json
+import os
+import pickle
+import random
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+
+import pytest
+import runs
+from runs import assert_same_end, config, ended, metrics, record, run, state, strict_json
+
+from sngm.errors import Interrupted, UsageError
+from sngm.train.checkpoint import KEEP
+from sngm.train.files import locked
+
+PLATEAU = ["--method", "adam", "--lr", 0.02, "--schedule", "plateau(factor=2)"]
+WARM = ["--method", "sngm", "--lr", 0.1, "--warmup", 2.5, "--set", "norm=true", "--set", "dropout=0.3"]
+
+
+def command(folder: Path, *more, every: int = 1) -> list:
+    usual = ["--batch", 16, "--epochs", 5, "--workers", 2, "--device", "cpu", "--checkpoint-every", every]
+    return ["train", runs.TASK, *usual, "--out", folder, *more]
+
+
+def steps_on_disk(folder: Path) -> int:
+    """The step of the newest checkpoint, 0 before the first."""
+    return max((int(path.stem.rpartition("-")[2]) for path in folder.glob("checkpoint-*.pt")), default=0)
+
+
+def wait_for(step: int, folder: Path, process, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while steps_on_disk(folder) < step:
+        assert process.is_alive(), "ended before it could be killed"
+        assert time.monotonic() < end, f"no checkpoint of step {step} after {seconds:g} s"
+        time.sleep(0.001)
+
+
+def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: random.Random) -> None:
+    """Start, and signal, once for each of these steps."""
+    for step in points:
+        process = runs.sngm(*arguments, pause=0.01)
+        wait_for(step, folder, process)
+        time.sleep(chance.uniform(0, 0.05))
+        os.kill(process.pid, number)
+        assert ended(process) == (130 if number == signal.SIGINT else -number)
+
+
+@pytest.mark.parametrize(("more", "every"), [(PLATEAU, 3), (WARM, 1)], ids=["plateau", "warm-up"])
+def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(more, every, tmp_path):
+    chance = random.Random(os.urandom(8))
+    points = sorted(chance.sample(range(2, 25), 3))
+    arguments = command(tmp_path / "killed", *more, every=every)
+    broken_at(tmp_path / "killed", *points, number=signal.SIGKILL, arguments=arguments, chance=chance)
+    assert record(tmp_path / "killed")["status"] == "running"
+    assert ended(runs.sngm(*arguments)) == 0
+    assert ended(runs.sngm(*command(tmp_path / "whole", *more))) == 0
+    assert len(metrics(tmp_path / "whole")) == 5
+    assert_same_end(tmp_path / "killed", tmp_path / "whole")
+    assert len(list((tmp_path / "killed").glob("checkpoint-*.pt"))) <= KEEP
+    assert not list((tmp_path / "killed").glob(".checkpoint-*"))
+
+
+@pytest.mark.parametrize("more", [PLATEAU, WARM], ids=["plateau", "warm-up"])
+def test_an_interrupted_run_says_so_and_goes_on(more, tmp_path):
+    arguments = command(tmp_path / "broken", *more, every=1000)
+    log = tmp_path / "log"
+    process = runs.sngm(*arguments, log=log, pause=0.02)
+    end = time.monotonic() + 60
+    while not (tmp_path / "broken" / "metrics.jsonl").exists() or not metrics(tmp_path / "broken"):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGINT)
+    assert ended(process) == 130
+    assert "the same command goes on from there" in log.read_text()
+    assert record(tmp_path / "broken")["status"] == "interrupted"
+    assert 6 <= steps_on_disk(tmp_path / "broken") < 30
+    assert ended(runs.sngm(*arguments)) == 0
+    assert ended(runs.sngm(*command(tmp_path / "whole", *more))) == 0
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("method", ["msgd", "sngm", "lars", "clars", "lamb", "adam", "extrap-sgd"])
+def test_every_method_goes_on_exactly(method, tmp_path):
+    wanted = config(method, workers=2, settings={"norm": True, "dropout": 0.2}, schedule="cosine", warmup=1.5)
+    run(tmp_path / "whole", wanted)
+    for step in (1, 8, 12):
+        with pytest.raises(Interrupted):
+            run(tmp_path / "broken", wanted, stop_at=step)
+    run(tmp_path / "broken", wanted)
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+def test_a_run_stopped_at_its_last_step_is_finished_by_the_same_command(tmp_path):
+    run(tmp_path / "whole", config())
+    with pytest.raises(Interrupted):
+        run(tmp_path / "broken", config(), stop_at=18)
+    run(tmp_path / "broken", config())
+    assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sngm", "clars", "extrap-sgd", "lamb"])
+def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, tmp_path):
+    chance = random.Random(os.urandom(8))
+
+    def start(name: str) -> subprocess.Popen:
+        words = [sys.executable, "-m", "sngm", "train", "digits", "--method", method, "--batch", "128", "--epochs", "6"]
+        words += ["--workers", "4", "--device", "cpu", "--checkpoint-every", "1", "--out", str(tmp_path / name)]
+        return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+
+    for step in sorted(chance.sample(range(2, 55), 2)):
+        process = start("killed")
+        end = time.monotonic() + 120
+        while steps_on_disk(tmp_path / "killed") < step and time.monotonic() < end:
+            time.sleep(0.001)
+        process.kill()
+        assert process.wait() == -signal.SIGKILL
+    assert start("killed").wait() == 0
+    assert start("whole").wait() == 0
+    assert_same_end(tmp_path / "killed", tmp_path / "whole")
+
+
+# ---------------------------------------------------------------- broken files
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("runs") / "whole"
+    run(folder, config("adam"))
+    return folder
+
+
+@pytest.fixture
+def stopped(tmp_path):
+    """A run stopped at step 8 with the checkpoints of steps 6 and 8."""
+    with pytest.raises(Interrupted):
+        run(tmp_path, config("adam"), stop_at=8, every=3)
+    assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint-00000006.pt", "checkpoint-00000008.pt"]
+    return tmp_path
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[random.Random(os.urandom(8)).randrange(len(content))] ^= 1
+    path.write_bytes(content)
+
+
+def empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+DAMAGE = [truncate, flip_a_bit, empty, Path.unlink]
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_broken_checkpoint_is_noticed_and_the_one_before_it_used(damage, stopped, whole):
+    damage(stopped / "checkpoint-00000008.pt")
+    with pytest.warns(UserWarning, match="checkpoint-00000008.pt cannot be used") as told:
+        assert state(stopped)["run"]["step"] == 6
+    assert len(told) == 1
+    with pytest.warns(UserWarning, match="trying the one before it"):
+        run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+
+
+def test_without_a_whole_checkpoint_a_run_starts_over(stopped, whole):
+    for path in stopped.glob("*.pt"):
+        flip_a_bit(path)
+    with pytest.warns(UserWarning, match="cannot be used") as told:
+        run(stopped, config("adam"))
+    assert len(told) == 2
+    assert_same_end(stopped, whole)
+
+
+def test_checkpoints_of_a_run_that_started_over_are_kept(stopped, whole):
+    for path in stopped.glob("*.pt"):
+        truncate(path)
+    with pytest.warns(UserWarning, match="cannot be used"), pytest.raises(Interrupted):
+        run(stopped, config("adam"), stop_at=4, every=3)
+    assert state(stopped)["run"]["step"] == 4
+    assert sorted(json.loads((stopped / "checkpoints.json").read_text())) == [
+        "checkpoint-00000003.pt",
+        "checkpoint-00000004.pt",
+    ]
+    run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff\xfe"])
+def test_with_a_broken_index_of_checkpoints_a_run_starts_over(text, stopped, whole):
+    (stopped / "checkpoints.json").write_text(text, encoding="latin-1")
+    with pytest.warns(UserWarning, match=r"checkpoints.json cannot be used .*starting from the beginning"):
+        run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+
+
+def test_a_checkpoint_cannot_run_code(stopped):
+    content = pickle.dumps(Loaded(), protocol=2)
+    (stopped / "checkpoint-00000008.pt").write_bytes(content)
+    index = json.loads((stopped / "checkpoints.json").read_text())
+    index["checkpoint-00000008.pt"] = hashlib.sha256(content).hexdigest()
+    (stopped / "checkpoints.json").write_text(json.dumps(index))
+    with pytest.raises(pickle.UnpicklingError):
+        run(stopped, config("adam"))
+    assert not Loaded.ran
+
+
+class Loaded:
+    ran = False
+
+    def __reduce__(self):
+        return setattr, (Loaded, "ran", True)
+
+
+@pytest.mark.parametrize("extra", ['{"epoch": 2, "step": 12}\n', '{"epoch": 2, "ste', "\n\n", "\0\0\0"])
+def test_metrics_are_cut_back_to_the_checkpoint(extra, stopped, whole):
+    with open(stopped / "metrics.jsonl", "a") as file:
+        file.write(extra)
+    run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+
+
+def test_metrics_that_were_lost_come_back_from_the_checkpoint(stopped, whole):
+    (stopped / "metrics.jsonl").unlink()
+    run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+
+
+def test_reading_whole_checkpoints_says_nothing(stopped):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert state(stopped)["run"]["step"] == 8
+
+
+# ---------------------------------------------------------------- one process a folder
+
+
+def test_a_second_process_in_a_folder_is_refused(tmp_path):
+    arguments = command(tmp_path / "run", *WARM)
+    first = runs.sngm(*arguments, pause=0.05)
+    wait_for(1, tmp_path / "run", first)
+    log = tmp_path / "log"
+    assert ended(runs.sngm(*arguments, log=log)) == 2
+    assert "another process is training in" in log.read_text()
+    assert first.is_alive()
+    first.kill()
+    first.join()
+    assert ended(runs.sngm(*arguments)) == 0
+    assert strict_json((tmp_path / "run" / "run.json").read_text())["status"] == "finished"
+
+
+def test_a_folder_is_free_again_after_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="no"), locked(tmp_path):
+        raise RuntimeError("no")
+    with locked(tmp_path), pytest.raises(UsageError, match="another process"), locked(tmp_path):
+        pass
