@@ -68,7 +68,7 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
     >>> type(create("torch.optim:RMSprop", [w], lr=0.1)).__name__
     'RMSprop'
     """
-    method = _find(name)
+    method = find(name)
     arguments = {**method.settings, **settings}
     signature = inspect.signature(method.build)
     allowed = settings_of(name)
@@ -89,10 +89,11 @@ def settings_of(name: str) -> list[str]:
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
     """
-    return [p for p in inspect.signature(_find(name).build).parameters if p not in ("self", "params")]
+    return [p for p in inspect.signature(find(name).build).parameters if p not in ("self", "params")]
 
 
-def _find(name: str) -> Method:
+def find(name: str) -> Method:
+    """The method of this name; refused with the nearest name there is."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
     if ":" not in name:

@@ -177,7 +177,7 @@ def check_types(method: str, settings: dict[str, Any]) -> None:
 
     >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
     """
-    parameters = inspect.signature(registry._find(method).build).parameters
+    parameters = inspect.signature(registry.find(method).build).parameters
     for key, value in settings.items():
         if key == "lr":
             raise UsageError(f"{method}: lr is set with --lr or --lrs")
