@@ -49,6 +49,26 @@ def test_weights_without_gradients_are_left_alone_by_several_processes_too(metho
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
 
+def test_processes_start_from_the_same_weights_however_a_task_makes_them(tmp_path):
+    (tmp_path / "own.py").write_text(
+        """import os
+import runs
+
+class Lopsided(runs.Blobs):
+    def model(self):
+        model = super().model()
+        if os.environ.get("RANK") == "1":
+            for p in model.parameters():
+                p.data.add_(1.0)
+        return model
+"""
+    )
+    usual = [f"{tmp_path}/own.py:Lopsided", "--method", "sngm", "--lr", 0.1, "--batch", 16, "--precision", "float64"]
+    for count in (1, 2):
+        train_in(count, tmp_path / str(count), *usual)
+    assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stats", ["first", "mean"])
 @pytest.mark.parametrize("precision", TOLERANCE)

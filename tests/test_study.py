@@ -88,6 +88,10 @@ def test_a_grid_grows_no_further_than_the_limit(rising):
     assert at_edge(scores)
 
 
+def test_a_grid_too_fine_for_another_step_stays_as_it_is():
+    assert next_rate({1.0: (0.8, 0.1), 1.001: (0.9, 0.1)}, first=2) is None
+
+
 def test_a_single_rate_is_no_grid():
     assert next_rate({0.1: (0.9, 0.1)}, first=1) is None
     assert not at_edge({0.1: (0.9, 0.1)})
@@ -381,6 +385,40 @@ def test_own_tasks_and_methods_of_torch_can_be_compared():
     edited = sngm(f"{line} --out {shown.json['folder']}")
     assert edited.code == 2
     assert "source: " in edited.err
+
+
+def test_a_run_that_fails_leaves_the_others_their_results_and_is_tried_again():
+    fails = 'if len(batch[0]) == 32 and model.training:\n            raise RuntimeError("too large")\n        return'
+    Path("own.py").write_text(
+        OWN_TASK.replace("        return self.scores(model, batch)", f"        {fails} self.scores(model, batch)")
+    )
+    line = "compare own.py:Line --methods sngm --batches 8,32 --lrs 0.1 --epochs 1 --seeds 2 --jobs 1"
+    shown = sngm(f"{line} --json")
+    assert shown.code == 1
+    assert "2 runs failed, the first sngm at batch 32: RuntimeError: too large" in shown.err.splitlines()[-1]
+    assert [cell["n"] for cell in shown.json["cells"]] == [2, 0]
+    assert sngm(f"{line} --json").code == 1
+
+
+def test_seeds_can_be_added_to_a_study():
+    few = sngm(f"{TINY} --out study --json").json
+    more = sngm(f"{TINY.replace('--seeds 2', '--seeds 3')} --out study --json").json
+    for before, after in zip(few["cells"], more["cells"], strict=True):
+        assert after["values"][:2] == before["values"]
+        assert after["n"] == 3
+
+
+def test_a_setting_without_a_default_can_be_set():
+    Path("own.py").write_text(OWN_TASK.replace("noise: float = 0.01", "noise: float"))
+    assert sngm("train own.py:Line --set noise=0.5 --epochs 1 --json").json["config"]["task_settings"] == {"noise": 0.5}
+    assert "noise" in sngm("train own.py:Line").err
+
+
+def test_a_study_under_torchrun_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    shown = sngm(TINY)
+    assert (shown.code, shown.out) == (2, "")
+    assert "without torchrun" in shown.err
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ from sngm.tasks import Moment, Schedule, Splits, Tensors
 from sngm.train import Options, RunConfig, load, rng, score, train
 from sngm.train.evaluate import samples_of
 from sngm.train.loop import CHECK_EVERY
-from sngm.train.optimizer import build_optimizer
+from sngm.train.optimizer import build_optimizer, set_rates
 
 EXACT = 1e-10
 RATES = {"msgd": 0.1, "sngm": 0.1, "lars": 30.0, "lamb": 0.01, "adam": 0.01, "clars": 3.0, "extrap-sgd": 0.1}
@@ -595,3 +595,42 @@ def test_an_edited_task_is_not_taken_for_the_old_one(tmp_path):
 def test_samples_must_have_as_many_rows_as_each_other():
     with pytest.raises(ValueError, match="as many rows"):
         Tensors(torch.zeros(3), torch.zeros(4))
+
+
+# ---------------------------------------------------------------- what must not be taken for something else
+
+
+def test_clars_is_refused_a_single_pass_where_it_would_be_lars(tmp_path):
+    with pytest.raises(UsageError, match=r"clars .* --workers or --micro"):
+        run(tmp_path / "run", config("clars", lr=3.0, workers=1, micro=None))
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_leaves_frozen_layers_frozen(monkeypatch, tmp_path):
+    built = []
+
+    def frozen(task):
+        model = nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 3))
+        model[1].eval()
+        built.append(model)
+        return model
+
+    monkeypatch.setattr(Blobs, "model", frozen)
+    run(tmp_path, config("msgd", epochs=3))
+    assert [module.training for module in built[0]] == [True, False, True]
+    assert torch.equal(state(tmp_path)["model"]["1.running_mean"], torch.zeros(4, dtype=torch.float64))
+
+
+def test_an_unfinished_run_is_loaded_only_when_that_is_asked_for(tmp_path):
+    with pytest.raises(Interrupted):
+        run(tmp_path, config("sngm"), stop_at=3)
+    with pytest.raises(UsageError, match="interrupted, its last whole checkpoint at step 3"):
+        load(tmp_path)
+    assert not load(tmp_path, partial=True).training
+
+
+def test_the_inner_rate_of_extrap_sgd_follows_the_schedule():
+    model = nn.Linear(2, 2)
+    optimizer = build_optimizer(sngm.train.resolve("digits", "extrap-sgd", lr=0.8), model)
+    set_rates(optimizer, 0.5)
+    assert [(group["lr"], group["inner_lr"]) for group in optimizer.param_groups] == [(0.4, 0.025)] * 2
