@@ -19,7 +19,7 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
-demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small batch against large (a minute)
+demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small batch against large (one to two minutes)
 	@echo "==> sngm compare: which method keeps its accuracy at a large batch?"
 	@$(BIN)/sngm compare
 

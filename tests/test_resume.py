@@ -169,7 +169,7 @@ def test_a_broken_checkpoint_is_noticed_and_the_one_before_it_used(damage, stopp
     with pytest.warns(UserWarning, match="checkpoint-00000008.pt cannot be used") as told:
         assert state(stopped)["run"]["step"] == 6
     assert len(told) == 1
-    with pytest.warns(UserWarning, match="trying the one before it"):
+    with pytest.warns(UserWarning, match="taking an older one"):
         run(stopped, config("adam"))
     assert_same_end(stopped, whole)
 

@@ -79,7 +79,10 @@ def test_plateau_divides_when_the_score_gets_no_better(text, history, expected):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("cosin", "no schedule is called 'cosin'; there are constant, cosine, linear, polynomial, plateau"),
+        (
+            "cosin",
+            "no schedule is called 'cosin' (did you mean 'cosine'?); there are constant, cosine, linear, polynomial, plateau",
+        ),
         ("cosine(power=2)", "cosine has no setting 'power'; it has none"),
         ("plateau(wait=2)", "plateau has no setting 'wait'; it has factor, patience"),
         ("polynomial(power=-1)", "power must be a number of at least 0.0, got -1"),

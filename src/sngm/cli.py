@@ -6,6 +6,7 @@ import json
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -269,14 +270,14 @@ def compare(
     key = hashlib.sha256(json.dumps(study.identity(), sort_keys=True).encode()).hexdigest()[:8]
     folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
     options = Options(device=device, data_dir=data_dir, deterministic=deterministic)
-    from .show import end_on_sigterm, show_study, study_progress
+    from .show import interrupt_on_signal, show_study, study_progress
 
     if dry_run:
         show_study(study, folder, options, as_json)
         return
     from . import report
 
-    end_on_sigterm()
+    interrupt_on_signal()
     with study_progress(study) as show:
         try:
             done = launch.compare(study, folder, options=options, jobs=jobs, show=show)
@@ -466,6 +467,7 @@ def leave(code: int, text: str) -> NoReturn:
 
 def main() -> None:
     """Run a verb. Every error the user can mend is one clear line and its own exit code."""
+    warnings.showwarning = lambda message, *_, **__: print(f"sngm: {message}", file=sys.stderr, flush=True)
     try:
         if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt

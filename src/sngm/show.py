@@ -120,12 +120,18 @@ def stop_on_signal() -> Any:
     return lambda: bool(asked)
 
 
-def end_on_sigterm() -> None:
-    """Let SIGTERM, as batch systems send it, do what Ctrl-C does."""
+def interrupt_on_signal() -> None:
+    """End a study on the first Ctrl-C or SIGTERM, as batch systems send it; the second ends the process at once."""
+    asked: list[int] = []
 
-    def interrupt(*_: Any) -> None:
+    def interrupt(number: int, _: Any) -> None:
+        if asked:
+            os._exit(130)
+        asked.append(number)
+        note("stopping at the next step of each run; once more to end at once")
         raise KeyboardInterrupt
 
+    signal.signal(signal.SIGINT, interrupt)
     signal.signal(signal.SIGTERM, interrupt)
 
 

@@ -75,7 +75,7 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in arguments:
         if key not in allowed and not takes_any:
-            raise TypeError(f"{name} has no setting {key!r}{_nearest(key, allowed)}; it has {', '.join(allowed)}")
+            raise TypeError(f"{name} has no setting {key!r}{nearest(key, allowed)}; it has {', '.join(allowed)}")
     for key, parameter in signature.parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
         if key in allowed and needed and key not in arguments:
@@ -99,7 +99,7 @@ def find(name: str) -> Method:
     if ":" not in name:
         if name not in METHODS:
             raise ValueError(
-                f"no method is called {name!r}{_nearest(name, names())}; "
+                f"no method is called {name!r}{nearest(name, names())}; "
                 f"there are {', '.join(names())}, and any class as 'package.module:Class'"
             )
         return METHODS[name]
@@ -113,7 +113,8 @@ def find(name: str) -> Method:
     return Method(found)
 
 
-def _nearest(word: str, words: list[str]) -> str:
+def nearest(word: str, words: list[str]) -> str:
+    """A question to end a refusal with, if one of the words is close."""
     near = difflib.get_close_matches(word, words, n=1)
     return f" (did you mean {near[0]!r}?)" if near else ""
 

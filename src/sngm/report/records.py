@@ -221,7 +221,7 @@ def _number(value: object) -> float:
 
 
 def _rate(value: object) -> float:
-    if not 1e-30 < (rate := _number(value)) < 1e30:
+    if not 1e-99 < (rate := _number(value)) < 1e99:
         raise ValueError(f"no learning rate: {value!r}")
     return rate
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..optim.registry import nearest
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
 
@@ -75,16 +76,18 @@ def find(name: str) -> type[Task]:
     if ":" not in name:
         if name not in TASKS:
             known = ", ".join(names())
-            raise UsageError(f"no task is called {name!r}; there are {known}, and your own as 'file.py:Class'")
+            meant = nearest(name, names())
+            raise UsageError(f"no task is called {name!r}{meant}; there are {known}, and your own as 'file.py:Class'")
         name = TASKS[name]
     place, _, attribute = name.rpartition(":")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        cls = getattr(module, attribute)
+        cls = getattr(module, attribute, None)
     except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"no task at {name!r}: {error}") from error
     if not (isinstance(cls, type) and issubclass(cls, Task)):
-        raise UsageError(f"{name!r} must name a subclass of sngm.Task, got {cls!r}")
+        own = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
+        raise UsageError(f"{name!r} must name a subclass of sngm.Task; {place} has {', '.join(own) or 'none'}")
     return cls
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import UsageError
+from ..optim.registry import nearest
 from ..spec import parse_call
 
 
@@ -78,7 +79,8 @@ class Schedule:
     def __init__(self, text: str, warmup: float = 0.0) -> None:
         name, settings = parse_call(text)
         if name not in SCHEDULES:
-            raise UsageError(f"no schedule is called {name!r}; there are {', '.join(SCHEDULES)}")
+            meant = nearest(name, list(SCHEDULES))
+            raise UsageError(f"no schedule is called {name!r}{meant}; there are {', '.join(SCHEDULES)}")
         self.function = SCHEDULES[name]
         self.settings: dict[str, Any] = settings
         allowed = self.function.__code__.co_varnames[1 : self.function.__code__.co_argcount]

@@ -42,7 +42,9 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
             if hashlib.sha256(content).hexdigest() != checksum:
                 raise ValueError("its checksum is wrong")
         except (OSError, ValueError) as error:
-            warnings.warn(f"checkpoint {path} cannot be used ({error}); trying the one before it", stacklevel=2)
+            warnings.warn(
+                f"checkpoint {path} cannot be used ({error}); taking an older one, or beginning anew", stacklevel=2
+            )
             continue
         # weights_only: a checkpoint is data, and must not be able to run code
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)

@@ -66,6 +66,8 @@ class RunConfig:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"clip must be a positive number, got {self.clip!r}")
+        if self.warmup > self.epochs:
+            raise UsageError(f"warmup={self.warmup:g} is longer than the run's {self.epochs} epochs")
         Schedule(self.schedule, self.warmup)
 
     @property

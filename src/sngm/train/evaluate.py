@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..tasks import Batch, Samples, Schedule, Task
+from ..tasks import Batch, Samples, Schedule, Splits, Task
 from . import rng
 from .config import RunConfig
 from .step import to_device
@@ -33,6 +33,8 @@ class Part:
 def samples_of(task: Task, config: RunConfig) -> tuple[Samples, HeldOut]:
     """What to train on, and what to score, by name. A run that selects a learning rate never sees the test set."""
     splits = task.data()
+    if not isinstance(splits, Splits):
+        raise UsageError(f"task {config.task}: data() must return sngm.tasks.Splits, got {type(splits).__name__}")
     if config.part == "full":
         return splits.train, ({"validation": splits.validation} if splits.validation else {}) | {"test": splits.test}
     if splits.validation is not None:
