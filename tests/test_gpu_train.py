@@ -24,7 +24,8 @@ def command(folder, *more):
 
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_on_a_gpu(tmp_path, method):
-    record = train(resolve("digits", method, lr=METHODS[method], batch=128), tmp_path, Options(device="cuda"))
+    config = resolve("digits", method, lr=METHODS[method], batch=128, workers=4 if method == "clars" else 1)
+    record = train(config, tmp_path, Options(device="cuda"))
     assert record["result"]["test_accuracy"] > 0.8
     assert record["hardware"]["device"] == "cuda"
     assert next(load(tmp_path).parameters()).device.type == "cpu"
