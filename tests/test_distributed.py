@@ -38,7 +38,7 @@ def test_two_processes_equal_one_with_two_virtual_workers(stats, tmp_path):
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
 
-@pytest.mark.parametrize("method", ["msgd", "clars", "adam"])
+@pytest.mark.parametrize("method", ["msgd", "clars", "adam", "extrap-sgd"])
 def test_weights_without_gradients_are_left_alone_by_several_processes_too(method, tmp_path):
     usual = ["--method", method, "--lr", 0.1, "--batch", 16, "--precision", "float64"]
     usual += ["--set", "spare=true", "--set", "weight_decay=0.1"]

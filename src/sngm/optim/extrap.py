@@ -111,7 +111,7 @@ class ExtrapSGD(LargeBatchOptimizer):
             closures: one for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each is called twice.
             group: process group whose other ranks run as many further workers each; gradients are averaged
-                over all of them. Parameters that have no gradient on any rank count as having a zero one.
+                over all of them. A parameter that has no gradient on any rank is left alone.
 
         Returns:
             The mean of the losses at w, or None if the closures return none.
@@ -128,7 +128,10 @@ class ExtrapSGD(LargeBatchOptimizer):
         ranks = 1
         if group is not None:
             ranks = dist.get_world_size(group)
-            for p in (p for g in self.param_groups for p in g["params"] if p.requires_grad):  # alike on every rank
+            places = [p for g in self.param_groups for p in g["params"] if p.requires_grad]  # alike on every rank
+            found = torch.tensor([p in sums for p in places], dtype=torch.int32, device=self.grad_norm.device)
+            dist.all_reduce(found, group=group)
+            for p in (p for p, ranks_with in zip(places, found.tolist(), strict=True) if ranks_with):
                 sums.setdefault(p, torch.zeros_like(p, dtype=state_dtype(p)))
                 dist.all_reduce(sums[p], group=group)
         work = self._gather(sums)

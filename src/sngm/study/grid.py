@@ -12,7 +12,7 @@ from typing import Any
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
-from ..spec import format_call, parse_call
+from ..spec import parse_call
 from ..train.config import RunConfig, method_settings_of, resolve
 from .select import Scores, at_edge, best_rate, next_rate
 
@@ -193,6 +193,3 @@ def check_types(method: str, settings: dict[str, Any]) -> None:
             continue
         if not fits:
             raise UsageError(f"{method}: {key} must be {wanted}, got {value!r}")
-
-
-__all__ = ["Cell", "Study", "format_call", "run_name", "split_settings"]

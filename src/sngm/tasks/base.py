@@ -40,9 +40,6 @@ class Tensors:
     def __getitem__(self, indices: Tensor) -> Batch:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
 
-    def to(self, device: torch.device) -> Tensors:
-        return Tensors(*(t.to(device) for t in self.tensors))
-
 
 @dataclass(frozen=True, slots=True)
 class Splits:
