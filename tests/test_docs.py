@@ -1,7 +1,9 @@
 """What the documentation prints runs, and its links lead somewhere."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -23,11 +25,14 @@ def for_many_processes(code: str) -> bool:
     return "init_process_group" in code
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # inductor's imports
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if not for_many_processes(s.values[0])])
 def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
     for framework in FRAMEWORKS:
         if re.search(rf"^(import|from) {framework}\b", code, re.MULTILINE):
             pytest.importorskip(framework)
+    if "torch.compile(" in code and shutil.which(os.environ.get("CXX", "g++")) is None:
+        pytest.skip("torch.compile needs a C++ compiler")
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
     exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})

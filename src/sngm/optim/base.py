@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
@@ -11,22 +12,22 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT
+from torch.optim.optimizer import Optimizer, ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
-from . import checks, norms
-from .work import Bucket, Work, state_dtype
+from . import checks, kernels, norms
+from .shards import Shards, like, local, local_gradient
+from .work import Bucket, Closure, Work, evaluate, state_dtype
 
+GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
 
 
 class LargeBatchOptimizer(Optimizer):
-    """Base of the methods. Subclasses say which buffers they keep and write `step`.
+    """Base of the methods. Subclasses say which buffers they keep and write `_step`.
 
     Attributes:
-        grad_norm: 0-d tensor on the device: the norm the last step divided by, and for methods and scopes
-            with many norms, or another one, that of the whole gradient. Reading it does not wait for the device.
-        skipped: 0-d tensor, how many steps were skipped because that norm was not finite.
-        norm_group: process group over whose shards norms are summed, or None. Not part of saved state.
+        norm_group: process group over whose ranks norms are summed, or None; DTensors need none. Not part of
+            saved state.
     """
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
@@ -34,8 +35,16 @@ class LargeBatchOptimizer(Optimizer):
     # keys a torch optimizer's checkpoint must hold to load there, with the only value our rules know
     FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
-    grad_norm: Tensor
-    skipped: Tensor
+    KERNEL: ClassVar[str | None] = None  # the rule our own kernels know this method by
+
+    _shards = Shards(())  # of the parameters as they were at the last step
+    _plan: Any = None  # of a step by our own kernels
+    _captured: tuple[Any, ...] = ()  # plans that CUDA graphs were made of
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if "step" in cls.__dict__:
+            cls.step = _unwatched(cls.__dict__["step"])  # type: ignore[method-assign]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, norm_group: Any = None) -> None:
         if norm_group is not None and not (dist.is_available() and isinstance(norm_group, dist.ProcessGroup)):
@@ -60,8 +69,22 @@ class LargeBatchOptimizer(Optimizer):
         if home.type == "meta":  # the model will be materialised later, these are read from the start
             home = torch.device("cpu")
         exact = any(p.dtype in (torch.float64, torch.complex128) for p in owners)
-        self.grad_norm = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=home)
-        self.skipped = torch.zeros((), dtype=torch.int64, device=home)
+        self._grad_norm = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=home)
+        self._skipped = torch.zeros((), dtype=torch.int64, device=home)
+
+    @property
+    def grad_norm(self) -> Tensor:
+        """0-d tensor on the device: the norm the last step divided by.
+
+        For methods and scopes with many norms, or another one, that of the whole gradient. Reading it does not
+        wait for the device.
+        """
+        return self._grad_norm.clone()  # steps write into the one we keep
+
+    @property
+    def skipped(self) -> Tensor:
+        """0-d tensor on the device: how many steps were skipped because that norm was not finite."""
+        return self._skipped.clone()
 
     # ---------------------------------------------------------------- groups
 
@@ -73,6 +96,7 @@ class LargeBatchOptimizer(Optimizer):
         checks.flag("foreach", group["foreach"], none=True)
         checks.flag("fused", group["fused"], none=True)
         checks.flag("capturable", group["capturable"])
+        checks.flag("stochastic_rounding", group.get("stochastic_rounding", False))
         if group["foreach"] and group["fused"]:
             raise ValueError("foreach and fused must not both be True")
 
@@ -98,13 +122,19 @@ class LargeBatchOptimizer(Optimizer):
         super().add_param_group(param_group)
         for p in param_group["params"]:
             self._make_state(p, param_group)
+        self._find_shards([p for group in self.param_groups for p in group["params"]])
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
-            if isinstance(p, Tensor) and (p.device.type != "cpu" or p.dtype not in self.FUSED_DTYPES):
+            if not isinstance(p, Tensor) or (p.device.type in kernels.DEVICES and self.KERNEL and kernels.serve([p])):
+                continue
+            if p.device.type != "cpu" or p.dtype not in self.FUSED_DTYPES:
                 served = ", ".join(str(d).removeprefix("torch.") for d in self.FUSED_DTYPES) or "nothing"
+                lacking = (
+                    "" if kernels.installed() else " (and its kernels for CUDA need Triton, which is not installed)"
+                )
                 raise ValueError(
-                    f"fused=True serves {served} on cpu, but params[{i}] is {p.dtype} on {p.device}; "
+                    f"fused=True serves {served} on cpu{lacking}, but params[{i}] is {p.dtype} on {p.device}; "
                     "use fused=None to get the fastest path that is right for each tensor"
                 )
 
@@ -170,6 +200,7 @@ class LargeBatchOptimizer(Optimizer):
             super().__setstate__(state)
             self.__dict__.setdefault("norm_group", None)
             return
+        self._plan = None
         groups = []
         for here, loaded in zip(self.param_groups, state["param_groups"], strict=True):
             group = {**here, **loaded, **{key: here[key] for key in HOW}}
@@ -199,10 +230,10 @@ class LargeBatchOptimizer(Optimizer):
             return tensor.clone()
         if tensor.shape != p.shape:
             raise ValueError(f"{key} of shape {tuple(tensor.shape)} does not fit a parameter of {tuple(p.shape)}")
-        return tensor.to(device=p.device, dtype=state_dtype(p), copy=True)
+        return like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "grad_norm": self.grad_norm, "skipped": self.skipped}
+        return {**super().__getstate__(), "_grad_norm": self._grad_norm, "_skipped": self._skipped}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> LargeBatchOptimizer:
         twin = type(self).__new__(type(self))
@@ -213,8 +244,76 @@ class LargeBatchOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- one step
 
+    def step(self, closure: Closure | None = None) -> Any:
+        """Take one step; with a closure, compute and return its loss first."""
+        loss = evaluate(closure)
+        self._take_step()
+        return loss
+
+    def _take_step(self, *given: Any) -> None:
+        plan = self._plan_step()
+        if plan is not None:
+            plan.step(*given)
+        else:
+            with torch.no_grad():
+                self._step(*given)
+
+    def _step(self, *given: Any) -> None:
+        """The step in torch's own operations, for tensors on any device."""
+        raise NotImplementedError
+
+    def _find_shards(self, params: list[Tensor]) -> None:
+        # a compiled step cannot assign attributes, and goes by what was found when groups were added
+        if not torch.compiler.is_compiling() and not self._shards.serves(params, self.norm_group):
+            self._shards = Shards(params, self.norm_group)
+
+    def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
+        """Whether the step of `p` is scaled by a ratio of norms."""
+        adapt: bool | None = group.get("adapt", False)
+        return p.ndim > 1 if adapt is None else adapt
+
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+        """A group's settings as `kernels.layout` names them."""
+        return {
+            "momentum": group.get("momentum", 0.0),
+            "weight_decay": group["weight_decay"],
+            "sign": -1.0 if group["maximize"] else 1.0,
+            "stochastic": group.get("stochastic_rounding", False),
+        }
+
+    def _rounding_step(self, device: torch.device) -> Tensor:
+        """The number of steps so far with stochastic rounding; kept with the first group, to be saved with it."""
+        group = self.param_groups[0]
+        step = torch.as_tensor(group.get("rounding_step", 0), dtype=torch.int64, device=device)
+        group["rounding_step"] = step
+        return step
+
+    def _plan_step(self) -> Any:
+        """A plan of this step for our own kernels, or None where they do not serve."""
+        if self.KERNEL is None or torch.compiler.is_compiling():
+            return None
+        if not all(
+            group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
+        ):
+            return None
+        plan = self._plan
+        if plan is None or not plan.ready():
+            params = [p for group in self.param_groups for p in group["params"]]
+            if not params or not kernels.serve(params):
+                return None
+            from .kernels.plan import Plan  # not before a GPU is used: it needs Triton
+
+            self._find_shards(params)
+            self._plan = plan = Plan(self)
+        if plan.capturing():
+            plan = plan.for_capture()
+            self._captured += (plan,)
+        return plan
+
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
-        """Everything with a gradient (its own, or one in `grads`), in buckets."""
+        """Everything with a gradient (its own, or one in `grads`), in buckets; of DTensors the pieces here."""
+        self._find_shards([p for group in self.param_groups for p in group["params"]])
+        sharded = self._shards.sharded
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
         strided = torch.strided
@@ -238,16 +337,23 @@ class LargeBatchOptimizer(Optimizer):
                     buffer = state.get(key)
                     if buffer is None or buffer.dtype is not wanted or buffer.device != device:
                         buffer = self._make_state(p, group)[key]
-                    bucket.buffers[key].append(buffer)
-                bucket.params.append(p)
+                    bucket.buffers[key].append(local(buffer) if sharded else buffer)
+                if sharded:
+                    grad = local_gradient(p, grad)
+                bucket.owners.append(p)
+                bucket.params.append(local(p) if sharded else p)
                 bucket.indices.append(index)
                 bucket.grads.append(grad if grad.layout is strided else grad.to_dense())
         parts = list(buckets.values())
         for bucket in parts:
-            bucket.owners = bucket.params
             if bucket.dtype.is_complex:
                 bucket.view_as_real()
-        home = parts[0].device if parts else self.grad_norm.device
+        home = parts[0].device if parts else self._grad_norm.device
+        at_random = [b for b in parts if b.dtype == torch.bfloat16 and b.group.get("stochastic_rounding", False)]
+        if at_random:
+            step = self._rounding_step(home).add_(1)
+            for bucket in at_random:
+                bucket.rounding = step.to(bucket.device)
         on_host = not torch.compiler.is_compiling() and all(
             b.device.type == "cpu" and not b.group["capturable"] for b in parts
         )
@@ -257,19 +363,46 @@ class LargeBatchOptimizer(Optimizer):
             scale = float(scale) if on_host else scale.reshape(()).to(home)
         return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf)
 
-    def _over_shards(
-        self, buckets: list[Bucket], parts: list[Tensor], *, kinds: int, home: torch.device
-    ) -> list[Tensor]:
-        """Sums over `norm_group` of squared norms, parts[i] being (kinds, tensors of bucket i)."""
-        if self.norm_group is None:
-            return parts
-        # one place a parameter, with or without a gradient here, so that all ranks agree on the places
-        count = sum(len(group["params"]) for group in self.param_groups)
-        packed = torch.zeros(kinds, count, dtype=norms.sum_dtype(home), device=home)
+    def _whole(
+        self, work: Work, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Squares of whole tensors, parts[i] being (kinds, pieces of bucket i); and the sum of the first kind."""
+        if not self._shards.active:
+            return parts, self._total(work, [part[0] for part in parts])
+        buckets = work.buckets if buckets is None else buckets
+        packed = self._shards.tensors(self._packed(work, buckets, parts, kinds))
+        columns = packed.unbind(1)
+        whole = [torch.stack([columns[i] for i in bucket.indices], 1).to(bucket.device) for bucket in buckets]
+        # over all columns: a tensor without a gradient here may have one on another rank, which must not decide alone
+        return whole, packed[0].sum()
+
+    def _sums(self, work: Work, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
+        """Squares summed over all ranks: one sum, or one for each group. parts[i] is of bucket i.
+
+        Where shards are active each part must hold the square of each piece, else it may be their sum.
+        """
+        count = len(self.param_groups) if by_group else 1
+        if self._shards.active:
+            groups = enumerate(self.param_groups)
+            positions = [position if by_group else 0 for position, group in groups for _ in group["params"]]
+            packed = self._packed(work, work.buckets, [part[None] for part in parts], 1)
+            return self._shards.spans(packed[0], positions, count)
+        if not by_group:
+            return self._total(work, parts).reshape(1)
+        sums = torch.zeros(count, dtype=norms.sum_dtype(work.home), device=work.home)
+        for bucket, part in zip(work.buckets, parts, strict=True):
+            sums[bucket.position] += part.sum().to(work.home)
+        return sums
+
+    def _packed(self, work: Work, buckets: list[Bucket], parts: list[Tensor], kinds: int) -> Tensor:
+        """A column a parameter, with or without a gradient here, so that all ranks agree on the places."""
+        zero = torch.zeros(kinds, dtype=norms.sum_dtype(work.home), device=work.home)
+        columns = [zero] * len(self._shards.params)
         for bucket, part in zip(buckets, parts, strict=True):
-            packed[:, bucket.indices] = part.to(home)
-        dist.all_reduce(packed, group=self.norm_group)
-        return [packed[:, b.indices].to(b.device) for b in buckets]
+            for i, column in zip(bucket.indices, part.to(work.home).unbind(1), strict=True):
+                columns[i] = column
+        # stacked, not written to places in a list: copying that list to a device would wait for it
+        return torch.stack(columns, 1) if columns else zero[:, None][:, :0]
 
     @staticmethod
     def _total(work: Work, parts: list[Tensor]) -> Tensor:
@@ -285,22 +418,45 @@ class LargeBatchOptimizer(Optimizer):
 
         A bool where the host may know, else a 0-d bool tensor, for steps that never wait for the device.
         """
-        self.grad_norm = (total.sqrt() / work.scale).to(self.grad_norm.dtype)
+        if self._grad_norm.device != work.home and not torch.compiler.is_compiling():  # the model was moved since
+            self._grad_norm, self._skipped = self._grad_norm.to(work.home), self._skipped.to(work.home)
+        # in place: what a CUDA graph or a compiled step assigns to an optimizer's attributes is lost
+        # (and so is what copy_ writes into a 0-d float64 tensor on the CPU, in a step compiled by torch 2.13)
+        torch._foreach_copy_([self._grad_norm], [total.sqrt() / work.scale])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
             skip = overflow or not math.isfinite(total)
             if skip:
-                self.skipped = self.skipped.to(work.home) + 1
+                self._skipped += 1
             return skip
         bad = ~torch.isfinite(total)
         if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
             bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
-        self.skipped = self.skipped.to(bad.device)
-        if any(group["capturable"] for group in self.param_groups):
-            self.skipped.add_(bad)  # in place, so that a replayed CUDA graph counts too
-        else:
-            self.skipped = self.skipped + bad
+        self._skipped.add_(bad.to(self._skipped.device))
         return bad
+
+
+def _unwatched(step: Any) -> Any:
+    """`step` with torch's hooks and its mark for profilers, which take 15 us, only where someone looks."""
+    watched = Optimizer.profile_hook_step(step)
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if (
+            torch.compiler.is_compiling()
+            or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+            or self._optimizer_step_pre_hooks
+            or self._optimizer_step_post_hooks
+            or any(GLOBAL_HOOKS)
+        ):
+            return watched(self, *args, **kwargs)
+        return step(self, *args, **kwargs)
+
+    wrapper.hooked = True  # type: ignore[attr-defined]  # or torch would wrap it again
+    return wrapper
+
+
+LargeBatchOptimizer.step = _unwatched(LargeBatchOptimizer.step)  # type: ignore[method-assign]
 
 
 class _Wrapped:

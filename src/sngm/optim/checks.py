@@ -93,8 +93,9 @@ def parameters(params: list[Any]) -> None:
             raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")
         if p.layout != torch.strided:
             raise TypeError(f"params must be dense; params[{i}] has layout {p.layout}")
-        if hasattr(p, "device_mesh"):
-            raise TypeError(f"params must not be DTensors yet; params[{i}] is one")
+        placements = getattr(p, "placements", ())  # of a DTensor
+        if any(placement.is_partial() for placement in placements):
+            raise TypeError(f"params must be whole or sharded; params[{i}] is a DTensor of partial sums: {placements}")
         if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
             raise ValueError(f"params must not overlap themselves in memory; params[{i}] is an expanded view")
         if p.is_conj():

@@ -39,7 +39,7 @@ class CLARS(LargeBatchOptimizer):
         weight_decay: :math:`\lambda`, at least 0.
         trust_coefficient: c.
         max_ratio: :math:`r_{\max}`, or None for no limit.
-        maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`.
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
 
     The group key `adapt` works as in :class:`LARS`. A tensor that is all zero, or whose mean norm is, has
     ratio :math:`\min(1, r_{\max})`.
@@ -62,6 +62,7 @@ class CLARS(LargeBatchOptimizer):
     Adaptive Rate Scaling", AAAI 2021; the limit 0.1, c = 0.01 and the place of momentum follow its public code.
     """
 
+    KERNEL = "clars"
     FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
@@ -77,6 +78,7 @@ class CLARS(LargeBatchOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {
@@ -90,6 +92,7 @@ class CLARS(LargeBatchOptimizer):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, defaults, norm_group=norm_group)
 
@@ -101,7 +104,13 @@ class CLARS(LargeBatchOptimizer):
             checks.number("max_ratio", group["max_ratio"], 0.0, include_low=False)
         checks.flag("adapt", group["adapt"], none=True)
 
-    @torch.no_grad()
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+        return {
+            **super()._kernel_settings(group),
+            "trust": group["trust_coefficient"],
+            "max_ratio": math.inf if group["max_ratio"] is None else group["max_ratio"],
+        }
+
     def step(
         self, closure: Closure | None = None, *, mean_norms: Sequence[float | Tensor] | Tensor | None = None
     ) -> Any:
@@ -111,10 +120,15 @@ class CLARS(LargeBatchOptimizer):
             closure: computes the loss and its gradients.
             mean_norms: for each parameter, in the order of the parameter groups, the mean over micro-batches
                 of the norm of its (unscaled) gradient. Values for parameters without a gradient are not read.
-                One that is not finite skips the step.
+                One that is not finite skips the step. Where tensors are sharded these are norms of the whole
+                tensors, the same on every rank, such as ``p.grad.norm().full_tensor()`` of a DTensor.
         """
         given = self._check_norms(mean_norms)
         loss = evaluate(closure)
+        self._take_step(given)
+        return loss
+
+    def _step(self, given: Sequence[Any] | Tensor) -> None:
         work = self._gather()
         means = [self._means(given, bucket.indices, work, bucket.device) for bucket in work.buckets]
         parts = []
@@ -122,17 +136,16 @@ class CLARS(LargeBatchOptimizer):
             # a mean norm that overflowed tells of a gradient that did
             g_square = torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)
             parts.append(torch.stack([g_square, norms.squares(bucket.params)]))
-        parts = self._over_shards(work.buckets, parts, kinds=2, home=work.home)
-        skip = self._skip(work, self._total(work, [part[0] for part in parts]))
+        parts, total = self._whole(work, parts, kinds=2)
+        skip = self._skip(work, total)
         if skip is True:
-            return loss
+            return
         for bucket, (_, w_square), mean in zip(work.buckets, parts, means, strict=True):
             w_norm = w_square.sqrt()
             ratio = bucket.group["trust_coefficient"] * w_norm / mean
             rate = lr_of(bucket.group) * adapted(bucket, ratio, (w_norm > 0) & (mean > 0))
             bucket, rule = plain_momentum(bucket, work.scale)
             heavy_ball(bucket, replace(rule, rate=rate), skip)
-        return loss
 
     def _check_norms(self, mean_norms: Sequence[float | Tensor] | Tensor | None) -> Sequence[Any] | Tensor:
         count = sum(len(group["params"]) for group in self.param_groups)

@@ -16,6 +16,7 @@ from .base import LargeBatchOptimizer
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
 from .norms import wide
+from .shards import aligned, local
 from .work import dense, evaluate, lr_of, state_dtype
 
 
@@ -129,16 +130,14 @@ class ExtrapSGD(LargeBatchOptimizer):
         if group is not None:
             ranks = dist.get_world_size(group)
             places = [p for g in self.param_groups for p in g["params"] if p.requires_grad]  # alike on every rank
-            found = torch.tensor([p in sums for p in places], dtype=torch.int32, device=self.grad_norm.device)
+            found = torch.tensor([p in sums for p in places], dtype=torch.int32, device=self._grad_norm.device)
             dist.all_reduce(found, group=group)
             for p in (p for p, ranks_with in zip(places, found.tolist(), strict=True) if ranks_with):
                 sums.setdefault(p, torch.zeros_like(p, dtype=state_dtype(p)))
-                dist.all_reduce(sums[p], group=group)
+                dist.all_reduce(local(sums[p]), group=group)
         work = self._gather(sums)
         work.scale = float(len(closures) * ranks)  # the sum over workers is K times the mean
-        parts = [norms.squares(b.grads)[None] for b in work.buckets]
-        parts = self._over_shards(work.buckets, parts, kinds=1, home=work.home)
-        skip = self._skip(work, self._total(work, parts))
+        skip = self._skip(work, self._sums(work, [norms.squares(b.grads) for b in work.buckets])[0])
         if skip is not True:
             for bucket in work.buckets:
                 bucket, rule = plain_momentum(bucket, work.scale)
@@ -165,7 +164,7 @@ class ExtrapSGD(LargeBatchOptimizer):
                 evaluate(closure)
                 for p, _ in places:
                     if p.grad is not None:
-                        grad = wide(dense(p.grad))
+                        grad = wide(dense(aligned(p, p.grad)))
                         sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
                 for p, there in start.items():
                     p.copy_(there)

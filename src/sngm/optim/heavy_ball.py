@@ -95,7 +95,8 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
         bucket = replace(bucket, grads=[g.masked_fill(skip, 0.0) for g in bucket.grads])  # 0 * inf would be NaN
     elif (fused or (fused is None and foreach is None)) and not bucket.low_precision and rule.rate is not None:
         return _fused(bucket, rule)
-    if foreach is False and not fused:
+    # torch 2.13 loses what a compiled step writes into a 0-d float64 tensor on the CPU by add_ or copy_, not by foreach
+    if foreach is False and not fused and not torch.compiler.is_compiling():
         _single_tensor(bucket, rule)
     elif not bucket.low_precision:
         _foreach(bucket, rule)
@@ -106,7 +107,7 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
             copies = [wide(p) for p in part.params]
             _foreach(replace(part, params=copies, grads=[wide(g) for g in part.grads]), rule.of(slice(start, stop)))
             if rule.rate is not None:
-                torch._foreach_copy_(part.params, copies)  # the one rounding
+                torch._foreach_copy_(part.params, part.rounded(copies))  # the one rounding
             start = stop
 
 
@@ -127,7 +128,7 @@ def _single_tensor(bucket: Bucket, rule: Rule) -> None:
         if one.rate is not None:
             if one.pull:
                 v = v + one.pull * w
-            p.copy_(w - one.known(one.rate) * v)
+            p.copy_(bucket.some([i]).rounded([w - one.known(one.rate) * v])[0])
 
 
 def _foreach(bucket: Bucket, rule: Rule) -> None:
@@ -217,6 +218,16 @@ def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:
         return True
     form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(a.ndim)
     return form is not None and all(t.is_contiguous(memory_format=form) for t in (a, b, c))
+
+
+def move(bucket: Bucket, rates: list[float] | Tensor, directions: Tensors) -> None:
+    """Step each parameter by ``rates[i] * directions[i]``, with one rounding."""
+    if bucket.rounding is None:
+        axpy_(bucket.params, rates, directions)
+    else:
+        copies = [wide(p) for p in bucket.params]
+        axpy_(copies, rates, directions)
+        torch._foreach_copy_(bucket.params, bucket.rounded(copies))
 
 
 def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors) -> None:

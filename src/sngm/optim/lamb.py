@@ -12,10 +12,10 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
-from .heavy_ball import Coefficient, axpy_, lie_alike
-from .lars import clip
+from .heavy_ball import Coefficient, axpy_, lie_alike, move
+from .lars import bounds, clip
 from .norms import wide
-from .work import Bucket, Closure, evaluate, lr_of
+from .work import Bucket, lr_of
 
 SLICE = 1 << 22  # elements whose direction is held at a time, to bound the memory of a step
 
@@ -43,7 +43,7 @@ class LAMB(LargeBatchOptimizer):
         phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
         max_grad_norm: scale the gradients of all parameters down to this global norm first, or None. Some
             libraries do so by default, to 1.
-        maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`.
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
 
     Example:
         >>> w = torch.nn.Parameter(torch.tensor([[3.0, 4.0]]))
@@ -59,6 +59,7 @@ class LAMB(LargeBatchOptimizer):
     Algorithm 2.
     """
 
+    KERNEL = "lamb"
     BUFFERS = ("exp_avg", "exp_avg_sq")
     FOREIGN: ClassVar[dict[str, Any]] = {}  # torch's Adam fills in what our checkpoints lack
 
@@ -77,6 +78,7 @@ class LAMB(LargeBatchOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {
@@ -92,6 +94,7 @@ class LAMB(LargeBatchOptimizer):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, defaults, norm_group=norm_group)
 
@@ -122,28 +125,37 @@ class LAMB(LargeBatchOptimizer):
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """Take one step; with a closure, compute and return its loss first."""
-        loss = evaluate(closure)
+    def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return group["adapt"] is not False
+
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+        return {
+            **super()._kernel_settings(group),
+            **bounds(group["phi"]),
+            "momentum": group["betas"][0],
+            "beta2": group["betas"][1],
+            "eps": group["eps"],
+            "max_grad_norm": math.inf if group["max_grad_norm"] is None else group["max_grad_norm"],
+            "bias_correction": group["bias_correction"],
+        }
+
+    def _step(self) -> None:
         work = self._gather()
-        parts = [norms.squares(b.grads)[None] for b in work.buckets]
-        total = self._total(work, self._over_shards(work.buckets, parts, kinds=1, home=work.home))
+        total = self._sums(work, [norms.squares(b.grads) for b in work.buckets])[0]
         skip = self._skip(work, total)
         if skip is True:
-            return loss
+            return
         norm = total.sqrt() / work.scale
         slices = [part for bucket in work.buckets for part in bucket.slices(SLICE)]
         # norms over shards take one exchange for all tensors; without shards a few tensors at a time will do
-        for round in [work.buckets] if self.norm_group is not None else [[part] for part in slices]:
+        for round in [work.buckets] if self._shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
             squares = [
                 torch.stack([norms.squares(q), norms.squares(b.params)]) for b, q in zip(round, directions, strict=True)
             ]
-            squares = self._over_shards(round, squares, kinds=2, home=work.home)
+            squares, _ = self._whole(work, squares, kinds=2, buckets=round)
             for bucket, q, (q_square, w_square) in zip(round, directions, squares, strict=True):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
-        return loss
 
     def _direction(self, bucket: Bucket, norm: Tensor, scale: float | Tensor, skip: Tensor | bool) -> list[Tensor]:
         """q for each tensor, after updating its moments."""
@@ -166,7 +178,8 @@ class LAMB(LargeBatchOptimizer):
             torch._foreach_add_(steps, 1.0)
             if (fused or (fused is None and foreach is None)) and not bucket.low_precision:
                 return _fused(bucket, grads, steps)
-        if foreach is False and not fused:
+        # torch 2.13 loses what a compiled step writes by add_ or copy_ into a 0-d float64 tensor on the CPU
+        if foreach is False and not fused and not torch.compiler.is_compiling():
             return _single_tensor(bucket, grads, steps, skip)
         return _foreach(bucket, grads, steps, skip)
 
@@ -250,9 +263,9 @@ def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip
         ratio = torch.ones_like(ratio)
     rate = -lr_of(bucket.group) * ratio
     if isinstance(skip, Tensor):
-        axpy_(bucket.params, torch.where(skip.to(bucket.device), 0.0, rate).to(qs[0].dtype), qs)
+        move(bucket, torch.where(skip.to(bucket.device), 0.0, rate).to(qs[0].dtype), qs)
     else:
-        axpy_(bucket.params, rate.tolist(), qs)
+        move(bucket, rate.tolist(), qs)
 
 
 def _keep(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:

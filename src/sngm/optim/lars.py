@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -12,10 +13,9 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
-from .heavy_ball import Rule, axpy_, heavy_ball
-from .work import Bucket, Closure, Work, evaluate, lr_of
-
-VARIANTS = ("you2017", "unscaled", "momentum")
+from .heavy_ball import Rule, heavy_ball, move
+from .kernels.layout import VARIANTS
+from .work import Bucket, Work, lr_of
 
 
 class LARS(LargeBatchOptimizer):
@@ -51,8 +51,8 @@ class LARS(LargeBatchOptimizer):
         eps: added to the denominator of r.
         max_ratio: upper limit of the ratio (of :math:`c\,\phi(\|w\|)/\|v\|` for "momentum"), or None.
         clamp_grad: d is clamped to [-clamp_grad, clamp_grad] element by element, or None.
-        maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`. "momentum" has no fused form
-            and is computed with foreach.
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. On a CPU
+            "momentum" has no fused form and is computed with foreach.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 2))
@@ -69,6 +69,7 @@ class LARS(LargeBatchOptimizer):
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
     """
 
+    KERNEL = "lars"
     FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
@@ -88,6 +89,7 @@ class LARS(LargeBatchOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         defaults = {
@@ -105,6 +107,7 @@ class LARS(LargeBatchOptimizer):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, defaults, norm_group=norm_group)
 
@@ -122,16 +125,24 @@ class LARS(LargeBatchOptimizer):
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"]) or group["variant"] == "momentum"
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """Take one step; with a closure, compute and return its loss first."""
-        loss = evaluate(closure)
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+        return {
+            **super()._kernel_settings(group),
+            **bounds(group["phi"]),
+            "eps": group["eps"],
+            "mode": VARIANTS.index(group["variant"]),
+            "trust": trust(group),
+            "max_ratio": math.inf if group["max_ratio"] is None else group["max_ratio"],
+            "clamp": math.inf if group["clamp_grad"] is None else group["clamp_grad"],
+        }
+
+    def _step(self) -> None:
         work = self._gather()
         parts = [torch.stack([norms.squares(b.grads), norms.squares(b.params)]) for b in work.buckets]
-        parts = self._over_shards(work.buckets, parts, kinds=2, home=work.home)
-        skip = self._skip(work, self._total(work, [part[0] for part in parts]))
+        parts, total = self._whole(work, parts, kinds=2)
+        skip = self._skip(work, total)
         if skip is True:
-            return loss
+            return
         averaged = []
         for bucket, (g_square, w_square) in zip(work.buckets, parts, strict=True):
             group, lr = bucket.group, lr_of(bucket.group)
@@ -148,7 +159,6 @@ class LARS(LargeBatchOptimizer):
             rule = replace(rule, gain=rule.gain * rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
         self._step_along_average(work, averaged, skip)
-        return loss
 
     def _step_along_average(self, work: Work, averaged: list[tuple[Bucket, Tensor]], skip: Tensor | bool) -> None:
         """The second half of variant "momentum", whose ratio needs the norm of the new buffers."""
@@ -156,7 +166,7 @@ class LARS(LargeBatchOptimizer):
             return
         buckets = [bucket for bucket, _ in averaged]
         parts = [norms.squares(b.buffers["momentum_buffer"])[None] for b in buckets]
-        parts = self._over_shards(buckets, parts, kinds=1, home=work.home)
+        parts, _ = self._whole(work, parts, kinds=1, buckets=buckets)
         for (bucket, w_square), (v_square,) in zip(averaged, parts, strict=True):
             size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
             ratio = trust(bucket.group) * size / v_norm
@@ -164,9 +174,9 @@ class LARS(LargeBatchOptimizer):
             buffers = bucket.buffers["momentum_buffer"]
             if isinstance(skip, Tensor):
                 rate = torch.where(skip.to(bucket.device), 0.0, rate).to(buffers[0].dtype)
-                axpy_(bucket.params, -rate, buffers)
+                move(bucket, -rate, buffers)
             else:
-                axpy_(bucket.params, (-rate).tolist(), buffers)
+                move(bucket, (-rate).tolist(), buffers)
 
 
 def trust(group: dict[str, Any]) -> float:
@@ -180,6 +190,11 @@ def trust(group: dict[str, Any]) -> float:
 def clip(norm: Tensor, phi: tuple[float, float] | None) -> Tensor:
     """phi(norm): the norm itself, or clipped to (low, high)."""
     return norm if phi is None else norm.clamp(*phi)
+
+
+def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
+    """The limits of phi, as the kernels know them."""
+    return {} if phi is None else {"phi_low": phi[0], "phi_high": phi[1]}
 
 
 def adapted(bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:

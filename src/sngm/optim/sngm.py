@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
@@ -13,9 +12,9 @@ from torch.optim.optimizer import ParamsT
 from . import checks, norms
 from .base import LargeBatchOptimizer
 from .heavy_ball import Rule, heavy_ball
-from .work import Bucket, Closure, Work, evaluate, lr_of
+from .kernels.layout import MODES
+from .work import Bucket, Work, lr_of
 
-MODES = ("coupled", "after_norm", "decoupled")
 SCOPES = ("global", "group", "tensor")
 TINY = 1e-19  # the least eps: squares of smaller norms would not be float32 any more
 
@@ -47,7 +46,10 @@ class SNGM(LargeBatchOptimizer):
         maximize: ascend.
         foreach, fused: how to compute; None takes the fastest way that is right for these tensors.
         capturable: never read a value on the host, for CUDA graphs.
+        stochastic_rounding: round bfloat16 parameters up or down at random, so that small updates are not lost; the
+            random bits are a function of the step and the place. Other dtypes are not affected.
         norm_group: process group whose ranks each hold a part of the parameters; norms are summed over it.
+            DTensors (FSDP2, tensor parallelism) need none.
 
     Example:
         >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -64,6 +66,8 @@ class SNGM(LargeBatchOptimizer):
     Training", Algorithm 1 and Section 6.
     """
 
+    KERNEL = "sngm"
+
     def __init__(
         self,
         params: ParamsT,
@@ -79,6 +83,7 @@ class SNGM(LargeBatchOptimizer):
         foreach: bool | None = None,
         fused: bool | None = None,
         capturable: bool = False,
+        stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
         checks.choice("scope", scope, SCOPES)
@@ -94,6 +99,7 @@ class SNGM(LargeBatchOptimizer):
             "foreach": foreach,
             "fused": fused,
             "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
         }
         super().__init__(params, defaults, norm_group=norm_group)
 
@@ -108,19 +114,24 @@ class SNGM(LargeBatchOptimizer):
         if group.get("scope", self.scope) != self.scope:
             raise ValueError(f"scope belongs to the whole optimizer, not to a group; got scope={group['scope']!r}")
 
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+        return {
+            **super()._kernel_settings(group),
+            "eps": max(group["eps"], TINY),
+            "nesterov": group["nesterov"],
+            "mode": MODES.index(group["weight_decay_mode"]),
+        }
+
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "scope": self.scope}
 
-    @torch.no_grad()
-    def step(self, closure: Closure | None = None) -> Any:
-        """Take one step; with a closure, compute and return its loss first."""
-        loss = evaluate(closure)
+    def _step(self) -> None:
         work = self._gather()
         parts = [self._squares(bucket, work) for bucket in work.buckets]
         parts, total = self._spans(work, parts)
         skip = self._skip(work, total)
         if skip is True:
-            return loss
+            return
         for bucket, square in zip(work.buckets, parts, strict=True):
             group = bucket.group
             # with a loss scale s the gradients are s*g: norm, eps and decay are taken s times as large
@@ -136,12 +147,11 @@ class SNGM(LargeBatchOptimizer):
                 maximize=group["maximize"],
             )
             heavy_ball(bucket, rule, skip)
-        return loss
 
     def _squares(self, bucket: Bucket, work: Work) -> Tensor:
         """Of each tensor, or of all together where the scope needs no more."""
         group = bucket.group
-        squares = norms.squares if self.scope == "tensor" else norms.square
+        squares = norms.squares if self.scope == "tensor" or self._shards.active else norms.square
         wd = group["weight_decay"]
         if wd and group["weight_decay_mode"] == "coupled":
             return squares(bucket.grads, bucket.params, (-wd if group["maximize"] else wd) * work.scale)
@@ -150,20 +160,11 @@ class SNGM(LargeBatchOptimizer):
     def _spans(self, work: Work, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """For each bucket the square of the norm, or norms, it divides by; and the square of the whole."""
         if self.scope == "tensor":
-            shards = self._over_shards(work.buckets, [part[None] for part in parts], kinds=1, home=work.home)
-            whole = [part[0] for part in shards]
-            return whole, self._total(work, whole)
-        if self.scope == "group":
-            positions = [bucket.position for bucket in work.buckets]
-            sums = torch.zeros(len(self.param_groups), dtype=norms.sum_dtype(work.home), device=work.home)
-            for position, part in zip(positions, parts, strict=True):
-                sums[position] += part.sum().to(work.home)
-        else:
-            positions = [0] * len(parts)
-            sums = self._total(work, parts).reshape(1)
-        if self.norm_group is not None:
-            dist.all_reduce(sums, group=self.norm_group)
-        return [sums[i].to(b.device) for i, b in zip(positions, work.buckets, strict=True)], sums.sum()
+            whole, total = self._whole(work, [part[None] for part in parts], kinds=1)
+            return [part[0] for part in whole], total
+        by_group = self.scope == "group"
+        sums = self._sums(work, parts, by_group=by_group)
+        return [sums[b.position if by_group else 0].to(b.device) for b in work.buckets], sums.sum()
 
 
 def at_least(least: float, square: Tensor, work: Work) -> float | Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .norms import LOW_PRECISION
+from .rounding import rounded
 
 Closure = Callable[[], Any]
 
@@ -27,6 +28,7 @@ class Bucket:
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
+    rounding: Tensor | None = None  # the step, where the parameters are rounded at random
 
     def view_as_real(self) -> None:
         """Complex tensors as pairs of reals: every rule here is linear in them, and norms agree."""
@@ -37,6 +39,12 @@ class Bucket:
     @property
     def low_precision(self) -> bool:
         return self.dtype in LOW_PRECISION
+
+    def rounded(self, values: list[Tensor]) -> list[Tensor]:
+        """New values of the parameters, as they may be copied there."""
+        if self.rounding is None:
+            return values
+        return [rounded(value, i, self.rounding) for value, i in zip(values, self.indices, strict=True)]
 
     def some(self, which: Iterable[int]) -> Bucket:
         """The bucket of some of these tensors."""
