@@ -1,0 +1,274 @@
+"""What was measured, as verdicts, Markdown, a figure and a page: all from the one record that is also the JSON file.
+
+A record holds `about` (machine and versions), `bandwidth` (bytes a second), and for each size its contenders by name.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from sizes import SIZES
+
+Record = dict[str, Any]
+Row = dict[str, Any]
+
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+
+# What must hold: at this size, the wall time of one, at most so many times the sum of others.
+Limit = tuple[str, str, float, tuple[str, ...]]
+ON_CPU: list[Limit] = [
+    ("resnet50", "sngm.SNGM fused", 1.6, ("SGD fused",)),
+    ("resnet50", "sngm.SNGM foreach", 1.3, ("SGD foreach", "norm alone foreach")),
+    ("resnet50", "sngm.LARS decay default", 1.0, ("pytorch_optimizer.LARS decay default",)),
+    ("resnet50", "sngm.LAMB decay default", 1.0, ("pytorch_optimizer.Lamb decay default",)),
+    ("resnet50", "sngm.CLARS decay default", 1.1, ("sngm.LARS decay default",)),
+]
+BLOCK_WISE = ("sngm.SNGM block-wise decay default", "sngm.LARS decay default")
+ON_CUDA: list[Limit] = [
+    ("resnet20", "sngm.SNGM default", 0.6, ("SGD fused",)),
+    ("resnet50", "sngm.SNGM default", 0.6, ("SGD fused",)),
+    ("vit_b16", "sngm.SNGM default", 1.08, ("SGD fused",)),
+    ("1b", "sngm.SNGM default", 1.12, ("SGD fused",)),
+    ("1b", "sngm.SNGM decay default", 1.35, ("SGD fused",)),
+    *((size, name, 1.1, ("sngm.SNGM decay default",)) for size in SIZES for name in BLOCK_WISE),
+    ("1b", "sngm.LAMB decay default", 1.65, ("Adam fused",)),
+]
+# On CUDA the host must be done with a step of these before the GPU of a small model is, whatever the elements.
+QUICK_TO_CALL = ("sngm.SNGM default", "sngm.SNGM decay default", *BLOCK_WISE, "sngm.LAMB decay default")
+HOST_US = 150.0
+HOST_GROWTH = 1.25  # from 0.3 million elements in 59 tensors to 1 billion in 60: 1, and some noise
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+def judge(record: Record) -> list[Row]:
+    """Each limit with what was measured: PASS or MISS, SKIP where a size or someone else's optimizer did not run."""
+    if record["about"]["device"] == "cpu":
+        return [ratio(record, *limit) for limit in ON_CPU]
+    return [ratio(record, *limit) for limit in ON_CUDA] + host_limits(record)
+
+
+def verdict(what: str, limit: float, unit: str, measured: float | None, broken: bool) -> Row:
+    word = "MISS" if broken else "SKIP" if measured is None else "PASS" if measured <= limit else "MISS"
+    return {"what": what, "limit": limit, "unit": unit, "measured": measured, "verdict": word}
+
+
+def ratio(record: Record, size: str, name: str, limit: float, others: tuple[str, ...]) -> Row:
+    found = record["sizes"].get(size, {"contenders": {}})
+    rows = [found["contenders"].get(n) for n in (name, *others)]
+    times = [wall(record, row) for row in rows]
+    known = [t for t in times if t is not None]
+    measured = known[0] / sum(known[1:]) if len(known) == len(rows) else None
+    return verdict(f"{SIZES[size].label}: {name} / ({' + '.join(others)})", limit, "x", measured, is_broken(rows[0]))
+
+
+def host_limits(record: Record) -> list[Row]:
+    verdicts = []
+    for name in QUICK_TO_CALL:
+        rows = {key: size["contenders"].get(name) for key, size in record["sizes"].items()}
+        times = {key: row["host_us"]["median"] for key, row in rows.items() if row and row["host_us"]}
+        broken = any(map(is_broken, rows.values()))
+        worst = max(times.values(), default=None)
+        verdicts.append(verdict(f"host time of {name}, at its slowest size", HOST_US, " us", worst, broken))
+        growth = times["1b"] / times["resnet20"] if {"1b", "resnet20"} <= set(times) else None
+        verdicts.append(verdict(f"host time of {name}, 1B / ResNet-20", HOST_GROWTH, "x", growth, broken))
+    return verdicts
+
+
+def is_broken(row: Row | None) -> bool:
+    return row is not None and bool(row["unavailable"])
+
+
+def wall(record: Record, row: Row | None) -> float | None:
+    """Microseconds: the fastest on the CPU, where other processes only ever add; the median on a GPU."""
+    return float(row["wall_us"][record["about"]["statistic"]]) if row and row["wall_us"] else None
+
+
+def spoken(row: Row) -> str:
+    digits = 0 if row["unit"].strip() == "us" else 2
+    measured = "not measured" if row["measured"] is None else f"{row['measured']:.{digits}f}{row['unit']}"
+    return f"{row['verdict']}  {row['what']} <= {row['limit']:g}{row['unit']}: {measured}"
+
+
+# ---------------------------------------------------------------- Markdown
+
+
+def tables(record: Record) -> str:
+    """A Markdown table for each size."""
+    return "\n\n".join(table(record, size) for size in record["sizes"].values())
+
+
+def table(record: Record, size: Row) -> str:
+    parameters, statistic = size["parameters"], record["about"]["statistic"]
+    rows = list(size["contenders"].values())
+    measured = [row for row in rows if not row["unavailable"]]
+    reference = wall(record, size["contenders"].get("SGD fused"))
+
+    def floor(row: Row) -> float:
+        return float(1e6 * row["bytes"] * parameters / record["bandwidth"])
+
+    def of_wall(compute: Callable[[Row, float], str]) -> Callable[[Row], str]:
+        def cell(row: Row) -> str:
+            time = wall(record, row)
+            return "" if time is None else compute(row, time)
+
+        return cell
+
+    columns: list[tuple[str, Callable[[Row], str]]] = [
+        ("method", lambda row: row["method"]),
+        ("path", lambda row: row["path"]),
+        (f"wall ms ({statistic})", of_wall(lambda row, time: f"{time / 1e3:.3f}")),
+        ("spread", of_wall(lambda row, time: spread(row["wall_us"]))),
+        ("x SGD fused", of_wall(lambda row, time: f"{time / reference:.2f}" if reference else "")),
+        ("host us", lambda row: f"{row['host_us']['median']:.0f}" if row["host_us"] else ""),
+        ("GPU ms", lambda row: "" if row["gpu_us"] is None else f"{row['gpu_us'] / 1e3:.3f}"),
+        ("B/param", lambda row: f"{row['bytes']}"),
+        ("bound ms", lambda row: f"{floor(row) / 1e3:.3f}"),
+        ("wall / bound", of_wall(lambda row, time: f"{time / floor(row):.2f}")),
+        *((kind, counter(kind)) for kind in ("launches", "copies", "syncs")),
+        ("extra MB", lambda row: "" if row["peak_bytes"] is None else f"{row['peak_bytes'] / 1e6:.1f}"),
+    ]
+    cells = [[cell(row) for row in measured] for _, cell in columns]
+    kept = [(title, column) for (title, _), column in zip(columns, cells, strict=True) if any(column)]
+    widths = [max(map(len, (title, *column))) for title, column in kept]
+    lines = [
+        f"### {size['label']}: {parameters:,} parameters in {size['tensors']} tensors",
+        "",
+        line([title for title, _ in kept], widths),
+        "|" + "|".join("-" * (w + 2) if i < 2 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|",
+        *(line(row, widths) for row in zip(*(column for _, column in kept), strict=True)),
+    ]
+    absent = [f"{row['method']} {row['path']}: {row['unavailable']}" for row in rows if row["unavailable"]]
+    if absent:
+        lines += ["", "Not available:", "", *(f"- {reason}" for reason in absent)]
+    return "\n".join(lines)
+
+
+def counter(kind: str) -> Callable[[Row], str]:
+    return lambda row: "" if row[kind] is None else f"{row[kind]:g}"
+
+
+def line(cells: Sequence[str], widths: list[int]) -> str:
+    sized = zip(cells, widths, strict=True)
+    return "| " + " | ".join(c.ljust(w) if i < 2 else c.rjust(w) for i, (c, w) in enumerate(sized)) + " |"
+
+
+def spread(times: Row) -> str:
+    """The middle half of the samples, as a part of their median."""
+    return f"{100 * (times['q3'] - times['q1']) / times['median']:.1f} %"
+
+
+def legend(record: Record) -> str:
+    words = [
+        "spread: the middle half of the samples over their median.",
+        f"bound: the bytes a step must move (B/param) over the measured copy bandwidth, "
+        f"{record['bandwidth'] / 1e9:,.0f} GB/s; tensors that fit into a cache can beat it.",
+        "extra: the most memory a step needs beyond what it keeps.",
+    ]
+    if record["about"]["device"] != "cpu":
+        words += [
+            "wall: steps in a row between two synchronisations, over their number.",
+            "host: until step() returns, in steps one after the other.",
+            "GPU: durations of all kernels and copies of a step, summed, as the profiler reports them.",
+            "launches, copies, syncs: kernels run, copies and fills, and calls that wait for the GPU, a step.",
+        ]
+    return " ".join(words)
+
+
+def headline(record: Record) -> str:
+    return ", ".join(f"{key} {value}" for key, value in record["about"].items() if value)
+
+
+def markdown(record: Record) -> str:
+    verdicts = [f"- {spoken(row)}" for row in record["limits"]]
+    return "\n".join([headline(record), "", tables(record), "", legend(record), "", *verdicts, ""])
+
+
+# ---------------------------------------------------------------- the figure
+
+STYLE = (
+    "svg{--ink:#1a2230;--soft:#566072;--rule:#dde2ea;--paper:#fff;--ours:#0063a6}"
+    "@media (prefers-color-scheme:dark){"
+    "svg{--ink:#e8ecf3;--soft:#a3aec0;--rule:#323b4a;--paper:#12161d;--ours:#5cb8f0}}"
+    "text{font:11.5px system-ui,sans-serif;fill:var(--soft)}.head{font-weight:600;fill:var(--ink)}"
+    ".rule{stroke:var(--rule)}.dot{fill:var(--soft)}.ours .dot{fill:var(--ours)}.ours text{fill:var(--ink)}"
+    ".bound{stroke:var(--ink);stroke-width:1.5}"
+)
+NAMES, PLOT, LINE = 240, 380, 17  # pixels: the column of names, the plot beside it, the height of a row
+
+
+def figure(record: Record) -> str:
+    """One panel a size: a dot for each contender's wall time, on a log axis, and a tick at its bound."""
+    body, y = [], 46
+    for size in record["sizes"].values():
+        panel, height = draw_panel(record, size)
+        body.append(f'<g transform="translate(10,{y})">{panel}</g>')
+        y += height
+    title = f"Wall time of one optimizer step on {record['about']['hardware']}"
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {NAMES + PLOT + 50} {y}" role="img">'
+        f"<title>{escape(title)}</title><desc>Dots: measured. Ticks: bytes to move over copy bandwidth.</desc>"
+        f'<style>{STYLE}</style><rect width="100%" height="100%" style="fill:var(--paper)"/>'
+        f'<text class="head" x="10" y="18">{escape(title)}</text>'
+        f'<text x="10" y="34">dots: measured; ticks: the bytes it must move, at the speed of a copy</text>'
+        f"{''.join(body)}</svg>\n"
+    )
+
+
+def draw_panel(record: Record, size: Row) -> tuple[str, int]:
+    timed = [(time, row) for row in size["contenders"].values() if (time := wall(record, row))]
+    timed.sort(key=lambda pair: pair[0])
+    bounds = [1e6 * row["bytes"] * size["parameters"] / record["bandwidth"] for _, row in timed]
+    if not timed:
+        return "", 0
+    low = math.log10(min([*bounds, timed[0][0]])) - 0.05
+    high = math.log10(max([*bounds, timed[-1][0]])) + 0.05
+
+    def x(microseconds: float) -> float:
+        return NAMES + PLOT * (math.log10(microseconds) - low) / (high - low)
+
+    bottom = 22 + LINE * len(timed)
+    out = [f'<text class="head" x="0" y="14">{escape(size["label"])}</text>']
+    decades = range(math.floor(low), math.ceil(high) + 1)
+    factors = (1, 2, 5) if high - low < 2 else (1,)
+    for mark in (factor * 10.0**power for power in decades for factor in factors):
+        if low <= math.log10(mark) <= high:
+            out.append(f'<path class="rule" d="M{x(mark):.1f},20V{bottom}"/>')
+            out.append(f'<text x="{x(mark):.1f}" y="{bottom + 14}" text-anchor="middle">{mark / 1e3:g} ms</text>')
+    for i, ((time, row), bound) in enumerate(zip(timed, bounds, strict=True)):
+        y = 22 + LINE * (i + 0.5)
+        out.append(
+            f'<g class="{"ours" if row["ours"] else "theirs"}">'
+            f'<text x="{NAMES - 8}" y="{y + 4}" text-anchor="end">{escape(row["method"])} {escape(row["path"])}</text>'
+            f'<path class="bound" d="M{x(bound):.1f},{y - 5}v10"/>'
+            f'<circle class="dot" cx="{x(time):.1f}" cy="{y}" r="4"/></g>'
+        )
+    return "".join(out), bottom + 34
+
+
+# ---------------------------------------------------------------- the page
+
+
+def write_page(record: Record, page: Path = PAGE) -> None:
+    """Put the results between the page's markers for their device, and the figure beside the page."""
+    device = record["about"]["device"].partition(":")[0]
+    picture = page.with_name(f"performance-{device}.svg")
+    picture.write_text(figure(record))
+    known = [(key, str(value).replace("|", r"\|")) for key, value in record["about"].items() if value]
+    facts = "\n".join(f"| {key} | {value} |" for key, value in known)
+    limits = "\n".join(f"- {spoken(row)}" for row in record["limits"])
+    section = (
+        f"\n\n| run | |\n|---|---|\n{facts}\n\n![Wall time of a step]({picture.name})\n\n"
+        f"{tables(record)}\n\n{legend(record)}\n\nLimits:\n\n{limits}\n\n"
+    )
+    begin, end = f"<!-- results {device}: begin -->", f"<!-- results {device}: end -->"
+    text = page.read_text()
+    if begin not in text or end not in text:
+        raise SystemExit(f"{page} has no place for the results: {begin} ... {end}")
+    page.write_text(re.sub(f"{re.escape(begin)}.*?{re.escape(end)}", lambda _: begin + section + end, text, flags=re.S))
