@@ -93,21 +93,21 @@ class Arena:
             return (time.perf_counter() - start) / steps
 
     def seconds_on_host(self, contender: Contender) -> list[float]:
-        """Three samples of the time until step() returns, in steps that follow one another as in training.
+        """Samples of the time until step() returns, in steps that follow one another without a wait.
 
-        The first after a wait is left out: a processor that slept takes two to four times as long over any of them.
+        The first two are left out: a processor that has slept takes up to four times as long over them.
         """
         assert contender.step is not None
         seconds = []
         with self.keeping_grads(contender):
             self.wait()
-            for grads in 2 * (self.spare_grads, self.grads):  # ends with the gradients where all others expect them
+            for grads in 4 * (self.spare_grads, self.grads):  # ends with the gradients where all others expect them
                 if contender.new_grads:
                     self.point_at(grads)
                 start = time.perf_counter()
                 contender.step()
                 seconds.append(time.perf_counter() - start)
-        return seconds[1:]
+        return seconds[2:]
 
     def race(self, entrants: list[Contender], fewest: int, rounds: int, deadline: float) -> int:
         """Take as many rounds as the deadline leaves time for, within bounds, and say how many it were."""

@@ -7,7 +7,8 @@ import copy
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from operator import attrgetter, is_, itemgetter
+from functools import reduce
+from operator import attrgetter, is_, itemgetter, or_
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from .. import shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 
-data_ptr, is_contiguous, grad_of = Tensor.data_ptr, Tensor.is_contiguous, attrgetter("grad")
+data_ptr, is_contiguous, stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
+grad_of, params_of = attrgetter("grad"), itemgetter("params")
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 TRITON_DTYPES = {
@@ -176,33 +178,42 @@ class Plan:
         self.locals = [shards.local(p) for p in self.params]
         self.addresses = list(map(data_ptr, self.locals))
         self.everyone = list(range(len(self.params)))
+        self.empty = [i for i, p in enumerate(self.locals) if not p.numel()]
         self.sharded = any(map(shards.is_dtensor, self.params))
         self.quick = not self.sharded and not any(p.is_complex() for p in self.params)
         # the kernels walk memory in order: a parameter with gaps is worked on as a copy
         self.homes = [p.detach() if dense(p) else torch.empty_like(p.detach()) for p in self.locals]
         self.staged = [(p.detach(), twin) for p, twin in zip(self.locals, self.homes, strict=True) if not dense(p)]
         self.odd = [i for i, home in enumerate(self.homes) if not home.is_contiguous()]
+        self.even_matrices = [p for p in self.locals if p.ndim > 1 and p.is_contiguous()]
+        self.odd_params = [p for p in self.locals if not p.is_contiguous()]
+        self.strides = list(map(stride, self.odd_params))
         self.needs = [optimizer._needs_buffers(group) for group in groups]
+        self.adapt = [group.get("adapt") for group in groups]
         self.states = [optimizer._make_state(p, groups[at]) for p, at in zip(self.params, self.positions, strict=True)]
         for home, state in zip(self.homes, self.states, strict=True):
             for key in optimizer.BUFFERS:
                 if key in state and not alike(shards.local(state[key]), home):
                     state[key] = laid_out_as(home, state[key])
-        self.state, self.states_seen = optimizer.state, len(optimizer.state)
+        self.lengths = list(map(len, map(params_of, groups)))
+        self.inner = list(optimizer.state.values())
         self.buffers = []
-        for key in optimizer.BUFFERS:
+        for key in (*optimizer.BUFFERS, "step"):
             states = [state for state in self.states if key in state]
             self.buffers.append((itemgetter(key), states, [state[key] for state in states]))
         self.found: list[int] = []
+        self.grad_dtypes: list[Any] = []
         self.present: list[int] = []
         self.even_present: list[int] = []
         self.odd_present: list[int] = []
         self.odd_strides: list[Any] = []
-        self.held: list[Any] = []  # what the tables point to must live until the step is taken
-        self.rows: list[list[float]] = []
+        self.held: list[Any] = []  # copies the tables point to, until the step is taken
+        self.chosen_for: Any = None
+        self.constants: dict[str, Any] = {}
         self.kinds: list[Kind] = []
         self._find_gradients()
         self.kinds = [self._kind(i) for i in range(len(self.params))]
+        self.all_aligned = all(kind.aligned for kind in self.kinds)
         self.places: list[Place] = []
         for device in dict.fromkeys(home.device for home in self.homes):
             kinds = {i: kind for i, kind in enumerate(self.kinds) if self.homes[i].device == device}
@@ -236,7 +247,8 @@ class Plan:
         dtype = self.params[i].dtype
         grad = dtype if self.params[i].grad is None else self.params[i].grad.dtype
         aligned = all(a % WIDEST_LOAD == 0 for a in addresses)
-        return Kind(REAL.get(dtype, dtype), REAL.get(grad, grad), aligned, buffers[0] != 0)
+        buffered = self.needs[self.positions[i]] and buffers[0] != 0
+        return Kind(REAL.get(dtype, dtype), REAL.get(grad, grad), aligned, buffered)
 
     def ready(self) -> bool:
         """Bring the tables up to this step; False where that takes a new plan."""
@@ -245,26 +257,39 @@ class Plan:
         params = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
-        if optimizer.state is not self.state or len(self.state) != self.states_seen:
+        if list(map(len, map(params_of, groups))) != self.lengths:
             return False
-        for look_up, states, buffers in self.buffers:
-            if not all(map(is_, map(look_up, states), buffers)):
-                return False
+        if len(optimizer.state) != len(self.inner) or not all(map(is_, optimizer.state.values(), self.inner)):
+            return False
+        try:
+            for look_up, states, buffers in self.buffers:
+                if not all(map(is_, map(look_up, states), buffers)):
+                    return False
+        except KeyError:  # someone deleted one
+            return False
         if self.sharded:
             self.locals = [shards.local(p) for p in params]
         if not unmoved(self.locals, self.addresses, self.everyone):
             return False
+        # at the same place, but in another order; vectors have only one
+        if not all(map(is_contiguous, self.even_matrices)) or list(map(stride, self.odd_params)) != self.strides:
+            return False
         if [optimizer._needs_buffers(group) for group in groups] != self.needs:
+            return False
+        if [group.get("adapt") for group in groups] != self.adapt:
             return False
         return self._find_gradients()
 
     def _find_gradients(self) -> bool:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         grads = list(map(grad_of, self.params))
-        if self.quick and self._lie_as_before(grads):
+        if self.quick and self.kinds and self._lie_as_before(grads):
             if unmoved(grads, self.found, self.present):
                 return True
             found = [0 if g is None else g.data_ptr() for g in grads]
+            if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and self._have_dtypes_as_before(grads):
+                self.found = found
+                return True
         else:
             triples = zip(self.params, self.homes, grads, strict=True)
             self.held = grads = [None if g is None else usable(p, home, g) for p, home, g in triples]
@@ -278,12 +303,16 @@ class Plan:
             if self.needs[self.positions[i]] and not kind.buffered:
                 return False  # it was frozen, and has a gradient now
         self.found = found
+        self.grad_dtypes = [None if g is None else g.dtype for g in grads]
         self.present = [i for i, g in enumerate(grads) if g is not None]
         self.odd_present = [i for i in self.odd if grads[i] is not None]
         self.odd_strides = [grads[i].stride() for i in self.odd_present]
         odd = set(self.odd_present)
         self.even_present = [i for i in self.present if i not in odd]
         return True
+
+    def _have_dtypes_as_before(self, grads: list[Any]) -> bool:
+        return [None if g is None else g.dtype for g in grads] == self.grad_dtypes
 
     def _lie_as_before(self, grads: list[Any]) -> bool:
         """Whether the same parameters have gradients, in the same order in memory. This runs at every step."""
@@ -315,19 +344,16 @@ class Plan:
             place.update("grads", self.found)
             place.update("rates", [0 if rate is None else self._rate_address(rate, place.device) for rate in rates])
             place.update("settings", rows)
-        if rows != self.rows:
-            self.rows = rows
-            self._choose_constants()
-
-    def _choose_constants(self) -> None:
-        """What the kernels are compiled for, beside the kind of tensors."""
-        of = dict(zip(SETTINGS, zip(*self.rows, strict=True), strict=True))
-        method = self.optimizer.KERNEL
         scope = getattr(self.optimizer, "scope", "global")
-        for place in self.places:
-            place.ready.clear()
-        self.by_tensor = method != "sngm" or scope == "tensor"
-        self.constants = {
+        if (rows, scope) != self.chosen_for:
+            self.chosen_for = (rows, scope)
+            self._choose_constants(rows, scope)
+
+    def _choose_constants(self, rows: list[list[float]], scope: str) -> None:
+        """What the kernels are compiled for, beside the kind of tensors."""
+        of = dict(zip(SETTINGS, zip(*rows, strict=True), strict=True))
+        method = self.optimizer.KERNEL
+        constants = {
             "METHOD": method,
             "SCOPE": scope,
             "LAMB": method == "lamb",
@@ -340,7 +366,13 @@ class Plan:
             "CLAMPS": any(map(math.isfinite, of["clamp"])),
             "STOCHASTICALLY": any(of["stochastic"]),
         }
-        if self.constants["STOCHASTICALLY"]:
+        if constants == self.constants:
+            return  # other numbers, such as another learning rate
+        self.constants = constants
+        self.by_tensor = method != "sngm" or scope == "tensor"
+        for place in self.places:
+            place.ready.clear()
+        if constants["STOCHASTICALLY"]:
             step = self.optimizer._rounding_step(self.places[0].device)
             for place in self.places:
                 place.pool["rounds"] = step if place is self.places[0] else step.to(place.device)
@@ -396,6 +428,23 @@ class Plan:
                 self._launch(kernels.along)
         for parameter, twin in self.staged:
             parameter.copy_(twin)
+        self._note_for_empty_tensors()
+        self.held.clear()
+
+    def _note_for_empty_tensors(self) -> None:
+        """Write down what programs would have, had there been an element for them to work on."""
+        optimizer, pool = self.optimizer, self.places[0].pool
+        moved = [self.states[i] for i in self.empty if self.params[i].grad is not None]
+        steps = [state["step"] for state in moved if "step" in state]  # LAMB's
+        if self.places[0].sections and not steps:
+            return
+        total = pool["spans"][0]
+        sound = total.isfinite() & (pool["found_inf"] == 0).reshape(())
+        for step in steps:
+            step.add_(sound.to(step.device))
+        if not self.places[0].sections:
+            optimizer._grad_norm.copy_(total.sqrt() / pool["scale"])
+            optimizer._skipped.add_(~sound)
 
     def _launch(self, kernel: Any) -> None:
         for place in self.places:

@@ -1,0 +1,577 @@
+"""The Triton kernels on the CPU, by Triton's interpreter: every rule, every layout of memory, changes between steps."""
+
+import copy
+import functools
+import importlib
+import pickle
+import sys
+
+import pytest
+import torch
+from harness import build, clone_params, gradients, make_params, run, same, states, step
+from methods import CASES, SHAPES, Twin
+from methods import make_params as small_params
+from methods import run as run_twin
+
+from sngm import CLARS
+from sngm.optim import kernels
+
+pytest.importorskip("triton")
+
+RULES = ["sngm", "lars-momentum", "lamb"]  # of one pass over the gradients, of two, and with a second buffer
+FEW = [(5, 13), (2, 3, 2, 2)]
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
+OURS = ("sngm.optim.kernels.device", "sngm.optim.kernels.plan")
+
+
+def loaded():
+    names = [n for n in sys.modules if n in OURS or (n.split(".")[0] == "triton" and not n.startswith("triton._C"))]
+    return {name: sys.modules.pop(name) for name in names}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plans():
+    """The module of plans, over a Triton of its own that interprets: other tests of this process see neither."""
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere = loaded()
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(kernels, "DEVICES", ("cpu",))
+        for name in ("device", "plan"):
+            patch.delattr(kernels, name, raising=False)
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        # once for each function, not at each call: that would take half of the time
+        patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
+        patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
+        yield importlib.import_module(OURS[1])
+        aside = {f"interpreted {name}": module for name, module in loaded().items()}
+        sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
+        for name in ("device", "plan"):
+            vars(kernels).pop(name, None)
+
+
+@pytest.fixture
+def chunks(monkeypatch, plans):
+    """Make programs work on so many elements, and so many at once; sums of more than 2 numbers take a loop."""
+
+    def choose(chunk, block):
+        monkeypatch.setattr(plans, "chunk_sizes", lambda _: {"CHUNK": chunk, "BLOCK": block, "warps": 4})
+        monkeypatch.setattr(plans.kernels, "LANES", 2)
+
+    return choose
+
+
+class Pair:
+    """An optimizer on the kernels beside one on foreach, over copies of its parameters."""
+
+    def __init__(self, rule, params=None, groups=({},), **settings):
+        self.params = make_params(torch.float64, FEW) if params is None else params
+        self.others = clone_params(self.params)
+        self.ours, self.theirs = (
+            build(rule, [{"params": some[i :: len(groups)], **own} for i, own in enumerate(groups)], path, **settings)
+            for some, path in ((self.params, "default"), (self.others, "foreach"))
+        )
+
+    def step(self, t, grads=None):
+        """Both step with these gradients, or those of step t, and must agree."""
+        grads = gradients(self.others, t) if grads is None else grads
+        before = copy.deepcopy(grads)
+        step(self.theirs, self.others, grads)
+        step(self.ours, self.params, grads)
+        plan = self.ours._plan
+        assert plan is not None
+        assert not any(kind.aligned and at % 16 for kind, at in zip(plan.kinds, plan.found, strict=True))
+        for p, g, was in zip(self.params, grads, before, strict=True):
+            assert p.grad is g
+            assert g is None or torch.equal(g.to_dense().nan_to_num(7.0), was.to_dense().nan_to_num(7.0))
+        self.check()
+
+    def check(self):
+        for a, b in zip(self.params, self.others, strict=True):
+            close(a, b)
+        for a, b in zip(states(self.ours), states(self.theirs), strict=True):
+            assert a.keys() == b.keys()
+            for key in a:
+                close(a[key], b[key])
+        torch.testing.assert_close(self.ours.grad_norm, self.theirs.grad_norm, equal_nan=True)
+        assert self.ours.skipped == self.theirs.skipped
+
+
+def close(a, b):
+    assert a.dtype == b.dtype
+    assert (a - b).norm() <= TOLERANCE[a.dtype] * b.norm()
+
+
+# ---------------------------------------------------------------- rules
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_rule_equals_the_reference(case):
+    name, settings = CASES[case]
+    params = small_params([(7,), (3, 3), (2, 4)], torch.float64)
+    run_twin(Twin(name, params, settings, groups=[[0, 2], [1]]), steps=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", ["SNGM coupled global nesterov", "SNGM decoupled tensor", "LARS momentum", "LAMB"])
+def test_every_dtype_equals_the_reference(case, dtype):
+    name, settings = CASES[case]
+    params = small_params([(7,), (3, 3), (64,)], dtype)
+    run_twin(Twin(name, params, settings, groups=[[0, 2], [1]]), steps=3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_every_rule_equals_the_reference_in_every_dtype(case, dtype):
+    name, settings = CASES[case]
+    twin = Twin(name, small_params(SHAPES, dtype), settings, "fused", groups=[[0, 2, 4, 6, 8], [1, 3, 5, 7]])
+    run_twin(twin, steps=20 if (case, dtype) == ("LARS maximize", torch.float32) else 6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_complex_parameters_step_as_pairs_of_reals(rule):
+    pair = Pair(rule, make_params(torch.complex64, FEW))
+    pair.step(0)
+    pair.step(1, [g.conj() for g in gradients(pair.others, 1)])
+    pair.step(2, [p.grad.conj() for p in pair.params])  # the same memory again
+
+
+@pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+def test_groups_of_sngm_have_their_own_settings(scope):
+    groups = (
+        {"nesterov": True, "maximize": True},
+        {"lr": 0.3, "weight_decay": 0.2, "weight_decay_mode": "decoupled", "momentum": 0.5},
+        {"lr": 0.05, "weight_decay": 0.3, "weight_decay_mode": "after_norm", "momentum": 0.0},
+    )
+    pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3), (5,), (2, 2), (4,)]), groups, scope=scope)
+    for t in range(3):
+        pair.step(t)
+
+
+@pytest.mark.parametrize(
+    ("rule", "groups"),
+    [
+        ("lars", ({"variant": "momentum"}, {"momentum": 0.0}, {"variant": "unscaled", "clamp_grad": 0.5})),
+        ("lars", ({"variant": "momentum", "momentum": 0.0}, {"phi": (0.5, 1.0)}, {"adapt": False, "maximize": True})),
+        ("clars", ({"max_ratio": None}, {"adapt": False, "momentum": 0.0}, {"lr": 0.1, "maximize": True})),
+        ("lamb", ({"betas": (0.5, 0.9)}, {"adapt": False, "bias_correction": False}, {"max_grad_norm": None})),
+    ],
+)
+def test_groups_have_their_own_settings(rule, groups):
+    pair = Pair(rule, make_params(torch.float64, [(7,), (3, 3), (5, 2), (2, 2), (4,)]), groups)
+    for t in range(3):
+        pair.step(t)
+
+
+def test_one_norm_spans_parameters_of_several_dtypes():
+    params = small_params([(7,), (3, 3)], torch.bfloat16) + small_params([(7,), (2, 2)], torch.float32, seed=1)
+    twin = Twin("SNGM", params, {"lr": 0.3, "weight_decay": 0.05, "momentum": 0.9})
+    run_twin(twin, steps=3)
+    exact = torch.cat([(p.grad.double() + 0.05 * p.detach().double()).flatten() for p in params])
+    twin.optimizer.param_groups[0]["lr"] = 0.0
+    twin.optimizer.step()
+    torch.testing.assert_close(twin.optimizer.grad_norm.double(), exact.norm(), rtol=1e-6, atol=0.0)
+
+
+def test_low_precision_parameters_take_float32_gradients():
+    params, others = (make_params(torch.bfloat16, FEW) for _ in range(2))
+    for p in params:
+        p.grad_dtype = torch.float32
+    ours, theirs = build("sngm", params), build("sngm", others)
+    for t in range(2):
+        grads = gradients(others, t)
+        step(ours, params, [g.float() for g in grads])
+        step(theirs, others, grads)
+    assert same(ours, params, theirs, others)
+
+
+# ---------------------------------------------------------------- what may change between steps
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_without_a_gradient_stand_still(rule):
+    pair = Pair(rule)
+    for t, present in enumerate([(1, 0), (0, 1), (1, 1), (0, 0)]):
+        pair.step(t, [g if here else None for g, here in zip(gradients(pair.others, t), present, strict=True)])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_frozen_parameter_thaws(rule):
+    params = make_params(torch.float64, FEW)
+    params[0].requires_grad_(False)
+    pair = Pair(rule, params)
+    pair.step(0, [None, *gradients(pair.others, 0)[1:]])
+    assert not pair.ours.state[params[0]]
+    for p in (pair.params[0], pair.others[0]):
+        p.requires_grad_(True)
+    pair.step(1)
+    pair.step(2)
+
+
+def move(p):
+    p.data = p.data.clone()
+
+
+def move_to_channels_last(p):
+    p.data = p.data.to(memory_format=torch.channels_last) if p.ndim == 4 else p.data.clone()
+
+
+def turn_where_it_is(p):
+    if p.ndim == 4:  # the same address, other strides
+        p.data = torch.as_strided(p.data, p.shape, (12, 1, 6, 3)).copy_(p.data.clone())
+
+
+@pytest.mark.parametrize("change", [move, move_to_channels_last, turn_where_it_is])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_parameter_whose_memory_is_replaced_gets_a_new_plan(rule, change):
+    pair = Pair(rule)
+    pair.step(0)
+    plan = pair.ours._plan
+    for p in pair.params:
+        change(p)
+    pair.step(1)
+    assert pair.ours._plan is not plan
+    pair.step(2)
+
+
+def test_a_parameter_cast_where_it_lies_gets_a_new_plan():
+    params, others = make_params(torch.float64, FEW), make_params(torch.float64, FEW)
+    ours, theirs = build("sngm", params), build("sngm", others, "foreach")
+    run(ours, params, 1)
+    run(theirs, others, 1)
+    for p, q in zip(params, others, strict=True):
+        p.grad = q.grad = None
+        q.data = q.data.float()
+        memory = p.data.view(-1)
+        p.data = memory.view(torch.float32)[: p.numel()].view(p.shape).copy_(p.data.clone())
+        assert p.data_ptr() == memory.data_ptr()
+    run(ours, params, 1, start=1)
+    run(theirs, others, 1, start=1)
+    for a, b in zip(params, others, strict=True):
+        close(a, b)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fresh_gradients_every_step_need_no_new_plan(rule):
+    pair = Pair(rule)
+    pair.step(0)
+    plan, kept = pair.ours._plan, [p.grad for p in pair.params]
+    for t in range(1, 3):
+        pair.ours.zero_grad(set_to_none=True)
+        pair.step(t)
+        kept += [p.grad for p in pair.params]  # so that no address comes again
+        assert pair.ours._plan is plan
+
+
+def replace_buffers(pair):
+    for optimizer in (pair.ours, pair.theirs):
+        for state in optimizer.state.values():
+            state.update({key: value.clone() * 0.5 for key, value in state.items() if key != "step"})
+
+
+def start_anew(pair):
+    for optimizer in (pair.ours, pair.theirs):
+        for group in optimizer.param_groups:
+            for p in group["params"]:
+                optimizer.state[p] = {}
+
+
+def forget_everything(pair):
+    pair.ours.state.clear()
+    pair.theirs.state.clear()
+
+
+def load_a_checkpoint(pair):
+    saved = copy.deepcopy(pair.theirs.state_dict())
+    for entry in saved["state"].values():
+        for key, value in entry.items():
+            value.mul_(0.5) if key != "step" else value.add_(3.0)
+    pair.ours.load_state_dict(saved)
+    pair.theirs.load_state_dict(saved)
+
+
+def add_a_group(pair):
+    new = make_params(torch.float64, [(3, 4), (3,)])
+    for optimizer, params, some in ((pair.ours, pair.params, new), (pair.theirs, pair.others, clone_params(new))):
+        optimizer.add_param_group({"params": some, "lr": 0.02})
+        params += some
+
+
+@pytest.mark.parametrize(
+    "change", [replace_buffers, start_anew, forget_everything, load_a_checkpoint, add_a_group], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_step_goes_on_from_state_that_was_replaced(rule, change):
+    pair = Pair(rule)
+    pair.step(0)
+    change(pair)
+    pair.step(1)
+    pair.step(2)
+
+
+def test_a_count_of_steps_that_was_replaced_counts():
+    pair = Pair("lamb")
+    pair.step(0)
+    for optimizer in (pair.ours, pair.theirs):
+        for state in optimizer.state.values():
+            state["step"] = torch.tensor(10.0)
+    pair.step(1)
+    pair.step(2)
+
+
+@pytest.mark.parametrize(
+    ("rule", "changes"),
+    [
+        ("sngd", {"momentum": 0.9}),
+        ("sngm", {"momentum": 0.0}),
+        ("sngm", {"weight_decay_mode": "decoupled", "nesterov": True}),
+        ("sngm", {"weight_decay": 0.0, "maximize": True}),
+        ("sngm", {"lr": 0.7}),
+        ("lamb", {"lr": torch.tensor(0.7, dtype=torch.float64)}),
+        ("lamb", {"betas": (0.5, 0.8), "eps": 1e-3}),
+        ("lars", {"adapt": False}),
+        ("lars", {"variant": "momentum", "trust_coefficient": 1.0}),
+        ("lars-momentum", {"variant": "you2017", "clamp_grad": 0.3}),
+        ("clars", {"lr": torch.tensor(0.7, dtype=torch.float64), "max_ratio": None}),
+    ],
+    ids=str,
+)
+def test_settings_may_change_between_steps(rule, changes):
+    pair = Pair(rule)
+    pair.step(0)
+    for optimizer in (pair.ours, pair.theirs):
+        optimizer.param_groups[0].update(changes)
+    pair.step(1)
+    pair.step(2)
+
+
+def test_a_parameter_may_change_its_group():
+    pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3)]), ({"lr": 0.1}, {"lr": 0.7, "nesterov": True}))
+    pair.step(0)
+    for optimizer in (pair.ours, pair.theirs):
+        first, second = optimizer.param_groups
+        first["params"].append(second["params"].pop())
+    pair.step(1)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
+)
+@pytest.mark.parametrize("rule", RULES)
+def test_a_copy_of_an_optimizer_goes_on_by_itself(rule, copied):
+    params = make_params(shapes=FEW)
+    optimizer = build(rule, params)
+    run(optimizer, params, 1)
+    twins, twin = copied((params, optimizer))
+    assert twin._plan is None
+    run(twin, twins, 1, start=1)
+    assert not same(optimizer, params, twin, twins)
+    run(optimizer, params, 1, start=1)
+    assert same(optimizer, params, twin, twins)
+
+
+# ---------------------------------------------------------------- how tensors lie in memory
+
+
+def transposed(p, g):
+    return g.t().contiguous().t() if p.ndim == 2 else g
+
+
+def channels_last(p, g):
+    return g.to(memory_format=torch.channels_last) if p.ndim == 4 else g
+
+
+def with_gaps(p, g):
+    return torch.stack([g, g + 1.0], -1)[..., 0]
+
+
+def unaligned(p, g):
+    return torch.cat([g.new_zeros(1), g.flatten()])[1:].view(g.shape)
+
+
+def expanded(p, g):
+    return g.reshape(-1)[0].expand(g.shape)
+
+
+def sparse(p, g):
+    return g.to_sparse()
+
+
+def of_zeros(p, g):
+    return torch.zeros_like(g)
+
+
+@pytest.mark.parametrize(
+    "lay", [transposed, channels_last, with_gaps, unaligned, expanded, sparse, of_zeros], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("rule", ["sngm", "lamb"])
+def test_gradients_may_lie_anyhow(rule, lay):
+    pair = Pair(rule)
+    pair.step(0)
+    for t in (1, 2):
+        pair.step(t, [lay(p, g) for p, g in zip(pair.params, gradients(pair.others, t), strict=True)])
+    pair.step(3)
+
+
+@pytest.mark.parametrize("rule", ["sngm", "lamb"])
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
+def test_the_same_memory_may_be_read_in_another_order(rule, form):
+    params = make_params(torch.float64, [(3, 3, 3, 3)])
+    params[0].data = params[0].data.to(memory_format=form)
+    pair = Pair(rule, params)
+    memory = torch.randn(81, dtype=torch.float64)
+    grads = [memory.view(3, 3, 3, 3).permute(order) for order in [(0, 1, 2, 3), (1, 0, 3, 2), (0, 3, 1, 2)]]
+    for t, i in enumerate([0, 1, 2, 2, 0]):
+        memory.normal_()
+        pair.step(t, [grads[i]])
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_may_lie_anyhow(rule):
+    memory = torch.full((200,), 3.0)
+    guard = torch.ones(200, dtype=torch.bool)
+    layouts = [
+        ((9,), (1,), 1),  # begins 4 bytes into the memory
+        ((4, 5), (7, 1), 12),  # rows with gaps
+        ((3, 2, 2, 2), (8, 1, 4, 2), 48),  # channels last
+        ((5,), (2,), 81),
+        ((2, 3), (1, 2), 101),  # transposed, unaligned
+        ((), (), 110),
+        ((0, 3), (3, 1), 112),
+    ]
+    params = []
+    for shape, strides, start in layouts:
+        leaf = memory.as_strided(shape, strides, start).detach()
+        params.append(leaf.copy_(torch.randn(shape)).requires_grad_())
+        guard.as_strided(shape, strides, start).fill_(False)
+    pair = Pair(rule, params)
+    for t in range(3):
+        pair.step(t, gradients(pair.others, t) if t < 2 else [p.detach().clone() + 1.0 for p in params])
+    assert (memory[guard] == 3.0).all()
+    assert [kind.aligned for kind in pair.ours._plan.kinds[:5]] == [False, True, True, True, False]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_nothing_but_empty_tensors_is_no_error(rule):
+    params = make_params(torch.float64, [(0,), (3, 0)])
+    optimizer = build(rule, params)
+    run(optimizer, params)
+    assert optimizer.grad_norm == 0.0
+    assert optimizer.skipped == 0
+
+
+@pytest.mark.parametrize("rule", ["sngm", "sngm-group", "lars-momentum", "clars", "lamb"])
+def test_tensors_of_many_chunks_step_right_and_nothing_beside_them_is_touched(rule, chunks):
+    chunks(64, 32)
+    sizes = [1, 31, 32, 33, 63, 64, 65, 200]
+    spaced = [torch.full((3, size + 128), torch.nan, dtype=torch.float64) for size in sizes]
+    params = []
+    for (w, *_), size in zip(spaced, sizes, strict=True):
+        leaf = w[64 : 64 + size].detach()
+        params.append(leaf.copy_(torch.linspace(-1.0, 1.0, size)).requires_grad_())
+    pair = Pair(rule, params, ({"adapt": True},) if rule in ("lars-momentum", "clars") else ({}, {}))
+    for t in range(2):
+        grads = [room[1 + t, 64 : 64 + size] for room, size in zip(spaced, sizes, strict=True)]
+        for room, value in zip(grads, gradients(pair.others, t), strict=True):
+            room.copy_(value)
+        pair.step(t, grads)
+    assert all(room[0, :64].isnan().all() and room[0, -64:].isnan().all() for room in spaced)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(1, 1), (32, 32), (64, 16), (256, 64), (1024, 1024)], ids=str)
+@pytest.mark.parametrize("rule", RULES)
+def test_the_size_of_chunks_does_not_matter(rule, sizes, chunks):
+    chunks(*sizes)
+    pair = Pair(rule, make_params(torch.float64, [(65,), (3, 31), (1,)]))
+    for t in range(2):
+        pair.step(t)
+
+
+@pytest.mark.parametrize("rule", ["sngm", "lars", "lars-momentum", "clars", "lamb"])
+def test_two_runs_are_bit_identical(rule, chunks):
+    chunks(16, 8)
+    runs = []
+    for _ in range(2):
+        params = make_params(shapes=[(33,), (2, 9)])
+        optimizer = build(rule, params)
+        run(optimizer, params, 2)
+        runs.append((optimizer, params))
+    assert same(*runs[0], *runs[1])
+
+
+# ---------------------------------------------------------------- steps that must not be taken
+
+
+@pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
+@pytest.mark.parametrize("rule", ["sngm", "sngm-group", "lars", "lars-momentum", "clars", "lamb"])
+def test_a_gradient_that_is_not_finite_changes_no_bit(rule, bad, chunks):
+    chunks(16, 8)
+    pair = Pair(rule, make_params(torch.float64, [(5, 5), (7,)]))
+    for t in range(3):
+        grads = gradients(pair.others, t)
+        if t != 1:
+            pair.step(t, grads)
+            continue
+        grads[0][4, 1] = bad
+        before = copy.deepcopy((pair.params, states(pair.ours)))
+        pair.step(t, grads)
+        assert all(map(torch.equal, before[0], pair.params))
+        assert all(torch.equal(a[k], b[k]) for a, b in zip(before[1], states(pair.ours), strict=True) for k in a)
+        assert not pair.ours.grad_norm.isfinite()
+    assert pair.ours.skipped == 1
+
+
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+def test_a_mean_norm_that_is_not_finite_skips_the_step_unless_its_gradient_is_missing(bad):
+    params = make_params(torch.float64, [(3, 3), (2, 2)])
+    before = copy.deepcopy(params)
+    optimizer = build("clars", params)
+    params[0].grad = torch.ones(3, 3, dtype=torch.float64)
+    optimizer.step(mean_norms=[bad, 1.0])
+    assert all(map(torch.equal, before, params))
+    assert optimizer.skipped == 1
+    optimizer.step(mean_norms=torch.tensor([1.0, bad]))
+    assert optimizer.skipped == 1
+    assert not torch.equal(before[0], params[0])
+
+
+@pytest.mark.parametrize(
+    "rule", ["sngm", "sngm-after-norm", "sngm-decoupled", "block-sngm", "lars", "lars-unscaled", "lars-momentum",
+    "clars", "lamb"]
+)  # fmt: skip
+def test_a_loss_scale_is_divided_out_and_any_found_inf_but_zero_skips(rule):
+    params, twins = make_params(shapes=FEW), make_params(shapes=FEW)
+    optimizer, twin = build(rule, params, fused=True), build(rule, twins)
+    for t, found_inf in enumerate([1, 0, 2, 0]):
+        grads = gradients(params, t)
+        shape = () if t < 2 else (1,)  # both are in use
+        optimizer.grad_scale, optimizer.found_inf = torch.full(shape, 8.0), torch.full(shape, float(found_inf))
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g * 8.0
+        norms = {"mean_norms": [float(g.double().norm()) + 0.5 for g in grads]} if isinstance(twin, CLARS) else {}
+        optimizer.step(**norms)
+        if not found_inf:
+            step(twin, twins, grads)
+            assert optimizer.grad_norm == twin.grad_norm
+        assert same(optimizer, params, twin, twins)
+    assert optimizer.skipped == 2
+
+
+def test_a_gradient_scaler_of_torch_drives_a_fused_optimizer():
+    results = []
+    for scale in (None, 2.0**10):
+        params = make_params(shapes=[(6, 4), (4,)])
+        optimizer = build("sngm", params, fused=True)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=scale is not None)
+        for t in range(4):
+            if t == 1 and not scale:
+                continue
+            optimizer.zero_grad()
+            loss = (params[0] @ params[1] - 1.0).square().sum()
+            scaler.scale(loss * torch.inf if t == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        results.append((optimizer, params))
+    assert results[1][0].skipped == 1
+    assert same(*results[0], *results[1])
