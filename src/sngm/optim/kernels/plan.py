@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import attrgetter, is_, itemgetter, or_
+from operator import attrgetter, is_, itemgetter, methodcaller, or_
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 
 data_ptr, is_contiguous, stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
 grad_of, params_of = attrgetter("grad"), itemgetter("params")
+NO_CONTEXT = contextlib.nullcontext()
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 TRITON_DTYPES = {
@@ -157,9 +158,8 @@ class Place:
 
     def here(self) -> Any:
         """The context in which launches go to this device."""
-        if self.device.type != "cuda" or self.device.index == torch.cuda.current_device():
-            return contextlib.nullcontext()
-        return torch.cuda.device(self.device)
+        current = self.device.type != "cuda" or self.device.index == torch._C._cuda_getDevice()
+        return NO_CONTEXT if current else torch.cuda.device(self.device)
 
 
 class Plan:
@@ -196,11 +196,13 @@ class Plan:
                 if key in state and not alike(shards.local(state[key]), home):
                     state[key] = laid_out_as(home, state[key])
         self.lengths = list(map(len, map(params_of, groups)))
-        self.inner = list(optimizer.state.values())
-        self.buffers = []
+        self.entries = len(optimizer.state)
+        self.known: list[tuple[Any, list[Any]]] = []  # how to look up what the tables point to in the state
         for key in (*optimizer.BUFFERS, "step"):
-            states = [state for state in self.states if key in state]
-            self.buffers.append((itemgetter(key), states, [state[key] for state in states]))
+            tensors = [state.get(key) for state in optimizer.state.values()]
+            if any(tensor is not None for tensor in tensors):
+                everywhere = all(key in state for state in optimizer.state.values())
+                self.known.append((itemgetter(key) if everywhere else methodcaller("get", key), tensors))
         self.found: list[int] = []
         self.grad_dtypes: list[Any] = []
         self.present: list[int] = []
@@ -259,11 +261,12 @@ class Plan:
             return False
         if list(map(len, map(params_of, groups))) != self.lengths:
             return False
-        if len(optimizer.state) != len(self.inner) or not all(map(is_, optimizer.state.values(), self.inner)):
+        states = optimizer.state.values()
+        if len(states) != self.entries:
             return False
         try:
-            for look_up, states, buffers in self.buffers:
-                if not all(map(is_, map(look_up, states), buffers)):
+            for look_up, tensors in self.known:
+                if not all(map(is_, map(look_up, states), tensors)):
                     return False
         except KeyError:  # someone deleted one
             return False
