@@ -7,6 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -18,6 +19,7 @@ from . import checks, kernels, norms
 from .shards import Shards, like, local, local_gradient
 from .work import Bucket, Closure, Work, evaluate, state_dtype
 
+grad_of = attrgetter("grad")
 GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
 
@@ -39,6 +41,7 @@ class LargeBatchOptimizer(Optimizer):
 
     _shards = Shards(())  # of the parameters as they were at the last step
     _plan: Any = None  # of a step by our own kernels
+    _watched = False  # while hooks and profilers see a step
     _captured: tuple[Any, ...] = ()  # plans that CUDA graphs were made of
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -65,7 +68,11 @@ class LargeBatchOptimizer(Optimizer):
         owners = [p for group in self.param_groups for p in group["params"]]
         if not owners and norm_group is None:
             raise ValueError("params must hold at least one parameter, got only empty groups")
-        home = owners[0].device if owners else torch.device("cpu")
+        home = torch.device("cpu")
+        if owners:
+            home = owners[0].device
+        elif dist.get_backend(norm_group) == "nccl":  # which exchanges nothing that is on the host
+            home = torch.device("cuda", torch.cuda.current_device())
         if home.type == "meta":  # the model will be materialised later, these are read from the start
             home = torch.device("cpu")
         exact = any(p.dtype in (torch.float64, torch.complex128) for p in owners)
@@ -123,6 +130,8 @@ class LargeBatchOptimizer(Optimizer):
         for p in param_group["params"]:
             self._make_state(p, param_group)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
+        if param_group.get("stochastic_rounding") and param_group["params"]:
+            self._rounding_step(param_group["params"][0].device)  # from the start, so that every checkpoint has it
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
@@ -199,6 +208,7 @@ class LargeBatchOptimizer(Optimizer):
         if "defaults" in state:  # unpickled or copied
             super().__setstate__(state)
             self.__dict__.setdefault("norm_group", None)
+            self._find_shards([p for group in self.param_groups for p in group["params"]])
             return
         self._plan = None
         groups = []
@@ -240,6 +250,7 @@ class LargeBatchOptimizer(Optimizer):
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
         twin.norm_group = self.norm_group  # a process group cannot be copied, and is meant to be shared
+        twin._find_shards([p for group in twin.param_groups for p in group["params"]])
         return twin
 
     # ---------------------------------------------------------------- one step
@@ -253,7 +264,11 @@ class LargeBatchOptimizer(Optimizer):
     def _take_step(self, *given: Any) -> None:
         plan = self._plan_step()
         if plan is not None:
-            plan.step(*given)
+            try:
+                plan.step(self, *given)
+            except BaseException:  # kernels that did not run left counters behind
+                self._plan = None
+                raise
         else:
             with torch.no_grad():
                 self._step(*given)
@@ -288,26 +303,41 @@ class LargeBatchOptimizer(Optimizer):
         group["rounding_step"] = step
         return step
 
+    def _wants_kernels(self) -> bool:
+        """Whether the groups leave the choice to us, or ask for fused steps."""
+        return self.KERNEL is not None and all(
+            group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
+        )
+
     def _plan_step(self) -> Any:
         """A plan of this step for our own kernels, or None where they do not serve."""
-        if self.KERNEL is None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
-        if not all(
-            group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
-        ):
-            return None
-        plan = self._plan
-        if plan is None or not plan.ready():
+        params = self.param_groups[0]["params"]
+        if len(self.param_groups) > 1:
             params = [p for group in self.param_groups for p in group["params"]]
-            if not params or not kernels.serve(params):
-                return None
-            from .kernels.plan import Plan  # not before a GPU is used: it needs Triton
+        plan, self._plan = self._plan, None
+        if plan is not None:
+            grads = pieces_of_gradients(params, plan.sharded)
+            if plan.ready(self, params, grads):
+                self._plan = plan
+                if not plan.capturing():
+                    return plan
+                plan = plan.for_capture()
+                self._captured += (plan,)  # a graph needs its memory for as long as it may be replayed
+                return plan
+        if not (self._wants_kernels() and params and kernels.serve(params)):
+            return None
+        from .kernels.plan import Plan  # not before a GPU is used: it needs Triton
 
-            self._find_shards(params)
-            self._plan = plan = Plan(self)
-        if plan.capturing():
-            plan = plan.for_capture()
+        self._find_shards(params)
+        if plan is None or plan.sharded != self._shards.sharded:
+            grads = pieces_of_gradients(params, self._shards.sharded)
+        plan = Plan(self, params, grads)
+        if plan.capturing():  # its tables are filled when the graph runs, and are nothing to go by until then
             self._captured += (plan,)
+        else:
+            self._plan = plan
         return plan
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
@@ -436,6 +466,14 @@ class LargeBatchOptimizer(Optimizer):
         return bad
 
 
+def pieces_of_gradients(params: list[Tensor], sharded: bool) -> list[Any]:
+    """The gradients, of DTensors the pieces here; None where there is none."""
+    grads = list(map(grad_of, params))
+    if sharded:
+        return [None if g is None else local_gradient(p, g) for p, g in zip(params, grads, strict=True)]
+    return grads
+
+
 def _unwatched(step: Any) -> Any:
     """`step` with torch's hooks and its mark for profilers, which take 15 us, only where someone looks."""
     watched = Optimizer.profile_hook_step(step)
@@ -449,7 +487,14 @@ def _unwatched(step: Any) -> Any:
             or self._optimizer_step_post_hooks
             or any(GLOBAL_HOOKS)
         ):
-            return watched(self, *args, **kwargs)
+            if torch.compiler.is_compiling():
+                return watched(self, *args, **kwargs)
+            if not self._watched:  # a subclass's step may call this one
+                self._watched = True
+                try:
+                    return watched(self, *args, **kwargs)
+                finally:
+                    self._watched = False
         return step(self, *args, **kwargs)
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # or torch would wrap it again

@@ -26,7 +26,8 @@ def rounded(values: Tensor, index: int, step: Tensor) -> Tensor:
     ([1.0, 1.0078125], 1.001)
     """
     key = mix((mix(step & WORD) + index) & WORD)
-    place = torch.arange(values.numel(), device=values.device).reshape(values.shape)
+    # in memory, not among the indices: a kernel sees nothing else
+    place = torch.arange(values.numel(), device=values.device).as_strided(values.shape, values.stride())
     chance = mix((mix((place & WORD) ^ key) + (place >> 32)) & WORD) & 0xFFFF
     bits = values.view(torch.int32)
     finite = (bits & 0x7F800000) != 0x7F800000

@@ -126,7 +126,7 @@ def _spans(table, sums, spans, tensors, groups, BY_GROUP: tl.constexpr):
 
 
 @triton.jit
-def _squares(
+def _squares_of_block(
     g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -144,6 +144,19 @@ def _squares(
                 of_param += x * x
         of_grad += d * d
     return tl.sum(of_grad.to(tl.float64)), tl.sum(of_param.to(tl.float64))
+
+
+@triton.jit
+def _squares(
+    g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Squared norms of one chunk: of the gradient, or of gradient + decay * parameter, and of the parameter."""
+    if left >= CHUNK:
+        of_grad, of_param = _squares_of_block(g, w, decay, left, READS_PARAMS, ADDS_DECAY, WIDE, True, CHUNK, BLOCK)
+    else:
+        of_grad, of_param = _squares_of_block(g, w, decay, left, READS_PARAMS, ADDS_DECAY, WIDE, False, CHUNK, BLOCK)
+    return of_grad, of_param
 
 
 @kernel
@@ -174,21 +187,10 @@ def measure(
             own = settings + (tl.load(fields + GROUP) >> 1) * SETTINGS
             if tl.load(own + MODE) == COUPLED:
                 decay = tl.load(own + DECAY) * tl.load(own + SIGN) * tl.load(scale).to(tl.float64)
-        decays = decay.to(WIDE)
-        if PARAM_NORMS or not COUPLED_DECAY:
-            if left >= CHUNK:
-                of_grad, of_param = _squares(g, w, decays, left, PARAM_NORMS, False, WIDE, True, CHUNK, BLOCK)
-            else:
-                of_grad, of_param = _squares(g, w, decays, left, PARAM_NORMS, False, WIDE, False, CHUNK, BLOCK)
-        elif decay == 0.0:  # another group's decay is coupled, this one has none to read the parameters for
-            if left >= CHUNK:
-                of_grad, of_param = _squares(g, w, decays, left, False, False, WIDE, True, CHUNK, BLOCK)
-            else:
-                of_grad, of_param = _squares(g, w, decays, left, False, False, WIDE, False, CHUNK, BLOCK)
-        elif left >= CHUNK:
-            of_grad, of_param = _squares(g, w, decays, left, True, True, WIDE, True, CHUNK, BLOCK)
+        if COUPLED_DECAY and decay != 0.0:
+            of_grad, of_param = _squares(g, w, decay.to(WIDE), left, True, True, WIDE, CHUNK, BLOCK)
         else:
-            of_grad, of_param = _squares(g, w, decays, left, True, True, WIDE, False, CHUNK, BLOCK)
+            of_grad, of_param = _squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, CHUNK, BLOCK)
         if MEANS:  # a mean norm that overflowed tells of a gradient that did
             of_grad = tl.where(tl.abs(tl.load(means + i)) < float("inf"), of_grad, float("inf"))
     tl.store(partial + chunk, of_grad)

@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
-from operator import attrgetter, is_, itemgetter, methodcaller, or_
+from operator import is_, itemgetter, methodcaller, or_
 from typing import Any
 
 import torch
@@ -19,8 +19,7 @@ from .. import shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 
-data_ptr, is_contiguous, stride = Tensor.data_ptr, Tensor.is_contiguous, Tensor.stride
-grad_of, params_of = attrgetter("grad"), itemgetter("params")
+data_ptr, is_contiguous, params_of = Tensor.data_ptr, Tensor.is_contiguous, itemgetter("params")
 NO_CONTEXT = contextlib.nullcontext()
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -148,9 +147,28 @@ class Place:
         """Send `values` to one of those tables, unless they are there already."""
         if self.sent.get(name) != values:
             self.sent[name] = values
-            self.kept.append(send(values, self.pool[name]))
-            if not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
-                self.kept.pop()  # a graph copies from there at every replay
+            self._send(values, self.pool[name])
+
+    def numbers(self, values: Sequence[Any] | Tensor) -> Tensor:
+        """Numbers, or tensors of one element, as one tensor here; numbers are copied without waiting."""
+        if isinstance(values, Tensor):
+            return values.to(self.device, torch.float64)
+        there = torch.empty(len(values), dtype=torch.float64, device=self.device)
+        if any(isinstance(value, Tensor) for value in values):
+            for place, value in zip(there.unbind(), values, strict=True):
+                place.copy_(value.reshape(())) if isinstance(value, Tensor) else place.fill_(value)
+        else:
+            self._send(list(values), there)
+        return there
+
+    def _send(self, values: list[Any], to: Tensor) -> None:
+        pinned = send(values, to)
+        if self.capturing():
+            self.kept.append(pinned)  # a graph copies from there at every replay
+
+    def capturing(self) -> bool:
+        """Whether what happens here is being recorded into a CUDA graph."""
+        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
     def stream(self) -> int | None:
         """The stream that launches go to, as Triton wants it named."""
@@ -167,136 +185,198 @@ class Plan:
 
     Building one takes milliseconds, so it is kept until something moves: parameters, state, or the layout of
     gradients. New addresses of gradients alone, as `zero_grad` makes them, are sent to the device, 8 bytes each.
+    It keeps no tensor alive that is not the optimizer's own, and does not keep the optimizer.
     """
 
+    values: list[list[Any]]
+    needs_and_adapt: list[tuple[bool, Any]]
+    present: list[int]
+    grad_dtypes: list[Any]
+    unchangeable = False
+    needs: Sequence[bool] = ()
+    constants: dict[str, Any] = {}  # noqa: RUF012
+    places: Sequence[Place] = ()
+
     @torch.no_grad()
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    def __init__(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> None:
         groups = optimizer.param_groups
-        self.params = [p for group in groups for p in group["params"]]
+        self.params = list(params)
+        self.norm_group = optimizer.norm_group
         self.positions = [position for position, group in enumerate(groups) for _ in group["params"]]
-        self.locals = [shards.local(p) for p in self.params]
-        self.addresses = list(map(data_ptr, self.locals))
-        self.everyone = list(range(len(self.params)))
-        self.empty = [i for i, p in enumerate(self.locals) if not p.numel()]
-        self.sharded = any(map(shards.is_dtensor, self.params))
-        self.quick = not self.sharded and not any(p.is_complex() for p in self.params)
-        # the kernels walk memory in order: a parameter with gaps is worked on as a copy
-        self.homes = [p.detach() if dense(p) else torch.empty_like(p.detach()) for p in self.locals]
-        self.staged = [(p.detach(), twin) for p, twin in zip(self.locals, self.homes, strict=True) if not dense(p)]
-        self.odd = [i for i, home in enumerate(self.homes) if not home.is_contiguous()]
-        self.even_matrices = [p for p in self.locals if p.ndim > 1 and p.is_contiguous()]
-        self.odd_params = [p for p in self.locals if not p.is_contiguous()]
-        self.strides = list(map(stride, self.odd_params))
-        self.needs = [optimizer._needs_buffers(group) for group in groups]
-        self.adapt = [group.get("adapt") for group in groups]
-        self.states = [optimizer._make_state(p, groups[at]) for p, at in zip(self.params, self.positions, strict=True)]
-        for home, state in zip(self.homes, self.states, strict=True):
-            for key in optimizer.BUFFERS:
-                if key in state and not alike(shards.local(state[key]), home):
-                    state[key] = laid_out_as(home, state[key])
         self.lengths = list(map(len, map(params_of, groups)))
-        self.entries = len(optimizer.state)
-        self.known: list[tuple[Any, list[Any]]] = []  # how to look up what the tables point to in the state
-        for key in (*optimizer.BUFFERS, "step"):
-            tensors = [state.get(key) for state in optimizer.state.values()]
-            if any(tensor is not None for tensor in tensors):
-                everywhere = all(key in state for state in optimizer.state.values())
-                self.known.append((itemgetter(key) if everywhere else methodcaller("get", key), tensors))
+        pieces = [shards.local(p) for p in params]
+        self.sharded = any(map(shards.is_dtensor, params))
+        self.complex = any(p.is_complex() for p in params)
+        self.addresses = list(map(data_ptr, pieces))
+        self.everyone = list(range(len(params)))
+        self.empty = [i for i, piece in enumerate(pieces) if not piece.numel()]
+        self.matrices = [p for p, piece in zip(params, pieces, strict=True) if piece.ndim > 1 and piece.is_contiguous()]
+        self.odd = [i for i, piece in enumerate(pieces) if not piece.is_contiguous()]
+        self.odd_strides = [pieces[i].stride() for i in self.odd]
+        # the kernels walk memory in order: a parameter with gaps is worked on as a copy
+        self.staged = {i: torch.empty_like(piece) for i, piece in enumerate(pieces) if not dense(piece)}
+        self.layouts = [torch.empty_like(self.staged.get(i, piece), device="meta") for i, piece in enumerate(pieces)]
+        self._read_settings(optimizer)
+        self._learn_state(optimizer)
         self.found: list[int] = []
-        self.grad_dtypes: list[Any] = []
-        self.present: list[int] = []
-        self.even_present: list[int] = []
-        self.odd_present: list[int] = []
-        self.odd_strides: list[Any] = []
-        self.held: list[Any] = []  # copies the tables point to, until the step is taken
-        self.chosen_for: Any = None
-        self.constants: dict[str, Any] = {}
         self.kinds: list[Kind] = []
-        self._find_gradients()
-        self.kinds = [self._kind(i) for i in range(len(self.params))]
+        self.held: list[Any] = []  # copies the tables point to, until the step is taken
+        self._find_gradients(grads)
+        entries = [optimizer.state[p] for p in params]
+        self.kinds = [self._kind(optimizer, i, entries[i], grads[i]) for i in range(len(params))]
         self.all_aligned = all(kind.aligned for kind in self.kinds)
-        self.places: list[Place] = []
-        for device in dict.fromkeys(home.device for home in self.homes):
-            kinds = {i: kind for i, kind in enumerate(self.kinds) if self.homes[i].device == device}
-            rows = [self._fields(i) if i in kinds else [0] * len(FIELDS) for i in range(len(self.params))]
-            self.places.append(Place(device, kinds, rows, len(groups)))
+        self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds)
+        places: list[Place] = []
+        for device in dict.fromkeys(piece.device for piece in pieces):
+            kinds = {i: kind for i, kind in enumerate(self.kinds) if pieces[i].device == device}
+            rows = [
+                self._fields(optimizer, i, entries[i]) if i in kinds else [0] * len(FIELDS) for i in range(len(params))
+            ]
+            places.append(Place(device, kinds, rows, len(groups)))
+        self.places = places
         self.exchanges = len(self.places) > 1 or optimizer._shards.active
         for place in self.places:
             if self.exchanges:
                 place.pool["whole"] = torch.zeros_like(place.pool["sums"])
 
-    # ---------------------------------------------------------------- tables
+    # ---------------------------------------------------------------- what the tables hold
 
-    def _fields(self, i: int) -> list[int]:
-        p, state = self.params[i], self.states[i]
-        buffers = [address(state.get(key)) for key in self.optimizer.BUFFERS]
-        group = self.optimizer.param_groups[self.positions[i]]
-        adapts = self.optimizer._adapts(p, group)
+    def _fields(self, optimizer: Any, i: int, state: dict[str, Any]) -> list[int]:
+        p, position = self.params[i], self.positions[i]
+        buffers = [address(state.get(key)) for key in optimizer.BUFFERS]
         values = {
-            "param": address(self.homes[i]),
+            "param": address(self.staged[i]) if i in self.staged else self.addresses[i],
             "buffer": buffers[0],
-            "second_buffer": buffers[1] if len(buffers) > 1 else 0,
+            "second_buffer": buffers[-1],
             "step": address(state.get("step")),
-            "elements": self.homes[i].numel() * (2 if p.is_complex() else 1),
-            "group": 2 * self.positions[i] + adapts,
+            "elements": self.layouts[i].numel() * (2 if p.is_complex() else 1),
+            "group": 2 * position + optimizer._adapts(p, optimizer.param_groups[position]),
         }
         return [values.get(name, 0) for name in FIELDS]
 
-    def _kind(self, i: int) -> Kind:
-        buffers = [address(self.states[i].get(key)) for key in self.optimizer.BUFFERS]
-        addresses = [self.found[i], address(self.homes[i]), *buffers]
+    def _kind(self, optimizer: Any, i: int, state: dict[str, Any], grad: Tensor | None) -> Kind:
+        buffers = [address(state.get(key)) for key in optimizer.BUFFERS]
         dtype = self.params[i].dtype
-        grad = dtype if self.params[i].grad is None else self.params[i].grad.dtype
-        aligned = all(a % WIDEST_LOAD == 0 for a in addresses)
+        of_grad = dtype if grad is None else grad.dtype
+        home = 0 if i in self.staged else self.addresses[i]
+        aligned = all(a % WIDEST_LOAD == 0 for a in (self.found[i], home, *buffers))
         buffered = self.needs[self.positions[i]] and buffers[0] != 0
-        return Kind(REAL.get(dtype, dtype), REAL.get(grad, grad), aligned, buffered)
+        return Kind(REAL.get(dtype, dtype), REAL.get(of_grad, of_grad), aligned, buffered)
 
-    def ready(self) -> bool:
+    def _learn_state(self, optimizer: Any) -> None:
+        """Make what state is missing, lay it out as the parameters are, and note where it is."""
+        for layout, p, position in zip(self.layouts, self.params, self.positions, strict=True):
+            state = optimizer._make_state(p, optimizer.param_groups[position])
+            for key in optimizer.BUFFERS:
+                if key in state and not alike(shards.local(state[key]), layout):
+                    state[key] = laid_out_as(layout, state[key])
+        states = optimizer.state.values()
+        self.entries = len(states)
+        self.known: list[tuple[Any, list[int], list[int], list[int]]] = []
+        for key in (*optimizer.BUFFERS, "step"):
+            tensors = [state.get(key) for state in states]
+            there = [i for i, tensor in enumerate(tensors) if tensor is not None]
+            if there:
+                look_up = itemgetter(key) if len(there) == len(tensors) else methodcaller("get", key)
+                self.known.append((look_up, list(map(id, tensors)), list(map(address, tensors)), there))
+
+    # ---------------------------------------------------------------- before each step
+
+    def ready(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
         """Bring the tables up to this step; False where that takes a new plan."""
-        optimizer = self.optimizer
         groups = optimizer.param_groups
-        params = groups[0]["params"] if len(groups) == 1 else [p for group in groups for p in group["params"]]
         if len(params) != len(self.params) or not all(map(is_, params, self.params)):
             return False
-        if list(map(len, map(params_of, groups))) != self.lengths:
+        if optimizer.norm_group is not self.norm_group or list(map(len, map(params_of, groups))) != self.lengths:
             return False
+        pieces = [shards.local(p) for p in params] if self.sharded else params
+        if not unmoved(pieces, self.addresses, self.everyone):
+            return False
+        # at the same place, but in another order; vectors have only one
+        if not all(map(is_contiguous, self.matrices)):
+            return False
+        if self.odd and [pieces[i].stride() for i in self.odd] != self.odd_strides:
+            return False
+        return self._state_is_where_it_was(optimizer) and self._read_settings(optimizer) and self._find_gradients(grads)
+
+    def _state_is_where_it_was(self, optimizer: Any) -> bool:
         states = optimizer.state.values()
         if len(states) != self.entries:
             return False
         try:
-            for look_up, tensors in self.known:
-                if not all(map(is_, map(look_up, states), tensors)):
+            for look_up, ids, addresses, there in self.known:
+                tensors = list(map(look_up, states))
+                if list(map(id, tensors)) != ids:
+                    return False
+                if self.sharded:
+                    tensors = [tensor if tensor is None else shards.local(tensor) for tensor in tensors]
+                if not unmoved(tensors, addresses, there):  # its .data may be another's
                     return False
         except KeyError:  # someone deleted one
             return False
-        if self.sharded:
-            self.locals = [shards.local(p) for p in params]
-        if not unmoved(self.locals, self.addresses, self.everyone):
-            return False
-        # at the same place, but in another order; vectors have only one
-        if not all(map(is_contiguous, self.even_matrices)) or list(map(stride, self.odd_params)) != self.strides:
-            return False
-        if [optimizer._needs_buffers(group) for group in groups] != self.needs:
-            return False
-        if [group.get("adapt") for group in groups] != self.adapt:
-            return False
-        return self._find_gradients()
+        return True
 
-    def _find_gradients(self) -> bool:
+    def _read_settings(self, optimizer: Any) -> bool:
+        """Read the groups' settings; False where other state, or another path, goes with them."""
+        groups = optimizer.param_groups
+        if self.unchangeable and all(
+            len(group) == len(values) and all(map(is_, group.values(), values))
+            for group, values in zip(groups, self.values, strict=True)
+        ):
+            return True
+        self.values = [list(group.values()) for group in groups]
+        # a list, or a number on the host, may change and still be the same object
+        kinds = {type(value) for group in groups for key, value in group.items() if key != "params"}
+        self.unchangeable = list not in kinds and not any(on_host(group["lr"]) for group in groups)
+        needs = [(optimizer._needs_buffers(group), group.get("adapt")) for group in groups]
+        if self.needs and (needs != self.needs_and_adapt or not optimizer._wants_kernels()):
+            return False
+        self.needs_and_adapt, self.needs = needs, [need for need, _ in needs]
+        self.rates = [None if not isinstance(lr := group["lr"], Tensor) or on_host(lr) else lr for group in groups]
+        lrs = [0.0 if rate is not None else float(group["lr"]) for rate, group in zip(self.rates, groups, strict=True)]
+        self.rows = [
+            list({**SETTINGS, **optimizer._kernel_settings(group), "lr": lr}.values())
+            for group, lr in zip(groups, lrs, strict=True)
+        ]
+        self._choose_constants(optimizer)
+        return True
+
+    def _choose_constants(self, optimizer: Any) -> None:
+        """What the kernels are compiled for, beside the kind of tensors."""
+        of = dict(zip(SETTINGS, zip(*self.rows, strict=True), strict=True))
+        method = optimizer.KERNEL
+        scope = getattr(optimizer, "scope", "global")
+        coupled = any(wd and not mode for wd, mode in zip(of["weight_decay"], of["mode"], strict=True))
+        constants = {
+            "METHOD": method,
+            "SCOPE": scope,
+            "LAMB": method == "lamb",
+            "BY_GROUP": scope == "group",
+            "COUPLED_DECAY": method == "sngm" and coupled,
+            "PARAM_NORMS": method in ("lars", "clars"),
+            "MEANS": method == "clars",
+            "AVERAGES": method == "lars" and VARIANTS.index("momentum") in of["mode"],
+            "CLAMPS": any(map(math.isfinite, of["clamp"])),
+            "STOCHASTICALLY": any(of["stochastic"]),
+        }
+        if constants != self.constants:  # more than other numbers, such as another learning rate
+            self.constants = constants
+            for place in self.places:
+                place.ready.clear()
+
+    def _find_gradients(self, grads: list[Any]) -> bool:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
-        grads = list(map(grad_of, self.params))
-        if self.quick and self.kinds and self._lie_as_before(grads):
+        self.held = []
+        if self.kinds and not self.sharded and not self.complex and self._lie_as_before(grads):
             if unmoved(grads, self.found, self.present):
                 return True
             found = [0 if g is None else g.data_ptr() for g in grads]
-            if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and self._have_dtypes_as_before(grads):
+            dtypes = [None if g is None else g.dtype for g in grads]
+            if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and dtypes == self.grad_dtypes:
                 self.found = found
                 return True
-        else:
-            triples = zip(self.params, self.homes, grads, strict=True)
-            self.held = grads = [None if g is None else usable(p, home, g) for p, home, g in triples]
-            found = [0 if g is None else g.data_ptr() for g in grads]
+        grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
+        found = [0 if g is None else g.data_ptr() for g in grads]
         for i in range(len(grads)) if self.kinds else ():
             kind, g = self.kinds[i], grads[i]
             if g is None:
@@ -305,90 +385,37 @@ class Plan:
                 return False
             if self.needs[self.positions[i]] and not kind.buffered:
                 return False  # it was frozen, and has a gradient now
-        self.found = found
+        self.held, self.found = grads, found
         self.grad_dtypes = [None if g is None else g.dtype for g in grads]
         self.present = [i for i, g in enumerate(grads) if g is not None]
-        self.odd_present = [i for i in self.odd if grads[i] is not None]
-        self.odd_strides = [grads[i].stride() for i in self.odd_present]
-        odd = set(self.odd_present)
-        self.even_present = [i for i in self.present if i not in odd]
+        self.stepped = [self.params[i] for i in self.present]
+        self.odd_grads = [i for i in self.odd if grads[i] is not None]
+        self.odd_grad_strides = [grads[i].stride() for i in self.odd_grads]
+        odd = set(self.odd_grads)
+        self.even_grads = [i for i in self.present if i not in odd]
         return True
 
-    def _have_dtypes_as_before(self, grads: list[Any]) -> bool:
-        return [None if g is None else g.dtype for g in grads] == self.grad_dtypes
-
     def _lie_as_before(self, grads: list[Any]) -> bool:
-        """Whether the same parameters have gradients, in the same order in memory. This runs at every step."""
+        """Whether the same parameters have gradients, in the same order in memory."""
         try:
-            if len(self.even_present) == len(grads):
-                return all(map(is_contiguous, grads))
-            return (
-                all(map(is_contiguous, [grads[i] for i in self.even_present]))
-                and [grads[i].stride() for i in self.odd_present] == self.odd_strides
-                and sum(g is not None for g in grads) == len(self.present)
-            )
+            if len(self.even_grads) == len(grads):
+                alike = all(map(is_contiguous, grads))
+            else:
+                alike = (
+                    all(map(is_contiguous, [grads[i] for i in self.even_grads]))
+                    and [grads[i].stride() for i in self.odd_grads] == self.odd_grad_strides
+                    and sum(g is not None for g in grads) == len(self.present)
+                )
+            # torch gives a gradient the parameter's dtype, unless told otherwise
+            return alike and (self.grads_like_params or [g and g.dtype for g in grads] == self.grad_dtypes)
         except (AttributeError, RuntimeError, TypeError):  # one is None now, or sparse
             return False
 
-    def _send_settings(self) -> None:
-        """Send the groups' settings and the addresses of learning rates that live on a device."""
-        rows: list[list[float]] = []
-        rates: list[Tensor | None] = []
-        for group in self.optimizer.param_groups:
-            lr = group["lr"]
-            rates.append(None)
-            if isinstance(lr, Tensor):
-                if lr.device.type == "cpu":
-                    lr = lr.item()
-                else:
-                    rates[-1], lr = lr, 0.0
-            rows.append(list({**SETTINGS, **self.optimizer._kernel_settings(group), "lr": float(lr)}.values()))
-        for place in self.places:
-            place.update("grads", self.found)
-            place.update("rates", [0 if rate is None else self._rate_address(rate, place.device) for rate in rates])
-            place.update("settings", rows)
-        scope = getattr(self.optimizer, "scope", "global")
-        if (rows, scope) != self.chosen_for:
-            self.chosen_for = (rows, scope)
-            self._choose_constants(rows, scope)
-
-    def _choose_constants(self, rows: list[list[float]], scope: str) -> None:
-        """What the kernels are compiled for, beside the kind of tensors."""
-        of = dict(zip(SETTINGS, zip(*rows, strict=True), strict=True))
-        method = self.optimizer.KERNEL
-        constants = {
-            "METHOD": method,
-            "SCOPE": scope,
-            "LAMB": method == "lamb",
-            "BY_GROUP": scope == "group",
-            "COUPLED_DECAY": method == "sngm"
-            and any(wd and not mode for wd, mode in zip(of["weight_decay"], of["mode"], strict=True)),
-            "PARAM_NORMS": method in ("lars", "clars"),
-            "MEANS": method == "clars",
-            "AVERAGES": method == "lars" and VARIANTS.index("momentum") in of["mode"],
-            "CLAMPS": any(map(math.isfinite, of["clamp"])),
-            "STOCHASTICALLY": any(of["stochastic"]),
-        }
-        if constants == self.constants:
-            return  # other numbers, such as another learning rate
-        self.constants = constants
-        self.by_tensor = method != "sngm" or scope == "tensor"
-        for place in self.places:
-            place.ready.clear()
-        if constants["STOCHASTICALLY"]:
-            step = self.optimizer._rounding_step(self.places[0].device)
-            for place in self.places:
-                place.pool["rounds"] = step if place is self.places[0] else step.to(place.device)
-
-    def _rate_address(self, rate: Tensor, device: torch.device) -> int:
-        if rate.device != device or rate.dtype not in (torch.float32, torch.float64):
-            rate = rate.to(device, torch.float64)
-            self.held.append(rate)
-        return -rate.data_ptr() if rate.dtype == torch.float64 else rate.data_ptr()
+    # ---------------------------------------------------------------- CUDA graphs
 
     def capturing(self) -> bool:
         """Whether this step is being recorded into a CUDA graph."""
-        return self.places[0].device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        return self.places[0].capturing()
 
     def for_capture(self) -> Plan:
         """A plan for one CUDA graph: what it reads at a replay stays as it is now, whatever happens outside."""
@@ -401,53 +428,47 @@ class Plan:
 
     # ---------------------------------------------------------------- the step
 
-    def step(self, means: Sequence[Any] | Tensor | None = None) -> None:
+    def step(self, optimizer: Any, means: Sequence[Any] | Tensor | None = None) -> None:
         """Take the optimizer's step. `means` are CLARS's mean norms, one a parameter."""
-        optimizer = self.optimizer
-        self._send_settings()
         scale, found_inf = getattr(optimizer, "grad_scale", None), getattr(optimizer, "found_inf", None)
         for place in self.places:
+            place.update("grads", self.found)
+            place.update("settings", self.rows)
+            place.update("rates", [0 if r is None else self._rate_address(r, place.device) for r in self.rates])
             place.pool["scale"] = place.one if scale is None else scale.to(place.device, torch.float32)
             place.pool["found_inf"] = place.zero if found_inf is None else found_inf.to(place.device, torch.float32)
             if means is not None:
-                place.pool["means"] = on_device(means, place.device)
+                place.pool["means"] = place.numbers(means)
         first = self.places[0]
         if optimizer._grad_norm.device != first.device:  # the model was moved since
             optimizer._grad_norm = optimizer._grad_norm.to(first.device)
             optimizer._skipped = optimizer._skipped.to(first.device)
         first.pool["norm"], first.pool["skipped"] = optimizer._grad_norm, optimizer._skipped
-        for parameter, twin in self.staged:
-            twin.copy_(parameter)
+        if self.constants["STOCHASTICALLY"]:
+            self._count_roundings(optimizer)
+        for i, twin in self.staged.items():
+            twin.copy_(shards.local(self.params[i]).detach())
         self._launch(kernels.measure)
-        self._exchange(OF_GRAD, OF_PARAM)
-        if optimizer.KERNEL == "lamb":
+        method, by_tensor = optimizer.KERNEL, self.constants["SCOPE"] == "tensor"
+        if (method == "sngm" and not by_tensor) or method == "lamb":
+            self._exchange_spans(optimizer)
+        else:
+            self._exchange(optimizer, OF_GRAD, OF_GRAD if method == "sngm" else OF_PARAM)
+        if method == "lamb":
             self._launch(kernels.moments)
-            self._exchange(OF_PARAM, OF_DIRECTION)
+            self._exchange(optimizer, OF_PARAM, OF_DIRECTION)
             self._launch(kernels.along)
         else:
             self._launch(kernels.update)
             if self.constants["AVERAGES"]:
-                self._exchange(OF_DIRECTION, OF_DIRECTION)
+                self._exchange(optimizer, OF_DIRECTION, OF_DIRECTION)
                 self._launch(kernels.along)
-        for parameter, twin in self.staged:
-            parameter.copy_(twin)
-        self._note_for_empty_tensors()
-        self.held.clear()
-
-    def _note_for_empty_tensors(self) -> None:
-        """Write down what programs would have, had there been an element for them to work on."""
-        optimizer, pool = self.optimizer, self.places[0].pool
-        moved = [self.states[i] for i in self.empty if self.params[i].grad is not None]
-        steps = [state["step"] for state in moved if "step" in state]  # LAMB's
-        if self.places[0].sections and not steps:
-            return
-        total = pool["spans"][0]
-        sound = total.isfinite() & (pool["found_inf"] == 0).reshape(())
-        for step in steps:
-            step.add_(sound.to(step.device))
-        if not self.places[0].sections:
-            optimizer._grad_norm.copy_(total.sqrt() / pool["scale"])
-            optimizer._skipped.add_(~sound)
+        for i, twin in self.staged.items():
+            shards.local(self.params[i]).detach().copy_(twin)
+        self._note_for_empty_tensors(optimizer)
+        # autograd must see that they changed, as it does where torch's own operations change them
+        torch.autograd.graph.increment_version(self.stepped)
+        self.held = []
 
     def _launch(self, kernel: Any) -> None:
         for place in self.places:
@@ -458,28 +479,62 @@ class Plan:
                 for launch in place.ready[kernel]:
                     launch(place.pool, place.stream())
 
-    def _exchange(self, first: int, last: int) -> None:
-        """Add up rows of sums over devices and processes, and with the gradients' row what the norms span."""
-        if not self.exchanges:
-            return  # `measure` has done it
-        home = self.places[0].device
-        rows = slice(first, last + 1)
-        packed = self.places[0].pool["sums"][rows].clone()
-        for place in self.places[1:]:
-            packed += place.pool["sums"][rows].to(home)
-        if self.by_tensor:
-            packed = self.optimizer._shards.tensors(packed)
-            spans = packed[0].sum().reshape(1)
-        else:
-            by_group = self.constants["SCOPE"] == "group"
-            positions = self.positions if by_group else [0] * len(self.params)
-            spans = self.optimizer._shards.spans(packed[0], positions, len(self.needs) if by_group else 1)
+    def _rate_address(self, rate: Tensor, device: torch.device) -> int:
+        if rate.device != device or rate.dtype not in (torch.float32, torch.float64):
+            rate = rate.to(device, torch.float64)
+            self.held.append(rate)
+        return -rate.data_ptr() if rate.dtype == torch.float64 else rate.data_ptr()
+
+    def _count_roundings(self, optimizer: Any) -> None:
+        """Let `measure` count in the tensor that is saved, and on other devices in copies of it."""
+        step = optimizer._rounding_step(self.places[0].device)
         for place in self.places:
-            if self.by_tensor:
-                place.pool["whole"][rows].copy_(packed)
+            place.pool["rounds"] = step if place is self.places[0] else step.to(place.device)
+
+    def _packed(self, first: int, last: int) -> Tensor:
+        """Rows of sums over all devices; zero for a tensor without a gradient, of which they are an old step's."""
+        packed = torch.zeros(last + 1 - first, len(self.params), dtype=torch.float64, device=self.places[0].device)
+        for place in self.places:
+            rows = place.pool["sums"][first : last + 1]
+            packed += torch.where(place.pool["grads"] != 0, rows, 0.0).to(packed.device)
+        return packed
+
+    def _exchange_spans(self, optimizer: Any) -> None:
+        """The sums that norms span, over devices and processes, where `measure` could not see all."""
+        if self.exchanges:
+            by_group = self.constants["BY_GROUP"]
+            positions = self.positions if by_group else [0] * len(self.params)
+            count = len(self.needs) if by_group else 1
+            self._set_spans(optimizer._shards.spans(self._packed(OF_GRAD, OF_GRAD)[0], positions, count))
+
+    def _exchange(self, optimizer: Any, first: int, last: int) -> None:
+        """Rows of sums of whole tensors, likewise."""
+        if self.exchanges:
+            packed = optimizer._shards.tensors(self._packed(first, last))
+            for place in self.places:
+                place.pool["whole"][first : last + 1].copy_(packed)
             if first == OF_GRAD:
-                place.pool["spans"][0].copy_(spans.sum())
-                place.pool["spans"][1 : 1 + len(spans)].copy_(spans)
+                self._set_spans(packed[0].sum().reshape(1))
+
+    def _set_spans(self, spans: Tensor) -> None:
+        for place in self.places:
+            place.pool["spans"][0].copy_(spans.sum())
+            place.pool["spans"][1 : 1 + len(spans)].copy_(spans)
+
+    def _note_for_empty_tensors(self, optimizer: Any) -> None:
+        """Write down what programs would have, had there been an element for them to work on."""
+        moved = [optimizer.state[self.params[i]] for i in self.empty if self.params[i].grad is not None]
+        steps = [state["step"] for state in moved if "step" in state]  # LAMB's
+        if self.places[0].sections and not steps:
+            return
+        pool = self.places[0].pool
+        total = pool["spans"][0]
+        sound = total.isfinite() & (pool["found_inf"] == 0).reshape(())
+        for step in steps:
+            step.add_(sound.to(step.device))
+        if not self.places[0].sections:
+            optimizer._grad_norm.copy_(total.sqrt() / pool["scale"])
+            optimizer._skipped.add_(~sound)
 
 
 def chunk_sizes(elements: int) -> dict[str, int]:
@@ -498,18 +553,9 @@ def send(values: list[Any], to: Tensor) -> Tensor:
     return pinned
 
 
-def on_device(values: Sequence[Any] | Tensor, device: torch.device) -> Tensor:
-    """Numbers, or tensors of one element, as one tensor there; numbers are copied without waiting."""
-    if isinstance(values, Tensor):
-        return values.to(device, torch.float64)
-    there = torch.empty(len(values), dtype=torch.float64, device=device)
-    if any(isinstance(value, Tensor) for value in values):
-        places = there.unbind()
-        for i, value in enumerate(values):
-            places[i].copy_(value.reshape(())) if isinstance(value, Tensor) else places[i].fill_(value)
-    else:
-        send(list(values), there)
-    return there
+def on_host(value: Any) -> bool:
+    """Whether this is a tensor whose value the host can read without waiting."""
+    return isinstance(value, Tensor) and value.device.type == "cpu"
 
 
 def address(tensor: Tensor | None) -> int:
@@ -527,18 +573,18 @@ def alike(a: Tensor, b: Tensor) -> bool:
     return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)) or not a.numel()
 
 
-def laid_out_as(home: Tensor, tensor: Any) -> Any:
-    """A copy of a tensor with its elements in the order of `home`."""
+def laid_out_as(layout: Tensor, tensor: Any) -> Any:
+    """A copy of a tensor with its elements in the order of `layout`."""
     if shards.is_dtensor(tensor):
-        tensor._local_tensor = laid_out_as(home, tensor._local_tensor)
+        tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
         return tensor
-    return torch.empty_like(home, dtype=tensor.dtype).copy_(tensor)
+    return torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
 @torch.no_grad()
-def usable(p: Tensor, home: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as the kernels can read it: dense, in the order of `home`, with nothing left to be done lazily."""
+def usable(layout: Tensor, grad: Tensor) -> Tensor:
+    """The gradient as the kernels can read it: dense, in the order of `layout`, with nothing left to be done lazily."""
     if grad.layout != torch.strided:
         grad = grad.to_dense()
-    grad = shards.local_gradient(p, grad).resolve_conj().resolve_neg()
-    return grad if dense(grad) and alike(grad, home) else laid_out_as(home, grad)
+    grad = grad.resolve_conj().resolve_neg()
+    return grad if dense(grad) and alike(grad, layout) else laid_out_as(layout, grad)
