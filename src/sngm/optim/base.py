@@ -170,6 +170,11 @@ class LargeBatchOptimizer(Optimizer):
                 buffer = state.get(key)
                 if buffer is None or buffer.is_meta:
                     state[key] = torch.zeros_like(p, dtype=state_dtype(p))
+                elif buffer.shape != p.shape:
+                    raise ValueError(
+                        f"{key} has shape {tuple(buffer.shape)}, but its parameter has {tuple(p.shape)}; "
+                        "a parameter whose shape was changed needs new state: delete optimizer.state[parameter]"
+                    )
                 elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
                     state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast since
         return state
@@ -241,6 +246,13 @@ class LargeBatchOptimizer(Optimizer):
         if tensor.shape != p.shape:
             raise ValueError(f"{key} of shape {tuple(tensor.shape)} does not fit a parameter of {tuple(p.shape)}")
         return like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. A process group that a wrapper has put into the parameter groups cannot be saved."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group.pop("norm_group", None)
+        return saved
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_grad_norm": self._grad_norm, "_skipped": self._skipped}
@@ -365,7 +377,12 @@ class LargeBatchOptimizer(Optimizer):
                 state = self.state[p]
                 for key in keys:
                     buffer = state.get(key)
-                    if buffer is None or buffer.dtype is not wanted or buffer.device != device:
+                    if (
+                        buffer is None
+                        or buffer.dtype is not wanted
+                        or buffer.device != device
+                        or buffer.shape != p.shape  # torch's fused kernels would go past its end
+                    ):
                         buffer = self._make_state(p, group)[key]
                     bucket.buffers[key].append(local(buffer) if sharded else buffer)
                 if sharded:
@@ -379,11 +396,11 @@ class LargeBatchOptimizer(Optimizer):
             if bucket.dtype.is_complex:
                 bucket.view_as_real()
         home = parts[0].device if parts else self._grad_norm.device
-        at_random = [b for b in parts if b.dtype == torch.bfloat16 and b.group.get("stochastic_rounding", False)]
-        if at_random:
+        if any(group.get("stochastic_rounding") for group in self.param_groups):
             step = self._rounding_step(home).add_(1)
-            for bucket in at_random:
-                bucket.rounding = step.to(bucket.device)
+            for bucket in parts:
+                if bucket.dtype == torch.bfloat16 and bucket.group["stochastic_rounding"]:
+                    bucket.rounding = step.to(bucket.device)
         on_host = not torch.compiler.is_compiling() and all(
             b.device.type == "cpu" and not b.group["capturable"] for b in parts
         )

@@ -125,6 +125,8 @@ def local(tensor: Tensor) -> Tensor:
 
 def aligned(p: Any, grad: Any) -> Any:
     """The gradient laid out as its parameter is: sums that are still in parts on several ranks are made."""
+    if is_dtensor(p) and not is_dtensor(grad):
+        raise TypeError("the gradient of a DTensor must be one too; distribute it as the parameter is distributed")
     if is_dtensor(p) and grad.placements != p.placements:
         return grad.redistribute(placements=p.placements)
     return grad

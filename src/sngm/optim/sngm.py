@@ -52,6 +52,7 @@ class SNGM(LargeBatchOptimizer):
             DTensors (FSDP2, tensor parallelism) need none.
 
     Example:
+        >>> import torch
         >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
         >>> optimizer = SNGM([w], lr=1.0, momentum=0.0)
         >>> (0.5 * w.square().sum()).backward()

@@ -19,7 +19,8 @@ from .. import shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 
-data_ptr, is_contiguous, params_of = Tensor.data_ptr, Tensor.is_contiguous, itemgetter("params")
+data_ptr, numel, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+params_of = itemgetter("params")
 NO_CONTEXT = contextlib.nullcontext()
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -52,15 +53,6 @@ class Kind:
             "ALIGNED": self.aligned,
             "BUFFERED": self.buffered,
         }
-
-
-def _unmoved(tensors: list[Any], addresses: list[int], which: list[int]) -> bool:
-    """Whether those tensors begin where they did."""
-    return all(tensors[i].data_ptr() == addresses[i] for i in which)
-
-
-# torch's own in C++, where it was built for CUDA: a step asks this of every parameter and every gradient
-unmoved = getattr(torch._C, "_tensors_data_ptrs_at_indices_equal", _unmoved)
 
 
 class Launch:
@@ -149,6 +141,10 @@ class Place:
             self.sent[name] = values
             self._send(values, self.pool[name])
 
+    def scalar(self, value: Tensor | float) -> Tensor:
+        """A GradScaler's number here."""
+        return torch.as_tensor(value, dtype=torch.float32, device=self.device)
+
     def numbers(self, values: Sequence[Any] | Tensor) -> Tensor:
         """Numbers, or tensors of one element, as one tensor here; numbers are copied without waiting."""
         if isinstance(values, Tensor):
@@ -207,8 +203,7 @@ class Plan:
         pieces = [shards.local(p) for p in params]
         self.sharded = any(map(shards.is_dtensor, params))
         self.complex = any(p.is_complex() for p in params)
-        self.addresses = list(map(data_ptr, pieces))
-        self.everyone = list(range(len(params)))
+        self.addresses, self.sizes = list(map(data_ptr, pieces)), list(map(numel, pieces))
         self.empty = [i for i, piece in enumerate(pieces) if not piece.numel()]
         self.matrices = [p for p, piece in zip(params, pieces, strict=True) if piece.ndim > 1 and piece.is_contiguous()]
         self.odd = [i for i, piece in enumerate(pieces) if not piece.is_contiguous()]
@@ -272,13 +267,12 @@ class Plan:
                     state[key] = laid_out_as(layout, state[key])
         states = optimizer.state.values()
         self.entries = len(states)
-        self.known: list[tuple[Any, list[int], list[int], list[int]]] = []
+        self.known: list[tuple[Any, list[int], int, int]] = []
         for key in (*optimizer.BUFFERS, "step"):
             tensors = [state.get(key) for state in states]
-            there = [i for i, tensor in enumerate(tensors) if tensor is not None]
-            if there:
-                look_up = itemgetter(key) if len(there) == len(tensors) else methodcaller("get", key)
-                self.known.append((look_up, list(map(id, tensors)), list(map(address, tensors)), there))
+            if any(tensor is not None for tensor in tensors):
+                look_up = itemgetter(key) if all(tensor is not None for tensor in tensors) else methodcaller("get", key)
+                self.known.append((look_up, list(map(id, tensors)), address(tensors[0]), address(tensors[-1])))
 
     # ---------------------------------------------------------------- before each step
 
@@ -290,7 +284,7 @@ class Plan:
         if optimizer.norm_group is not self.norm_group or list(map(len, map(params_of, groups))) != self.lengths:
             return False
         pieces = [shards.local(p) for p in params] if self.sharded else params
-        if not unmoved(pieces, self.addresses, self.everyone):
+        if list(map(data_ptr, pieces)) != self.addresses or list(map(numel, pieces)) != self.sizes:
             return False
         # at the same place, but in another order; vectors have only one
         if not all(map(is_contiguous, self.matrices)):
@@ -304,13 +298,12 @@ class Plan:
         if len(states) != self.entries:
             return False
         try:
-            for look_up, ids, addresses, there in self.known:
+            for look_up, ids, first, last in self.known:
                 tensors = list(map(look_up, states))
                 if list(map(id, tensors)) != ids:
                     return False
-                if self.sharded:
-                    tensors = [tensor if tensor is None else shards.local(tensor) for tensor in tensors]
-                if not unmoved(tensors, addresses, there):  # its .data may be another's
+                # who swaps the .data of state, to keep it elsewhere for a while, swaps that of all
+                if address(tensors[0]) != first or address(tensors[-1]) != last:
                     return False
         except KeyError:  # someone deleted one
             return False
@@ -368,9 +361,9 @@ class Plan:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         self.held = []
         if self.kinds and not self.sharded and not self.complex and self._lie_as_before(grads):
-            if unmoved(grads, self.found, self.present):
+            found = [0 if g is None else data_ptr(g) for g in grads]
+            if found == self.found:
                 return True
-            found = [0 if g is None else g.data_ptr() for g in grads]
             dtypes = [None if g is None else g.dtype for g in grads]
             if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and dtypes == self.grad_dtypes:
                 self.found = found
@@ -388,7 +381,8 @@ class Plan:
         self.held, self.found = grads, found
         self.grad_dtypes = [None if g is None else g.dtype for g in grads]
         self.present = [i for i, g in enumerate(grads) if g is not None]
-        self.stepped = [self.params[i] for i in self.present]
+        stepped = [self.params[i] for i in self.present]
+        self.marked = [p for p in stepped if p.ndim > 1] or stepped
         self.odd_grads = [i for i in self.odd if grads[i] is not None]
         self.odd_grad_strides = [grads[i].stride() for i in self.odd_grads]
         odd = set(self.odd_grads)
@@ -435,8 +429,8 @@ class Plan:
             place.update("grads", self.found)
             place.update("settings", self.rows)
             place.update("rates", [0 if r is None else self._rate_address(r, place.device) for r in self.rates])
-            place.pool["scale"] = place.one if scale is None else scale.to(place.device, torch.float32)
-            place.pool["found_inf"] = place.zero if found_inf is None else found_inf.to(place.device, torch.float32)
+            place.pool["scale"] = place.one if scale is None else place.scalar(scale)
+            place.pool["found_inf"] = place.zero if found_inf is None else place.scalar(found_inf)
             if means is not None:
                 place.pool["means"] = place.numbers(means)
         first = self.places[0]
@@ -466,8 +460,9 @@ class Plan:
         for i, twin in self.staged.items():
             shards.local(self.params[i]).detach().copy_(twin)
         self._note_for_empty_tensors(optimizer)
-        # autograd must see that they changed, as it does where torch's own operations change them
-        torch.autograd.graph.increment_version(self.stepped)
+        # Autograd must see that a graph of before the step is no longer good, as where torch's own operations change
+        # the parameters. There is no layer with vectors alone, so matrices will do, and take a third of the time.
+        torch.autograd.graph.increment_version(self.marked)
         self.held = []
 
     def _launch(self, kernel: Any) -> None:
