@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import statistics
 import subprocess
@@ -115,6 +116,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> results.Record
     progress("")
     record["about"]["seconds taken"] = round(time.perf_counter() - start)
     record["limits"] = results.judge(record)
+    record["warning"] = too_busy(record)
     return record
 
 
@@ -177,7 +179,7 @@ def too_busy(record: results.Record) -> str:
     load = record["about"]["load"] if record["about"]["device"] == "cpu" else 0.0
     if load < 1.0 and jitter < 1.5:
         return ""
-    return f"Do not trust these numbers, the machine is busy: load {load}, medians {jitter:.1f}x the minimums.\n"
+    return f"Do not trust these numbers, the machine is busy: load {load}, medians {jitter:.1f}x the minimums."
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -191,7 +193,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, help="samples of every contender (default: 40 on the CPU, 20 on a GPU)")
     parser.add_argument("--seconds", type=float, help="about what it may take (default: 90 on the CPU, 130 on a GPU)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write optim_step.md, .json and .svg there")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
+    parser.add_argument(
+        "--check", action="store_true", help="exit with status 1 if a limit is missed, or none could be judged"
+    )
     parser.add_argument(
         "--write-docs",
         type=Path,
@@ -199,45 +203,111 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         metavar="JSON",
         help=f"measure nothing, put these into {results.PAGE.name}",
     )
+    parser.add_argument("--force", action="store_true", help="with --write-docs: results of a busy machine too")
     options = parser.parse_args(arguments)
     options.arguments = list(arguments)
-    on_gpu = options.device.startswith("cuda")
+    if options.write_docs:
+        options.records = [read_record(parser, path, options.force) for path in options.write_docs]
+        return options
+    if options.force:
+        parser.error("--force is for --write-docs; leave it out")
+    options.device = usable_device(parser, options.device)
+    on_gpu = options.device.type == "cuda"
     options.sizes = options.sizes or (list(SIZES) if on_gpu else ["resnet20", "resnet50"])
     options.rounds = (20 if on_gpu else 40) if options.rounds is None else options.rounds
     options.seconds = (130.0 if on_gpu else 90.0) if options.seconds is None else options.seconds
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
+    if options.threads > (most := 4 * (os.cpu_count() or 1)):
+        parser.error(f"--threads {options.threads}: this machine has {os.cpu_count()} cores; use at most {most}")
+    if not options.seconds > 0:  # nan is not either
+        parser.error(f"--seconds {options.seconds:g}: must be a number above 0, such as 90")
+    try:
+        re.compile(options.only)
+    except re.error as error:
+        parser.error(f"--only {options.only}: not a regular expression ({error}); put a \\ before ( ) [ ] * + ? .")
     if not contenders(on_gpu, options.only):
         parser.error(
             f"--only {options.only}: no contender is called so; all: " + ", ".join(c.name for c in contenders(on_gpu))
         )
-    if on_gpu and not options.write_docs and not torch.cuda.is_available():
-        parser.error(f"--device {options.device}: torch sees no CUDA device here")
+    if options.out:
+        there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
+        if not there.is_dir() or not os.access(there, os.W_OK):
+            why = "may not be written to" if there.is_dir() else "is a file"
+            parser.error(f"--out {options.out}: {there} {why}; name a folder for the results")
     return options
+
+
+def usable_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda") or (device.type == "cpu" and device.index):
+        parser.error(f"--device {name}: use cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error(f"--device {name}: torch sees no CUDA device here; use cpu")
+        if (device.index or 0) >= (count := torch.cuda.device_count()):
+            parser.error(f"--device {name}: torch sees {count} CUDA devices here; use cuda:0 to cuda:{count - 1}")
+        device = torch.device("cuda", device.index or 0)
+    return device
+
+
+def read_record(parser: argparse.ArgumentParser, path: Path, force: bool) -> results.Record:
+    """Results that may go into the documentation."""
+    try:
+        record = json.loads(path.read_text())
+    except OSError as error:
+        parser.error(f"--write-docs {path}: {error.strerror}; name the optim_step.json of a run with --out")
+    except ValueError:
+        parser.error(f"--write-docs {path}: not JSON; name the optim_step.json of a run with --out")
+    if not (isinstance(record, dict) and {"about", "bandwidth", "sizes", "limits"} <= record.keys()):
+        parser.error(f"--write-docs {path}: not results; name the optim_step.json of a run with --out")
+    record.setdefault("warning", too_busy(record))
+    if record["warning"] and not force:
+        parser.error(f"--write-docs {path}: {record['warning']} Measure again, or add --force")
+    return record
+
+
+def nothing_judged(record: results.Record) -> str:
+    """What to say where limits were to be checked and none could be, else nothing."""
+    if any(row["verdict"] != "SKIP" for row in record["limits"]):
+        return ""
+    on = record["about"]["device"]
+    limited = {limit[0] for limit in (results.ON_CPU if on == "cpu" else results.ON_CUDA)}
+    asked = [key for key in record["sizes"] if key in limited]
+    if not asked:
+        return ""
+    return f"--check: none of the limits at {', '.join(asked)} could be judged; measure their contenders too (--only)"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(sys.argv[1:] if arguments is None else arguments)
     if options.write_docs:
-        for path in options.write_docs:
-            results.write_page(json.loads(path.read_text()))
+        for record in options.records:
+            results.write_page(record)
         return 0
     torch.set_num_threads(options.threads)
-    device = torch.device(options.device)
+    device = options.device
     if device.type == "cuda":
-        device = torch.device("cuda", device.index or 0)
         torch.cuda.set_device(device)
     record = measure(options, device)
     text = results.markdown(record)
     print(text)
-    print(too_busy(record), end="")
+    if record["warning"]:
+        print(record["warning"], file=sys.stderr)  # it stands at the top too, which has scrolled away
     if options.out:
         options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "optim_step.md").write_text(text)
         (options.out / "optim_step.json").write_text(json.dumps(record, indent=1) + "\n")
         (options.out / "optim_step.svg").write_text(results.figure(record))
-    missed = any(row["verdict"] == "MISS" for row in record["limits"])
-    return int(options.check and missed)
+    if not options.check:
+        return 0
+    if problem := nothing_judged(record):
+        print(problem, file=sys.stderr)
+        return 1
+    return int(any(row["verdict"] == "MISS" for row in record["limits"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What was measured, as verdicts, Markdown, a figure and a page: all from the one record that is also the JSON file.
 
-A record holds `about` (machine and versions), `bandwidth` (bytes a second), and for each size its contenders by name.
+A record holds `about` (machine and versions), `bandwidth` (bytes a second), for each size its contenders by name, the
+verdicts on the `limits`, and a `warning` if the numbers are not to be trusted.
 """
 
 from __future__ import annotations
@@ -187,7 +188,8 @@ def headline(record: Record) -> str:
 
 def markdown(record: Record) -> str:
     verdicts = [f"- {spoken(row)}" for row in record["limits"]]
-    return "\n".join([headline(record), "", tables(record), "", legend(record), "", *verdicts, ""])
+    warning = [f"**{record['warning']}**", ""] if record["warning"] else []
+    return "\n".join([headline(record), "", *warning, tables(record), "", legend(record), "", *verdicts, ""])
 
 
 # ---------------------------------------------------------------- the figure
@@ -263,8 +265,9 @@ def write_page(record: Record, page: Path = PAGE) -> None:
     known = [(key, str(value).replace("|", r"\|")) for key, value in record["about"].items() if value]
     facts = "\n".join(f"| {key} | {value} |" for key, value in known)
     limits = "\n".join(f"- {spoken(row)}" for row in record["limits"])
+    warning = f"\n\n**{record['warning']}**" if record["warning"] else ""
     section = (
-        f"\n\n| run | |\n|---|---|\n{facts}\n\n![Wall time of a step]({picture.name})\n\n"
+        f"{warning}\n\n| run | |\n|---|---|\n{facts}\n\n![Wall time of a step]({picture.name})\n\n"
         f"{tables(record)}\n\n{legend(record)}\n\nLimits:\n\n{limits}\n\n"
     )
     begin, end = f"<!-- results {device}: begin -->", f"<!-- results {device}: end -->"

@@ -2,9 +2,12 @@
 
 import copy
 import functools
+import gc
 import importlib
+import operator
 import pickle
 import sys
+import weakref
 
 import pytest
 import torch
@@ -12,9 +15,10 @@ from harness import build, clone_params, gradients, make_params, run, same, stat
 from methods import CASES, SHAPES, Twin
 from methods import make_params as small_params
 from methods import run as run_twin
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from sngm import CLARS
-from sngm.optim import kernels
+from sngm import CLARS, SNGM
+from sngm.optim import kernels, shards
 
 pytest.importorskip("triton")
 
@@ -345,6 +349,77 @@ def test_settings_may_change_between_steps(rule, changes):
     pair.step(2)
 
 
+def move_state(optimizer):
+    """Give every tensor of the state other memory, half of what is there; returns what it left behind."""
+    left = []
+    for state in optimizer.state.values():
+        for value in state.values():
+            left.append(value.data)
+            value.data = value.data * 0.5
+    return left
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_state_whose_memory_is_replaced_is_what_the_step_goes_on_with(rule):
+    pair = Pair(rule)
+    pair.step(0)
+    left, _ = move_state(pair.ours), move_state(pair.theirs)
+    before = copy.deepcopy(left)
+    pair.step(1)
+    pair.step(2)
+    assert all(map(torch.equal, left, before))
+
+
+@pytest.mark.parametrize("key", ["exp_avg_sq", "step"])
+def test_one_tensor_of_the_state_whose_memory_is_replaced_is_noticed(key):
+    pair = Pair("lamb")
+    pair.step(0)
+    for optimizer in (pair.ours, pair.theirs):
+        value = list(optimizer.state.values())[-1][key]
+        value.data = value.data + 1.0
+    pair.step(1)
+
+
+def test_a_process_group_given_after_a_step_is_used(monkeypatch):
+    params = make_params(torch.float64, FEW)
+    optimizer = build("sngm", params, weight_decay=0.0)
+    run(optimizer, params, 2)
+    norm, plan = float(optimizer.grad_norm), optimizer._plan
+    monkeypatch.setattr(shards.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(shards.dist, "all_reduce", lambda sums, group: sums.mul_(2.0))  # the other rank has the same
+    for group, ratio in ((object(), 2.0), (None, 1.0)):
+        optimizer.norm_group = group
+        optimizer.step()
+        assert optimizer._plan is not plan
+        assert float(optimizer.grad_norm) == pytest.approx(norm * ratio**0.5)
+
+
+def test_a_copy_of_an_optimizer_knows_its_process_group_before_any_step(monkeypatch):
+    monkeypatch.setattr(shards.dist, "get_process_group_ranks", lambda group: [0, 1])
+    optimizer = build("sngm", make_params())
+    optimizer.norm_group = object()
+    twin = copy.deepcopy(optimizer)
+    assert twin.norm_group is twin._shards.norm_group is optimizer.norm_group
+    assert twin._shards.active  # a compiled step cannot find this out
+
+
+def test_a_learning_rate_that_changes_makes_no_new_launches():
+    pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3)]), ({}, {"lr": 0.3}))
+    pair.step(0)
+    plan = pair.ours._plan
+    ready = {kernel: list(launches) for kernel, launches in plan.places[0].ready.items()}
+    assert ready
+    for t in range(1, 4):
+        for optimizer in (pair.ours, pair.theirs):
+            for group in optimizer.param_groups:
+                group["lr"] *= 1.7 - t
+        pair.step(t)
+        assert pair.ours._plan is plan
+        assert plan.places[0].ready.keys() == ready.keys()
+        for kernel, launches in ready.items():
+            assert all(map(operator.is_, plan.places[0].ready[kernel], launches))
+
+
 def test_a_parameter_may_change_its_group():
     pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3)]), ({"lr": 0.1}, {"lr": 0.7, "nesterov": True}))
     pair.step(0)
@@ -575,3 +650,152 @@ def test_a_gradient_scaler_of_torch_drives_a_fused_optimizer():
         results.append((optimizer, params))
     assert results[1][0].skipped == 1
     assert same(*results[0], *results[1])
+
+
+# ---------------------------------------------------------------- what torch and users rely on
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_autograd_sees_that_parameters_changed(rule):
+    weight, idle = make_params(shapes=[(4, 4), (3,)])
+    optimizer = build(rule, [weight, idle])
+    versions = weight._version, idle._version
+    x = torch.randn(4, requires_grad=True)
+    loss = (weight @ x).square().sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    assert optimizer._plan is not None
+    assert weight._version > versions[0]
+    assert idle._version == versions[1]  # it had no gradient
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_an_interrupted_step_spoils_none_after_it(rule, monkeypatch, plans):
+    runs = []
+    for _ in range(2):
+        params = make_params(torch.bfloat16, FEW) + make_params(torch.float32, FEW)  # two launches of each kernel
+        runs.append((build(rule, params), params))
+        run(*runs[-1], 1)
+    launch, calls = plans.Launch.__call__, []
+
+    def interrupted(self, *args):
+        calls.append(self.kernel)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        launch(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(plans.Launch, "__call__", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(*runs[0], 1, start=7)
+    assert calls == [plans.kernels.measure] * 2
+    for both in runs:
+        run(*both, 2, start=1)
+    assert runs[0][0].grad_norm == runs[1][0].grad_norm
+    assert same(*runs[0], *runs[1])
+
+
+@pytest.fixture
+def no_garbage_collector():
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_an_optimizer_that_is_gone_leaves_nothing_behind(rule):
+    params = make_params(shapes=FEW)
+    optimizer = build(rule, params)
+    run(optimizer, params)
+    assert optimizer._plan is not None
+    left = [weakref.ref(value) for state in optimizer.state.values() for value in state.values()]
+    left += [weakref.ref(optimizer), weakref.ref(optimizer._plan)]
+    del optimizer
+    assert not any(ref() is not None for ref in left)
+
+
+@pytest.mark.parametrize("lay", [lambda p, g: g, transposed], ids=["contiguous", "transposed"])
+@pytest.mark.usefixtures("no_garbage_collector")
+def test_a_plan_keeps_no_gradient_and_no_tensor_that_was_replaced(lay):
+    params = make_params(shapes=FEW)
+    optimizer = build("sngm", params)
+    for t in range(2):
+        step(optimizer, params, [lay(p, g) for p, g in zip(params, gradients(params, t), strict=True)])
+        gone = [weakref.ref(p.grad) for p in params]
+        optimizer.zero_grad(set_to_none=True)
+        assert not any(ref() is not None for ref in gone)
+    state = optimizer.state[params[0]]
+    buffer = weakref.ref(state["momentum_buffer"])
+    state["momentum_buffer"] = state["momentum_buffer"].clone()
+    memory = weakref.ref(params[0].data.untyped_storage())
+    params[0].data = params[0].data.clone()
+    assert optimizer._plan is not None
+    assert buffer() is None
+    assert memory() is None
+
+
+def test_an_optimizer_that_leaves_the_kernels_drops_its_plan():
+    params = make_params(shapes=FEW)
+    optimizer = build("sngm", params)
+    run(optimizer, params)
+    assert optimizer._plan is not None
+    optimizer.param_groups[0]["foreach"] = True
+    run(optimizer, params)
+    assert optimizer._plan is None
+
+
+class Wrapping(SNGM):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.fixture(params=[SNGM, Wrapping])
+def hooked(request):
+    """An optimizer, of a subclass too that calls the step of its base, and a list of what its hooks saw."""
+    params = make_params(shapes=FEW)
+    optimizer = request.param(params, lr=0.1)
+    run(optimizer, params, 1)
+    return optimizer, []
+
+
+def test_hooks_of_an_optimizer_run_once_a_step(hooked):
+    optimizer, seen = hooked
+    optimizer.register_step_pre_hook(lambda *_: seen.append("before"))
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    for _ in range(2):
+        optimizer.step(lambda: seen.append("closure"))
+    assert seen == ["before", "closure", "after"] * 2
+
+
+def test_hooks_run_in_the_step_after_one_that_failed(hooked):
+    optimizer, seen = hooked
+    optimizer.register_step_post_hook(lambda *_: seen.append("after"))
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(lambda: 1 / 0)
+    optimizer.step()
+    assert seen == ["after"]
+
+
+def test_hooks_of_all_optimizers_run_once_a_step(hooked):
+    optimizer, seen = hooked
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: seen.append("before")),
+        register_optimizer_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert seen == ["before", "after"]
+
+
+def test_a_profiler_sees_a_step_once(hooked):
+    optimizer, _ = hooked
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        optimizer.step()
+    seen = [event.name for event in profiler.events() if event.name.startswith("Optimizer.step#")]
+    assert seen == [f"Optimizer.step#{type(optimizer).__name__}.step"]

@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import functools
 import io
+import os
 import traceback
 from datetime import timedelta
 from functools import partial
@@ -21,6 +23,7 @@ from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import sngm
+from sngm.optim.shards import local
 
 STEPS = 5
 POISONED = 2  # the step on which one rank's gradient has an inf: all must skip it
@@ -474,6 +477,91 @@ def refusals() -> None:
         sngm.SNGM([over_all], lr=0.1, norm_group=square["dp"].get_group()).step()
 
 
+# ---------------------------------------------------------------- the kernels, in Triton's interpreter
+
+
+def by_halves(t: Tensor, i: int) -> Tensor:
+    return t.tensor_split(dist.get_world_size())[dist.get_rank()].clone()
+
+
+def by_dtensors(t: Tensor, i: int) -> Tensor:
+    """Sharded, the third with nothing on the last rank; whole on every rank; and a plain copy on every rank."""
+    placement, t = [Shard(0), Shard(-1), Shard(0), Replicate(), None][i], t.clone()
+    return t if placement is None else distribute_tensor(t, line(), [placement], src_data_rank=None)
+
+
+def steps_by(method: str, share, grads: list[list], path: dict, **more) -> tuple[list[Tensor], torch.optim.Optimizer]:
+    """Steps on what `share` makes of tensors, from the first of `grads` with the others as gradients."""
+    params = [nn.Parameter(share(p, i)) for i, p in enumerate(grads[0])]
+    name, settings = METHODS[method]
+    groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}]
+    optimizer = getattr(sngm, name)(groups, **{**settings, "foreach": None, **path}, **more)
+    for at_step in grads[1:]:
+        for i, (p, g) in enumerate(zip(params, at_step, strict=True)):
+            p.grad = None if g is None else share(g, i)
+        take(optimizer, method)
+    return params, optimizer
+
+
+def kernels_exchange(split, method: str) -> None:
+    """The kernels on pieces take the steps of foreach on whole tensors, and of foreach on the same pieces."""
+    more = {"norm_group": dist.group.WORLD} if split is by_halves else {}
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(8, 4), (9,), (1, 2, 2), (3, 5), (4, 2)]
+    grads = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(4)]
+    grads[1][1] = grads[3][3] = None
+    grads[2][0][0, 0] = torch.nan  # in the piece of the first rank alone
+    pieces, ours = steps_by(method, split, grads, {}, **more)
+    assert ours._plan.exchanges
+    whole, theirs = steps_by(method, lambda t, i: t.clone(), grads, {"foreach": True})
+    assert ours.skipped == theirs.skipped == 1
+    close(ours.grad_norm, theirs.grad_norm)
+    for i, (p, q) in enumerate(zip(pieces, whole, strict=True)):
+        close(*(local(t.detach()) for t in (p, split(q.detach(), i))), msg=f"{i}")
+    grads[2][0].nan_to_num_(1.0)
+    if last():  # alone without these gradients: sums of the step before must not count
+        grads[2][0] = grads[3][0] = grads[3][4] = None
+    (pieces, ours), (others, theirs) = (
+        steps_by(method, split, grads, path, **more) for path in ({}, {"foreach": True})
+    )
+    assert ours._plan is not None
+    assert theirs._plan is None
+    close(ours.grad_norm, theirs.grad_norm)
+    for i, (p, q) in enumerate(zip(pieces, others, strict=True)):
+        close(local(p.detach()), local(q.detach()), msg=f"{i}, with gradients missing")
+
+
+def kernels_take_a_group_between_steps() -> None:
+    p = nn.Parameter(torch.ones(8))
+    optimizer = sngm.SNGM([p], lr=0.1)
+    for group, norm in ((None, 8.0), (dist.group.WORLD, 16.0), (None, 8.0)):
+        optimizer.norm_group = group
+        p.grad = torch.ones(8)
+        optimizer.step()
+        assert optimizer._plan is not None
+        close(optimizer.grad_norm.double().square(), torch.tensor(norm).double(), rtol=1e-6)
+
+
+def a_copy_compiled_at_once_uses_the_group() -> None:
+    p = nn.Parameter(torch.ones(8))
+    twin = copy.deepcopy(sngm.SNGM([p], lr=0.1, norm_group=dist.group.WORLD))
+    twin.param_groups[0]["params"][0].grad = torch.ones(8)
+    torch.compile(twin.step, backend="eager")()
+    assert twin.grad_norm == 4.0
+
+
+BY_KERNELS = {
+    **{
+        f"{split.__name__}, {method}": partial(kernels_exchange, split, method)
+        for split in (by_halves, by_dtensors)
+        for method in METHODS
+        if method != "SNGM, foreach"
+    },
+    "kernels_take_a_group_between_steps": kernels_take_a_group_between_steps,
+    "a_copy_compiled_at_once_uses_the_group": a_copy_compiled_at_once_uses_the_group,
+}
+
+
 FACTS = [
     partial_gradients,
     complex_and_strided,
@@ -514,8 +602,14 @@ def joined(rank: int, world: int, folder: str):
 
 def work(rank: int, world: int, folder: str, chosen: list[str]) -> None:
     failures = {}
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        from triton.runtime import interpreter
+
+        # as in the kernels' own tests: once for each function, not at each call
+        interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+        interpreter._LangPatchScope.restore = lambda self: None
     with joined(rank, world, folder):
-        for name, case in cases(world).items():
+        for name, case in (cases(world) | BY_KERNELS).items():
             if name in chosen:
                 try:
                     case()
@@ -532,6 +626,17 @@ def run(world: int, folder, chosen: list[str]) -> None:
 
 def test_fsdp2_on_two_processes_takes_the_steps_of_one(tmp_path):
     run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS"])
+
+
+@pytest.mark.parametrize(
+    "chosen",
+    [["by_halves, LAMB", "by_dtensors, SNGM by group"], pytest.param(list(BY_KERNELS), marks=pytest.mark.slow)],
+    ids=["few", "all"],
+)
+def test_kernels_on_two_processes_take_the_steps_of_one(chosen, tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the processes that are started
+    run(2, tmp_path, chosen)
 
 
 @pytest.mark.gpu

@@ -361,7 +361,10 @@ class Plan:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         self.held = []
         if self.kinds and not self.sharded and not self.complex and self._lie_as_before(grads):
-            found = [0 if g is None else data_ptr(g) for g in grads]
+            if len(self.present) == len(grads):
+                found = list(map(data_ptr, grads))
+            else:
+                found = [0 if g is None else g.data_ptr() for g in grads]
             if found == self.found:
                 return True
             dtypes = [None if g is None else g.dtype for g in grads]
