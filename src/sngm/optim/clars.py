@@ -55,8 +55,9 @@ class CLARS(LargeBatchOptimizer):
         tensor([[0.9900, 0.9900],
                 [0.9900, 0.9900]])
 
-    Cost: 4 bytes of state per float32 parameter; a fused step moves 28 bytes a parameter (SGD: 20). Measuring
-    the mean norms is extra: nothing but their norms if the micro-batches of gradient accumulation are used.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused one on the CPU, moves 28 bytes
+    a parameter (SGD: 20). Measuring the mean norms is extra: nothing but their norms if the micro-batches of gradient
+    accumulation are used.
 
     Reference: Huo, Gu and Huang, "Large Batch Optimization for Deep Learning Using New Complete Layer-Wise
     Adaptive Rate Scaling", AAAI 2021; the limit 0.1, c = 0.01 and the place of momentum follow its public code.

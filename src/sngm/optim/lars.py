@@ -63,7 +63,8 @@ class LARS(LargeBatchOptimizer):
         tensor([[0.9000, 0.9000],
                 [0.9000, 0.9000]])
 
-    Cost: 4 bytes of state per float32 parameter; a fused step moves 28 bytes a parameter (SGD: 20).
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused one on the CPU, moves 28 bytes
+    a parameter (SGD: 20); of variant "momentum" 36, and on the CPU it has no fused step.
 
     References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.

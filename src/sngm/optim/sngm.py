@@ -60,8 +60,8 @@ class SNGM(LargeBatchOptimizer):
         >>> w.data, optimizer.grad_norm
         (tensor([2.4000, 3.2000]), tensor(5.))
 
-    Cost: 4 bytes of state per float32 parameter. A fused step moves 24 bytes a parameter (SGD: 20), 40 with
-    coupled decay, 32 with decoupled.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels moves 24 bytes a parameter (SGD: 20), 28
+    with coupled decay; a fused step on the CPU 24, 40 with coupled decay, 32 with decoupled.
 
     Reference: Zhao, Shi, Xie and Li, "Stochastic Normalized Gradient Descent with Momentum for Large-Batch
     Training", Algorithm 1 and Section 6.
