@@ -519,6 +519,8 @@ def kernels_exchange(split, method: str) -> None:
     for i, (p, q) in enumerate(zip(pieces, whole, strict=True)):
         close(*(local(t.detach()) for t in (p, split(q.detach(), i))), msg=f"{i}")
     grads[2][0].nan_to_num_(1.0)
+    for at_step in grads[1:]:
+        at_step[2] = None  # an empty gradient on the last rank would make a new plan
     if last():  # alone without these gradients: sums of the step before must not count
         grads[2][0] = grads[3][0] = grads[3][4] = None
     (pieces, ours), (others, theirs) = (

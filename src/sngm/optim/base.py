@@ -311,9 +311,11 @@ class LargeBatchOptimizer(Optimizer):
     def _rounding_step(self, device: torch.device) -> Tensor:
         """The number of steps so far with stochastic rounding; kept with the first group, to be saved with it."""
         group = self.param_groups[0]
-        step = torch.as_tensor(group.get("rounding_step", 0), dtype=torch.int64, device=device)
-        group["rounding_step"] = step
-        return step
+        step = group.get("rounding_step")
+        if not isinstance(step, Tensor) or (step.device.type == "cpu" and device.type != "cpu"):
+            # made here, or loaded to the host; for the rest it stays where the first parameter is
+            step = group["rounding_step"] = torch.as_tensor(step or 0, dtype=torch.int64, device=device)
+        return step.to(device)
 
     def _wants_kernels(self) -> bool:
         """Whether the groups leave the choice to us, or ask for fused steps."""
@@ -399,7 +401,7 @@ class LargeBatchOptimizer(Optimizer):
         if any(group.get("stochastic_rounding") for group in self.param_groups):
             step = self._rounding_step(home).add_(1)
             for bucket in parts:
-                if bucket.dtype == torch.bfloat16 and bucket.group["stochastic_rounding"]:
+                if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
         on_host = not torch.compiler.is_compiling() and all(
             b.device.type == "cpu" and not b.group["capturable"] for b in parts

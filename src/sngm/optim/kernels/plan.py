@@ -31,7 +31,14 @@ TRITON_DTYPES = {
     torch.float64: tl.float64,
 }
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(ROWS))
-CHANGING = ("scale", "found_inf", "means", "norm", "skipped")  # arguments that may be other tensors at each step
+CHANGING = (
+    "rounds",
+    "scale",
+    "found_inf",
+    "means",
+    "norm",
+    "skipped",
+)  # arguments that may be other tensors at each step
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,7 @@ class Place:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         sums = zeros(len(ROWS), len(rows))
+        self.unsaved_rounds = zeros(1, dtype=torch.int64)  # for `measure` to count in where none is at random
         self.one, self.zero = torch.ones((), device=device), torch.zeros((), device=device)
         self.pool: dict[str, Any] = {
             **sizes,
@@ -114,7 +122,7 @@ class Place:
             "partial": zeros(2, max(len(owners), 1)),
             "spans": zeros(1 + groups),
             "counters": zeros(len(rows) + 1, dtype=torch.int32),
-            "rounds": zeros(1, dtype=torch.int64),
+            "rounds": self.unsaved_rounds,
             "means": sums,
             "norm": zeros(1),
             "skipped": zeros(1, dtype=torch.int64),
@@ -284,7 +292,10 @@ class Plan:
         if optimizer.norm_group is not self.norm_group or list(map(len, map(params_of, groups))) != self.lengths:
             return False
         pieces = [shards.local(p) for p in params] if self.sharded else params
-        if list(map(data_ptr, pieces)) != self.addresses or list(map(numel, pieces)) != self.sizes:
+        if list(map(data_ptr, pieces)) != self.addresses:
+            return False
+        # at the same place, but fewer; where there is state it must have been replaced with them
+        if not all(self.needs) and list(map(numel, pieces)) != self.sizes:
             return False
         # at the same place, but in another order; vectors have only one
         if not all(map(is_contiguous, self.matrices)):
@@ -379,7 +390,7 @@ class Plan:
                 continue
             if REAL.get(g.dtype, g.dtype) != kind.grad or (kind.aligned and found[i] % WIDEST_LOAD):
                 return False
-            if self.needs[self.positions[i]] and not kind.buffered:
+            if self.needs[self.positions[i]] and not kind.buffered and g.numel():
                 return False  # it was frozen, and has a gradient now
         self.held, self.found = grads, found
         self.grad_dtypes = [None if g is None else g.dtype for g in grads]
@@ -441,8 +452,7 @@ class Plan:
             optimizer._grad_norm = optimizer._grad_norm.to(first.device)
             optimizer._skipped = optimizer._skipped.to(first.device)
         first.pool["norm"], first.pool["skipped"] = optimizer._grad_norm, optimizer._skipped
-        if self.constants["STOCHASTICALLY"]:
-            self._count_roundings(optimizer)
+        self._count_roundings(optimizer)
         for i, twin in self.staged.items():
             twin.copy_(shards.local(self.params[i]).detach())
         self._launch(kernels.measure)
@@ -485,9 +495,9 @@ class Plan:
 
     def _count_roundings(self, optimizer: Any) -> None:
         """Let `measure` count in the tensor that is saved, and on other devices in copies of it."""
-        step = optimizer._rounding_step(self.places[0].device)
+        at_random = self.constants["STOCHASTICALLY"]
         for place in self.places:
-            place.pool["rounds"] = step if place is self.places[0] else step.to(place.device)
+            place.pool["rounds"] = optimizer._rounding_step(place.device) if at_random else place.unsaved_rounds
 
     def _packed(self, first: int, last: int) -> Tensor:
         """Rows of sums over all devices; zero for a tensor without a gradient, of which they are an old step's."""
