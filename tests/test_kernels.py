@@ -429,6 +429,13 @@ def test_a_parameter_may_change_its_group():
     pair.step(1)
 
 
+def test_the_scope_may_change():
+    pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3)]))
+    for t, scope in enumerate(("global", "tensor", "group", "global")):
+        pair.ours.scope = pair.theirs.scope = scope
+        pair.step(t)
+
+
 @pytest.mark.parametrize(
     "copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))], ids=["copy", "pickle"]
 )

@@ -197,6 +197,7 @@ class Plan:
     present: list[int]
     grad_dtypes: list[Any]
     unchangeable = False
+    scope = ""
     needs: Sequence[bool] = ()
     constants: dict[str, Any] = {}  # noqa: RUF012
     places: Sequence[Place] = ()
@@ -323,11 +324,17 @@ class Plan:
     def _read_settings(self, optimizer: Any) -> bool:
         """Read the groups' settings; False where other state, or another path, goes with them."""
         groups = optimizer.param_groups
-        if self.unchangeable and all(
-            len(group) == len(values) and all(map(is_, group.values(), values))
-            for group, values in zip(groups, self.values, strict=True)
+        scope = getattr(optimizer, "scope", "global")
+        if (
+            self.unchangeable
+            and scope == self.scope
+            and all(
+                len(group) == len(values) and all(map(is_, group.values(), values))
+                for group, values in zip(groups, self.values, strict=True)
+            )
         ):
             return True
+        self.scope = scope
         self.values = [list(group.values()) for group in groups]
         # a list, or a number on the host, may change and still be the same object
         kinds = {type(value) for group in groups for key, value in group.items() if key != "params"}
@@ -349,13 +356,12 @@ class Plan:
         """What the kernels are compiled for, beside the kind of tensors."""
         of = dict(zip(SETTINGS, zip(*self.rows, strict=True), strict=True))
         method = optimizer.KERNEL
-        scope = getattr(optimizer, "scope", "global")
         coupled = any(wd and not mode for wd, mode in zip(of["weight_decay"], of["mode"], strict=True))
         constants = {
             "METHOD": method,
-            "SCOPE": scope,
+            "SCOPE": self.scope,
             "LAMB": method == "lamb",
-            "BY_GROUP": scope == "group",
+            "BY_GROUP": self.scope == "group",
             "COUPLED_DECAY": method == "sngm" and coupled,
             "PARAM_NORMS": method in ("lars", "clars"),
             "MEANS": method == "clars",
