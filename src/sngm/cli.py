@@ -471,6 +471,7 @@ def main() -> None:
     try:
         if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
+        sys.stdout.flush()  # here, where a reader that has gone away is dealt with
     except PARSER_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
             error.show()
