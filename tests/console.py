@@ -104,6 +104,8 @@ def start(line: str, **environment: str) -> "subprocess.Popen[str]":
         text=True,
         start_new_session=True,
         env={**os.environ, **environment},
+        # tests that run in the background of a shell are deaf to Ctrl-C, and what they start would be too
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -1,6 +1,7 @@
 """The Triton kernels on the CPU, by Triton's interpreter: every rule, every layout of memory, changes between steps."""
 
 import copy
+import ctypes
 import functools
 import gc
 import importlib
@@ -19,13 +20,14 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from sngm import CLARS, SNGM
 from sngm.optim import kernels, shards
+from sngm.optim.kernels import memory, replay
 
 pytest.importorskip("triton")
 
 RULES = ["sngm", "lars-momentum", "lamb"]  # of one pass over the gradients, of two, and with a second buffer
 FEW = [(5, 13), (2, 3, 2, 2)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
-OURS = ("sngm.optim.kernels.device", "sngm.optim.kernels.plan")
+OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("plan", "place", "device"))
 
 
 def loaded():
@@ -40,17 +42,17 @@ def plans():
         elsewhere = loaded()
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(kernels, "DEVICES", ("cpu",))
-        for name in ("device", "plan"):
-            patch.delattr(kernels, name, raising=False)
+        for name in OURS:
+            patch.delattr(kernels, name.split(".")[-1], raising=False)
         interpreter = importlib.import_module("triton.runtime.interpreter")
         # once for each function, not at each call: that would take half of the time
         patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
         patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
-        yield importlib.import_module(OURS[1])
+        yield importlib.import_module(OURS[0])
         aside = {f"interpreted {name}": module for name, module in loaded().items()}
         sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
-        for name in ("device", "plan"):
-            vars(kernels).pop(name, None)
+        for name in OURS:
+            vars(kernels).pop(name.split(".")[-1], None)
 
 
 @pytest.fixture
@@ -58,7 +60,8 @@ def chunks(monkeypatch, plans):
     """Make programs work on so many elements, and so many at once; sums of more than 2 numbers take a loop."""
 
     def choose(chunk, block):
-        monkeypatch.setattr(plans, "chunk_sizes", lambda _: {"CHUNK": chunk, "BLOCK": block, "warps": 4})
+        places = sys.modules[plans.Place.__module__]
+        monkeypatch.setattr(places, "chunk_sizes", lambda _: {"CHUNK": chunk, "BLOCK": block, "warps": 4})
         monkeypatch.setattr(plans.kernels, "LANES", 2)
 
     return choose
@@ -657,6 +660,300 @@ def test_a_gradient_scaler_of_torch_drives_a_fused_optimizer():
         results.append((optimizer, params))
     assert results[1][0].skipped == 1
     assert same(*results[0], *results[1])
+
+
+# ---------------------------------------------------------------- graphs of the launches
+
+
+class Recorded:
+    """In place of a CUDA graph: the launches with the arguments they had, whatever becomes of the pool."""
+
+    working = True
+
+    def __init__(self, launches, pool):
+        self.steps, self.replayed, self.warps = [], 0, pool["warps"]
+        for launch in launches:
+            arguments = list(launch.arguments)
+            for i, name in launch.changing:
+                arguments[i] = pool[name]
+            self.steps.append((launch.kernel[launch.grid], arguments))
+
+    def __call__(self, stream):
+        for run_, arguments in self.steps:
+            run_(*arguments, num_warps=self.warps)
+        self.replayed += 1
+        return True
+
+
+@pytest.fixture
+def recorded(monkeypatch, plans):
+    monkeypatch.setattr(sys.modules[plans.Place.__module__], "serves", lambda device: True)
+    monkeypatch.setattr(replay, "Graph", Recorded)
+
+
+def replayed(optimizer):
+    """How often each graph of the present plan has been replayed."""
+    return [graph.replayed for graph in optimizer._plan.places[0].replays.graphs.values()]
+
+
+@pytest.mark.parametrize("rule", ["sngm", "sngm-group", "lars-momentum", "lamb"])
+@pytest.mark.usefixtures("recorded")
+def test_a_replayed_step_reads_gradients_rates_and_settings_as_they_are_now(rule):
+    pair = Pair(rule, make_params(torch.float64, [(7,), (3, 3), (0,)]), ({}, {"lr": 0.3}))
+    rate = torch.tensor(0.2, dtype=torch.float64)
+    kept = []
+    for t in range(8):
+        for optimizer in (pair.ours, pair.theirs):
+            optimizer.param_groups[0]["lr"] = rate if t > 5 else 0.1 * (t + 1)
+            optimizer.param_groups[1]["weight_decay"] = 0.01 * (t + 1)
+        rate.mul_(0.5)
+        grads = gradients(pair.others, t)
+        pair.step(t, [None if (i, t) == (1, 4) else g for i, g in enumerate(grads)])
+        kept.append(grads)  # so that no address comes again
+    assert replayed(pair.ours) == [6]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_replayed_steps_round_at_random_as_launched_ones_do(plans, monkeypatch):
+    runs = []
+    for serves in (True, False):
+        monkeypatch.setattr(sys.modules[plans.Place.__module__], "serves", lambda device, serves=serves: serves)
+        params = make_params(torch.bfloat16, FEW)
+        runs.append((build("sngm", params, stochastic_rounding=True), params))
+        run(*runs[-1], 5)
+    assert replayed(runs[0][0]) == [3]
+    assert same(*runs[0], *runs[1])
+
+
+@pytest.mark.parametrize(
+    "change", [replace_buffers, start_anew, forget_everything, load_a_checkpoint, add_a_group], ids=lambda f: f.__name__
+)
+@pytest.mark.parametrize("rule", ["sngm", "lamb"])
+@pytest.mark.usefixtures("recorded")
+def test_a_replayed_step_goes_on_from_state_that_was_replaced(rule, change):
+    pair = Pair(rule)
+    for t in range(6):
+        if t == 3:
+            assert replayed(pair.ours) == [1]
+            change(pair)
+        pair.step(t)
+    assert replayed(pair.ours) == [1]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_settings_that_kernels_are_compiled_for_drop_the_graphs():
+    pair = Pair("sngm")
+    for t, decay in enumerate([0.1, 0.1, 0.1, 0.0, 0.0, 0.0, 0.1]):
+        for optimizer in (pair.ours, pair.theirs):
+            optimizer.param_groups[0]["weight_decay"] = decay
+        pair.step(t)
+        if t in (2, 5):
+            assert replayed(pair.ours) == [1]
+    assert replayed(pair.ours) == []
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_gradient_scaler_may_come_and_go_between_replays():
+    params, twins = make_params(shapes=FEW), make_params(shapes=FEW)
+    optimizer, twin = build("sngm", params, fused=True), build("sngm", twins, foreach=True)
+    kept = []
+    for t in range(10):
+        scaled = t in (3, 4, 7)
+        grads = gradients(params, t)
+        optimizer.grad_scale = torch.tensor(8.0) if scaled else None
+        optimizer.found_inf = torch.tensor(float(t == 4)) if scaled else None
+        kept.append((optimizer.grad_scale, optimizer.found_inf))
+        step(optimizer, params, [g * 8.0 if scaled else g for g in grads])
+        if t != 4:
+            step(twin, twins, grads)
+        for a, b in zip(params, twins, strict=True):
+            close(a, b)
+    assert optimizer.skipped == 1
+    assert replayed(optimizer) == [5]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_mean_norms_that_take_turns_have_a_graph_each():
+    params, twins = make_params(shapes=FEW), make_params(shapes=FEW)
+    optimizer, twin = build("clars", params), build("clars", twins, foreach=True)
+    places = [torch.zeros(len(FEW), dtype=torch.float64) for _ in range(2)]
+    for t in range(8):
+        grads = gradients(params, t)
+        for one, own in ((optimizer, params), (twin, twins)):
+            for p, g in zip(own, grads, strict=True):
+                p.grad = g
+            one.step(mean_norms=places[t % 2].fill_(0.5 + t))
+        for a, b in zip(params, twins, strict=True):
+            close(a, b)
+    assert replayed(optimizer) == [2, 2]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_graph_that_cannot_be_made_is_not_tried_again(monkeypatch):
+    made = []
+
+    class Failing(Recorded):
+        def __init__(self, launches, pool):
+            made.append(launches)
+            raise RuntimeError("not today")
+
+    monkeypatch.setattr(replay, "Graph", Failing)
+    for _ in range(2):
+        pair = Pair("lamb")
+        for t in range(4):
+            pair.step(t)
+    assert len(made) == 1
+    assert not Failing.working
+
+
+@pytest.mark.usefixtures("recorded")
+def test_what_a_graph_refuses_is_launched(monkeypatch):
+    monkeypatch.setattr(Recorded, "__call__", lambda self, stream: False)
+    pair = Pair("lamb")
+    for t in range(4):
+        pair.step(t)
+    assert replayed(pair.ours) == [0]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_steps_under_a_profiler_and_steps_with_exchanges_are_launched(monkeypatch):
+    params = make_params(shapes=FEW)
+    optimizer = build("sngm", params)
+    run(optimizer, params, 3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        run(optimizer, params, 2)
+    assert replayed(optimizer) == [1]
+    monkeypatch.setattr(shards.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(shards.dist, "all_reduce", lambda sums, group: sums.mul_(2.0))
+    optimizer.norm_group = object()
+    run(optimizer, params, 4)
+    assert replayed(optimizer) == []
+
+
+@pytest.mark.usefixtures("recorded")
+def test_a_plan_for_a_graph_of_the_user_has_no_graphs_of_its_own():
+    params = make_params(shapes=FEW)
+    optimizer = build("sngm", params)
+    run(optimizer, params, 3)
+    assert replayed(optimizer) == [1]
+    assert not optimizer._plan.for_capture().places[0].replays.graphs
+    assert replayed(optimizer) == [1]
+
+
+class Driver:
+    """In place of CUDA's: notes the calls; `failing` names the one that does."""
+
+    def __init__(self, nodes=2, failing=""):
+        self.calls, self.nodes, self.failing = [], nodes, failing
+
+    def __getattr__(self, name):
+        def call(*arguments):
+            self.calls.append(name)
+            if name == self.failing:
+                return 1
+            outputs = {"cuStreamCreate": (0, 64), "cuStreamEndCapture": (1, 65), "cuGraphGetNodes": (2, self.nodes)}
+            outputs["cuGraphInstantiateWithFlags"] = (0, 66)
+            if name in outputs:
+                at, value = outputs[name]
+                arguments[at]._obj.value = value
+            return 0
+
+        return call
+
+
+class Compiled:
+    def __init__(self, work, compiled=True):
+        self.work, self.compiled = work, compiled
+
+    def __call__(self, pool, stream):
+        self.work(stream)
+
+
+@pytest.fixture
+def drive(monkeypatch):
+    def use(**how):
+        driver = Driver(**how)
+        monkeypatch.setattr(replay, "driver", lambda: driver)
+        return driver
+
+    return use
+
+
+def test_a_graph_is_captured_on_a_stream_of_its_own_and_given_back(drive):
+    driver = drive()
+    streams = []
+    graph = replay.Graph([Compiled(streams.append)] * 2, {})
+    assert streams == [64, 64]
+    assert driver.calls == [
+        "cuThreadExchangeStreamCaptureMode", "cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture",
+        "cuGraphGetNodes", "cuGraphInstantiateWithFlags", "cuGraphDestroy", "cuStreamDestroy_v2",
+        "cuThreadExchangeStreamCaptureMode",
+    ]  # fmt: skip
+    driver.calls.clear()
+    assert graph(7)
+    del graph
+    exchange = "cuThreadExchangeStreamCaptureMode"
+    assert driver.calls == ["cuGraphLaunch", exchange, "cuGraphExecDestroy", exchange]
+
+
+@pytest.mark.parametrize(
+    "failing", ["cuStreamCreate", "cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuGraphGetNodes",
+    "cuGraphInstantiateWithFlags"],
+)  # fmt: skip
+def test_a_capture_that_fails_leaves_nothing_behind(drive, failing):
+    driver = drive(failing=failing)
+    with pytest.raises(RuntimeError, match="driver error 1"):
+        replay.Graph([Compiled(lambda stream: None)] * 2, {})
+    calls = driver.calls
+    assert calls.count("cuThreadExchangeStreamCaptureMode") == 2
+    assert ("cuStreamDestroy_v2" in calls) == (failing != "cuStreamCreate")
+    assert ("cuGraphDestroy" in calls) == (failing in ("cuGraphGetNodes", "cuGraphInstantiateWithFlags"))
+
+
+def test_a_launch_that_fails_ends_the_capture(drive):
+    driver = drive()
+    with pytest.raises(ZeroDivisionError):
+        replay.Graph([Compiled(lambda stream: 1 / 0)], {})
+    assert driver.calls[-4:] == [
+        "cuStreamEndCapture", "cuGraphDestroy", "cuStreamDestroy_v2", "cuThreadExchangeStreamCaptureMode"
+    ]  # fmt: skip
+
+
+def test_a_graph_that_missed_a_launch_is_none(drive):
+    drive(nodes=1)
+    with pytest.raises(RuntimeError, match="2 launches became 1 nodes"):
+        replay.Graph([Compiled(lambda stream: None)] * 2, {})
+
+
+def test_a_launch_that_is_not_compiled_is_not_run_by_a_capture(drive):
+    driver, ran = drive(), []
+    with pytest.raises(RuntimeError, match="still to be compiled"):
+        replay.Graph([Compiled(ran.append), Compiled(ran.append, compiled=None)], {})
+    assert not ran
+    assert not driver.calls
+
+
+def test_a_fork_leaves_the_graphs_of_its_parent_alone(drive):
+    driver = drive()
+    replay.destroy(ctypes.c_void_p(5), replay.os.getpid() + 1)
+    assert not driver.calls
+
+
+def test_nothing_is_replayed_without_cuda(monkeypatch):
+    assert not replay.serves(torch.device("cpu"))
+    for version in (None, "11.8", "12.4"):
+        monkeypatch.setattr(torch.version, "cuda", version)
+        assert replay.driver.__wrapped__() is None
+
+
+@pytest.mark.parametrize("ids", [memory.ids_within, memory.ids_one_by_one])
+def test_ids_tell_objects_apart_that_are_equal(ids):
+    some = tuple(torch.zeros(1) for _ in range(3))
+    assert ids(some) == ids((*some,))
+    for i in range(3):
+        assert ids(some) != ids((*some[:i], torch.zeros(1), *some[i + 1 :]))
+    assert ids(some) != ids(some[:2])
+    assert ids(()) == b""
 
 
 # ---------------------------------------------------------------- what torch and users rely on

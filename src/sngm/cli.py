@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__
+from . import __version__, cli_data
+from .cli_words import DATA, JSON, examples, verbs
 from .errors import DataMissing, Failed, Interrupted, UsageError
 from .spec import parse_call, parse_settings, split_list
 
 OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing, 4 diverged,
-130 interrupted."""
+CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing or broken,
+4 diverged, 130 interrupted."""
 
 app = typer.Typer(
     name="sngm",
@@ -29,19 +28,18 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
     epilog=CODES.replace("\n", " "),
 )
+verb = verbs(app)
 
-JSON = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 DRY = Annotated[bool, typer.Option("--dry-run", "-n", help="Say what would be run, and run nothing.")]
 OUT = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records. Default: runs/ and a name.")]
-DATA = Annotated[Path | None, typer.Option("--data-dir", envvar="SNGM_DATA", help="Folder that holds datasets.")]
 DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")]
 SET = Annotated[list[str] | None, typer.Option("--set", help="key=value: a setting of the method or the task.")]
 EPOCHS = Annotated[int | None, typer.Option(help="Passes over the training set. Default: the task's.")]
 WORKERS = Annotated[
-    int | None, typer.Option(help="Data-parallel workers, virtual where there are fewer processes. Default: processes.")
+    int | None, typer.Option(help="Data-parallel workers, virtual where processes are fewer. Default: the task's.")
 ]
 MICRO = Annotated[
-    int | None, typer.Option(help="Samples a worker takes through the model at once. Default: its share.")
+    int | None, typer.Option(help="Samples of a micro-batch. Default: the task's, or a worker's whole share.")
 ]
 BN_GROUP = Annotated[
     int | None, typer.Option("--bn-group", help="Samples BatchNorm normalises together. Default: micro.")
@@ -53,26 +51,27 @@ SCHEDULE = Annotated[
     str | None, typer.Option(help="constant, cosine, linear, polynomial(power=2) or plateau(factor=4,patience=0).")
 ]
 WARMUP = Annotated[float | None, typer.Option(help="Epochs over which the learning rate first grows linearly.")]
-CLIP = Annotated[float | None, typer.Option(help="Clip the gradient's norm to this.")]
+CLIP = Annotated[float | None, typer.Option(help="Clip the gradient's norm to this; inf: do not, where the task does.")]
+DECAY_ON = Annotated[
+    str | None, typer.Option("--decay-on", help="Weight decay on 'weights' (no biases, no norms) or on 'all'.")
+]
+BIAS_LR = Annotated[
+    str | None, typer.Option("--bias-lr", help="LARS and CLARS: rate of biases and norms, 'scaled' or 'full'.")
+]
 DETERMINISTIC = Annotated[bool, typer.Option("--deterministic", help="Bit-identical reruns on a GPU, slower.")]
-PRECISION = Annotated[str | None, typer.Option(help="float32 or float64.")]
-
-
-def examples(*lines: str) -> str:
-    """The first thing that --help shows."""
-    return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in lines)
-
-
-def verb(*lines: str, name: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A verb of the command line, with examples above what its docstring says."""
-
-    def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        about = " ".join((function.__doc__ or "").split())
-        short = re.split(r"(?<=[.?]) ", about)[0]
-        app.command(name, help=f"{examples(*lines)}\n\n{about}", short_help=short)(function)
-        return function
-
-    return decorate
+PRECISION = Annotated[
+    str | None, typer.Option(help="float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, or float32.")
+]
+STEP = Annotated[
+    str,
+    typer.Option("--step", help="eager, compiled, captured or compiled+captured. Default: as task and device let."),
+]
+LOADERS = Annotated[
+    int | None, typer.Option("--loaders", help="Processes that prepare batches ahead. Default: the task's.")
+]
+PASS_SIZE = Annotated[
+    int | None, typer.Option("--pass-size", help="The most samples through the model at once. Default: the task's.")
+]
 
 
 @app.callback(
@@ -116,6 +115,8 @@ def train(
     schedule: SCHEDULE = None,
     warmup: WARMUP = None,
     clip: CLIP = None,
+    decay_on: DECAY_ON = None,
+    bias_lr: BIAS_LR = None,
     precision: PRECISION = None,
     settings: SET = None,
     out: OUT = None,
@@ -124,6 +125,9 @@ def train(
     checkpoint_every: Annotated[int | None, typer.Option(help="Steps. Default: about once a minute.")] = None,
     track: Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")] = None,
     deterministic: DETERMINISTIC = False,
+    step: STEP = "auto",
+    loaders: LOADERS = None,
+    pass_size: PASS_SIZE = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
@@ -132,17 +136,18 @@ def train(
     from .study.grid import split_settings
     from .train import Options, resolve
     from .train import train as run
+    from .train.processes import choose_device
     from .train.sinks import TRACKERS
 
     name, own = parse_call(method)
     of_method, of_task = split_settings(task, [method], parse_settings(settings or []))
-    if workers is None:
-        workers = int(os.environ.get("WORLD_SIZE", "1"))
     lr = middle_rate(task, name) if lr is None else lr
+    place = choose_device(device)
     config = resolve(
         task, name, lr=lr, batch=batch, seed=seed, epochs=epochs, workers=workers, micro=micro,
         bn_group=bn_group, running_stats=running_stats, schedule=schedule, warmup=warmup, clip=clip,
-        precision=precision, method_settings={**of_method, **own}, task_settings=of_task,
+        decay_on=decay_on, bias_lr=bias_lr, precision=precision, method_settings={**of_method, **own},
+        task_settings=of_task, device=place, processes=int(os.environ.get("WORLD_SIZE", "1")),
     )  # fmt: skip
     if checkpoint_every is not None and checkpoint_every < 1:
         raise UsageError(f"--checkpoint-every must be at least 1 step, got {checkpoint_every}")
@@ -154,7 +159,8 @@ def train(
     )
     options = Options(
         device=device, data_dir=data_dir, checkpoint_every=checkpoint_every, tracker=track,
-        deterministic=deterministic, should_stop=stop_on_signal(), progress=step_progress(),
+        deterministic=deterministic, should_stop=stop_on_signal(), progress=step_progress(on_cpu=place.type == "cpu"),
+        **how(step, loaders, pass_size),
     )  # fmt: skip
     if dry_run:
         show_plan(config, folder, options, as_json)
@@ -168,6 +174,18 @@ def train(
             print(outcome(record, folder))
     if record["status"] == "diverged":
         sys.exit(DIVERGED)
+
+
+def how(step: str, loaders: int | None, pass_size: int | None) -> dict[str, Any]:
+    """Options that change how steps are computed, not what they compute; bad ones are refused."""
+    from .train.captured import STEPS
+
+    if step not in STEPS:
+        raise UsageError(f"--step must be one of {', '.join(STEPS)}, got {step!r}")
+    for name, value, least in (("--loaders", loaders, 0), ("--pass-size", pass_size, 1)):
+        if value is not None and value < least:
+            raise UsageError(f"{name} must be at least {least}, got {value}")
+    return {"step": step, "loaders": loaders, "pass_size": pass_size}
 
 
 def middle_rate(task: str, method: str) -> float:
@@ -227,12 +245,17 @@ def compare(
     schedule: SCHEDULE = None,
     warmup: WARMUP = None,
     clip: CLIP = None,
+    decay_on: DECAY_ON = None,
+    bias_lr: BIAS_LR = None,
     precision: PRECISION = None,
     settings: SET = None,
     out: OUT = None,
     data_dir: DATA = None,
     device: DEVICE = None,
     deterministic: DETERMINISTIC = False,
+    step: STEP = "auto",
+    loaders: LOADERS = None,
+    pass_size: PASS_SIZE = None,
     jobs: Annotated[int | None, typer.Option(help="Runs at a time. Default: one a core, or one on a GPU.")] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
@@ -246,18 +269,25 @@ def compare(
     from .study import Study, launch
     from .study.grid import split_settings
     from .train import Options
+    from .train.config import usual_precision
+    from .train.processes import choose_device
 
     cls = tasks.find(task)
     names = split_list(methods)
     of_methods, of_task = split_settings(task, names, parse_settings(settings or []))
+    sizes = tuple(whole_numbers("--batches", batches)) if batches is not None else cls.batches
+    usual = usual_precision(task, sizes[0], choose_device(device))
+    if precision is None and usual != "float32":  # said, so that runs on a CPU and on a GPU do not mix
+        precision = usual
     given = {
         "workers": workers, "micro": micro, "bn_group": bn_group, "running_stats": running_stats,
-        "schedule": schedule, "warmup": warmup, "clip": clip, "precision": precision,
+        "schedule": schedule, "warmup": warmup, "clip": clip, "precision": precision, "decay_on": decay_on,
+        "bias_lr": bias_lr,
     }  # fmt: skip
     study = Study(
         task=task,
         methods=tuple(names),
-        batches=tuple(whole_numbers("--batches", batches)) if batches is not None else cls.batches,
+        batches=sizes,
         seeds=seeds,
         epochs=cls.epochs if epochs is None else epochs,
         lrs=tuple(numbers("--lrs", lrs)) if lrs is not None else None,
@@ -269,7 +299,9 @@ def compare(
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
     key = hashlib.sha256(json.dumps(study.identity(), sort_keys=True).encode()).hexdigest()[:8]
     folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
-    options = Options(device=device, data_dir=data_dir, deterministic=deterministic)
+    options = Options(
+        device=device, data_dir=data_dir, deterministic=deterministic, **how(step, loaders, pass_size)
+    )  # fmt: skip
     from .show import interrupt_on_signal, show_study, study_progress
 
     if dry_run:
@@ -394,27 +426,7 @@ def methods(as_json: JSON = False) -> None:
 HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")
 
 
-@verb(
-    "sngm data",
-    "sngm data --data-dir ~/datasets",
-)
-def data(data_dir: DATA = None, as_json: JSON = False) -> None:
-    """Say which datasets the tasks need, and which are there."""
-    from . import tasks as room
-
-    found: list[dict[str, Any]] = []
-    for name in room.names():
-        try:
-            splits = room.build(name, data_dir=data_dir).data()
-            found.append({"task": name, "ready": True, "train": len(splits.train), "test": len(splits.test)})
-        except DataMissing as error:
-            found.append({"task": name, "ready": False, "missing": str(error)})
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    for entry in found:
-        ready = f"ready, {entry.get('train')} samples to train on and {entry.get('test')} to test"
-        print(f"{entry['task']}: {ready if entry['ready'] else entry['missing']}")
+app.add_typer(cli_data.app, name="data")
 
 
 @verb(

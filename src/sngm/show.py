@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import json
 import os
@@ -13,9 +14,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
+
     from .study import Study
     from .study.launch import Progress
     from .train import Options, RunConfig
+    from .train.setup import Setup
+
+LONG = 600.0  # seconds; a run that takes more says so at its start
 
 
 @contextlib.contextmanager
@@ -77,9 +83,11 @@ def _table(progress: Progress) -> Any:
 def duration(seconds: float) -> str:
     """For people.
 
-    >>> duration(7), duration(200), duration(9000)
-    ('7 s', '3 min', '2.5 h')
+    >>> duration(0.43), duration(7), duration(200), duration(9000)
+    ('0.43 s', '7 s', '3 min', '2.5 h')
     """
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
     if seconds < 100:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
@@ -135,18 +143,53 @@ def interrupt_on_signal() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
-def step_progress() -> Any:
-    """A line that is overwritten on a terminal, one every ten seconds elsewhere; nothing on other ranks."""
+class Pace:
+    """How long the rest of a run will take, at the pace of its last two minutes or so."""
+
+    WARM_UP = 3  # steps that also compile and record, and so say nothing
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.first: int | None = None
+        self.marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=240)
+
+    def left(self, step: int, steps: int) -> float | None:
+        """Seconds, once there is something to go by. To be called after every step."""
+        now = self.clock()
+        if self.first is None:
+            self.first = step - 1
+        if step - self.first < self.WARM_UP:
+            slow = now - self.began > 10.0  # better a rough word than none
+            return (now - self.began) / (step - self.first) * (steps - step) if slow else None
+        if not self.marks or now - self.marks[-1][0] >= 0.5:
+            self.marks.append((now, step))
+        then, earlier = self.marks[0]
+        return (now - then) / (step - earlier) * (steps - step) if step - earlier >= 2 else None
+
+
+def step_progress(on_cpu: bool = False, clock: Callable[[], float] = time.monotonic) -> Any:
+    """A line that is overwritten on a terminal, one every ten seconds elsewhere; nothing on other ranks.
+
+    A run that will take long on a CPU says so as soon as that is known.
+    """
     terminal = sys.stderr.isatty()
-    last = [time.monotonic()]
+    last = [clock()]
+    pace = Pace(clock)
+    told = [not on_cpu]
 
     def show(step: int, steps: int, metrics: dict[str, Any]) -> None:
-        now = time.monotonic()
+        now, left = clock(), pace.left(step, steps)
+        if left is not None and not told[0]:
+            told[0] = True
+            if left > LONG:
+                note(f"about {duration(left)} on this CPU, at the pace of the first steps; Ctrl-C loses nothing")
         if now - last[0] < (0.2 if terminal else 10.0) and not (terminal and step == steps):
             return
         last[0] = now
         scores = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in metrics.items() if "_" in k and v is not None)
-        text = f"step {step} of {steps}" + (f", epoch {metrics['epoch']}: {scores}" if metrics else "")
+        text = f"step {step} of {steps}" + (f", {duration(left)} left" if left is not None and step < steps else "")
+        text += f", epoch {metrics['epoch']}: {scores}" if metrics else ""
         if terminal:
             print(f"\r\033[K{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
         else:
@@ -155,42 +198,117 @@ def step_progress() -> Any:
     return show if os.environ.get("RANK", "0") == "0" else lambda *_: None
 
 
-def plan_of(config: RunConfig, options: Options) -> dict[str, Any]:
-    """What a run would do. What could not be run is refused."""
+def plan_of(config: RunConfig, options: Options, *, measured: bool = False) -> dict[str, Any]:
+    """What a run would do, and with `measured` what time and memory it would take. What could not be run is refused."""
+    from .study.launch import how
     from .tasks import Moment
     from .train.processes import Processes, choose_device
     from .train.setup import prepare
 
     device = choose_device(options.device)
-    setup = prepare(config, Processes(0, int(os.environ.get("WORLD_SIZE", "1")), device), options.data_dir)
-    steps, per_epoch = setup.steps, setup.per_epoch
+    alone = Processes(0, int(os.environ.get("WORLD_SIZE", "1")), device)
+    setup = prepare(config, alone, options.data_dir, **how(options))
+    plan, steps, per_epoch = setup.plan, setup.steps, setup.per_epoch
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
     rates = {p: config.lr * setup.schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
-    return {
+    decayed = [p for group in setup.optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
+    found = {
         "parameters": sum(p.numel() for p in setup.model.parameters()),
         "training_samples": len(setup.training),
-        "batch_plan": setup.plan.describe(),
+        "batch_plan": plan.describe(),
+        "workers": plan.workers,
+        "micro_batches": {"count": plan.batch // plan.micro, "of_each_worker": plan.share // plan.micro,
+                          "samples": plan.micro},
+        "bn_groups": {"count": plan.batch // plan.bn_group, "samples": plan.bn_group},
+        "weight_decay": {"on": config.decay_on, "parameters": sum(p.numel() for p in decayed),
+                         "value": config.method_settings.get("weight_decay", 0.0)},
+        "precision": config.precision,
+        "step": setup.stepper.mode,
         "steps_per_epoch": per_epoch,
         "steps": steps,
         "lr_at_step": rates,
         "device": str(device),
+    }  # fmt: skip
+    return found | (_measured(config, setup, device, options) if measured else {})
+
+
+def _measured(config: RunConfig, setup: Setup, device: torch.device, options: Options) -> dict[str, Any]:
+    """Time and memory, or why they are not known. A plan is of use without them."""
+    from .train.measure import measure
+
+    try:
+        found = measure(config, setup, device, options.loaders)
+    except Exception as error:
+        return {"not_measured": f"{type(error).__name__}: {error}".splitlines()[0]}
+    epoch = found.epoch_seconds(setup)
+    return {
+        "memory": {f"{name}_bytes": size for name, size in found.memory.items()} | {"pass_samples": found.largest},
+        "time": {"seconds_per_epoch": epoch, "seconds": epoch * config.epochs, "from_samples": found.samples},
     }
 
 
 def show_plan(config: RunConfig, folder: Path, options: Options, as_json: bool) -> None:
     """Say what a run would do."""
-    plan = plan_of(config, options)
+    plan = plan_of(config, options, measured=True)
     found = {"config": config.as_dict(), "hash": config.hash, **plan, "folder": str(folder)}
     if as_json:
         print(json.dumps(found, indent=2))
         return
     for key, value in found.items():
-        if isinstance(value, dict):
+        if key in IN_WORDS:
+            print(f"{key.replace('_', ' ')}: {IN_WORDS[key](value, found)}")
+        elif isinstance(value, dict):
             print(f"{key.replace('_', ' ')}:")
             for k, v in value.items():
                 print(f"  {k}: {v:.6g}" if isinstance(v, float) else f"  {k}: {v}")
         else:
             print(f"{key.replace('_', ' ')}: {value}")
+
+
+def _micro_batches(value: dict[str, int], _: Any) -> str:
+    return f"{value['count']} of {value['samples']}, {value['of_each_worker']} for each worker"
+
+
+def _weight_decay(value: dict[str, Any], plan: dict[str, Any]) -> str:
+    if not value["parameters"]:
+        return "none"
+    on = "weights; biases and normalisation layers have none" if value["on"] == "weights" else "all parameters"
+    return f"{value['value']:g} on {value['parameters']} of {plan['parameters']} parameters: {on}"
+
+
+def _memory(value: dict[str, int], _: Any) -> str:
+    parts = {name: size(value[f"{name}_bytes"]) for name in ("parameters", "gradients", "optimizer", "activations")}
+    parts |= {"samples": size(value["samples_bytes"])} if value["samples_bytes"] else {}
+    listed = ", ".join(f"{name} {text}" for name, text in parts.items())
+    return f"about {size(value['total_bytes'])}: {listed}; passes of {value['pass_samples']}"
+
+
+def _time(value: dict[str, Any], plan: dict[str, Any]) -> str:
+    each = f"{duration(value['seconds_per_epoch'])} an epoch"
+    device = plan["device"]
+    where = "" if device == "cpu" else ", in eager steps: captured and compiled ones are faster"
+    return (
+        f"about {duration(value['seconds'])} of training on this machine ({device}), {each}, "
+        f"from one pass of {value['from_samples']} samples{where}"
+    )
+
+
+IN_WORDS: dict[str, Callable[[Any, dict[str, Any]], str]] = {
+    "micro_batches": _micro_batches,
+    "bn_groups": lambda value, _: f"{value['count']} of {value['samples']}",
+    "weight_decay": _weight_decay,
+    "memory": _memory,
+    "time": _time,
+}
+
+
+def size(count: int) -> str:
+    """Bytes, for people.
+
+    >>> size(512), size(40_000), size(3_210_000_000)
+    ('0.001 MB', '0.04 MB', '3.21 GB')
+    """
+    return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{max(count, 1000) / 1e6:.3g} MB"
 
 
 def show_study(study: Study, folder: Path, options: Options, as_json: bool) -> None:

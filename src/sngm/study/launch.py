@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -16,8 +16,11 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import tasks
 from ..errors import Failed, Interrupted, UsageError
+from ..tasks import Task
 from ..train.config import RunConfig
 from ..train.files import locked, read_json, write_json
 from ..train.loop import Options, train
@@ -69,7 +72,17 @@ def check(study: Study, cells: list[Cell], options: Options) -> None:
     alone = Processes(0, 1, choose_device(options.device))
     for cell in cells:
         for part in ("select", "full"):
-            prepare(cell.config(cell.grid[0], part, 0), alone, options.data_dir)
+            prepare(cell.config(cell.grid[0], part, 0), alone, options.data_dir, **how(options))
+
+
+def how(options: Options) -> dict[str, Any]:
+    """What of the options says how steps are computed."""
+    return {name: getattr(options, name) for name in ("step", "loaders", "pass_size")}
+
+
+def default_jobs(task: type[Task], batches: Sequence[int], device: torch.device) -> int:
+    """Runs at a time where the user says nothing: one a core, and one on a GPU, which a single run can fill."""
+    return 1 if device.type == "cuda" else len(os.sched_getaffinity(0))
 
 
 def _claim(folder: Path, study: Study) -> None:
@@ -97,8 +110,9 @@ class _Launcher:
         show: Callable[[Progress], None],
     ) -> None:
         self.study, self.folder, self.options, self.show = study, folder, options, show
-        self.on_gpu = choose_device(options.device).type == "cuda"
-        self.jobs = jobs or (1 if self.on_gpu else len(os.sched_getaffinity(0)))
+        device = choose_device(options.device)
+        self.on_gpu = device.type == "cuda"
+        self.jobs = jobs or default_jobs(tasks.find(study.task), study.batches, device)
         self.task = tasks.build(study.task, study.task_settings)
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
@@ -141,7 +155,7 @@ class _Launcher:
 
     def _submit(self, pool: ProcessPoolExecutor, cell: Cell, configs: list[RunConfig]) -> None:
         kept = ("device", "data_dir", "deterministic")
-        options = {name: getattr(self.options, name) for name in kept}
+        options = {name: getattr(self.options, name) for name in kept} | how(self.options)
         for config in configs:
             path = self.folder / "runs" / run_name(config)
             finished = _finished(path, config)
@@ -206,8 +220,6 @@ _stop = _end = _busy = False
 
 
 def _warm_up() -> None:
-    import torch
-
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
     signal.signal(signal.SIGINT, _ask_to_stop)

@@ -30,7 +30,14 @@ __all__ = [
     "source_of",
 ]
 
-TASKS = {"digits": "sngm.tasks.digits:Digits"}
+TASKS = {
+    "cifar10-convnet": "sngm.tasks.cifar:Cifar10ConvNet",
+    "cifar10-resnet20": "sngm.tasks.cifar:Cifar10ResNet20",
+    "cifar10-vit": "sngm.tasks.vit:Cifar10ViT",
+    "cifar100-vit": "sngm.tasks.vit:Cifar100ViT",
+    "digits": "sngm.tasks.digits:Digits",
+    "imagenet-resnet50": "sngm.tasks.imagenet:ImageNetResNet50",
+}
 
 
 def names() -> list[str]:

@@ -34,11 +34,24 @@ class Tensors:
             raise ValueError(f"tensors must have as many rows as each other, got {[len(t) for t in tensors]}")
         self.tensors = tensors
 
+    @property
+    def device(self) -> torch.device:
+        """Where the samples are."""
+        return self.tensors[0].device
+
     def __len__(self) -> int:
         return len(self.tensors[0])
 
     def __getitem__(self, indices: Tensor) -> Batch:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
+
+    def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
+        """Where samples lie: the tensors that hold them, and the rows there."""
+        return self.tensors, indices.to(self.device)
+
+    def to(self, device: torch.device | str) -> Tensors:
+        """The same samples on a device."""
+        return Tensors(*(t.to(device) for t in self.tensors))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +75,31 @@ class Task:
         epochs, batches, weight_decay, schedule: what is used where the user says nothing.
         lrs: learning rates to try for each method. Methods that are not in it get `usual_lrs`.
         holdout: the part of the training set held out to choose learning rates, if there is no validation set.
+        dataset: which of the datasets that ``sngm data`` knows it needs, if any: that verb then looks without loading.
         data_dir: the folder that holds datasets, if the user named one.
+
+    More of what is used where the user says nothing, all to be found in `usual`, which a task may write itself if
+    its defaults depend on the batch:
+
+    Attributes:
+        workers: virtual workers; under torchrun at least as many as there are processes.
+        micro: the most samples of a micro-batch. The default is the largest divisor of a worker's share up to it;
+            None is the whole share.
+        warmup: epochs over which the learning rate first grows.
+        clip: the norm that gradients are clipped to, or None.
+        decay_on: weight decay acts on "weights", which biases and normalisation layers are not, or on "all".
+        bias_lr: LARS and CLARS train biases and normalisation layers at a "scaled" rate, or at the "full" one.
+        running_stats: whose BatchNorm statistics are kept: of the "first" worker, or their "mean".
+        precision_on_gpu: "float32", "float64" or "bfloat16"; on a CPU the default is always float32.
+
+    And of how a run is made, which changes no more than the last digits:
+
+    Attributes:
+        pass_size: the most samples to take through the model at once, or None: one BatchNorm group at a time. Set it
+            only where the loss draws no random numbers, and where samples meet in GhostBatchNorm2d alone. A pass then
+            holds many BatchNorm groups, and steps may be captured as a CUDA graph.
+        loaders: processes that prepare batches ahead, where that takes long; 0 for none.
+        step: how steps are made on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -74,7 +111,29 @@ class Task:
     lrs: ClassVar[Mapping[str, Sequence[float]]] = {}
     usual_lrs: ClassVar[Sequence[float]] = (0.01, 0.03, 0.1, 0.3)
     holdout: ClassVar[float] = 0.2
+    workers: ClassVar[int] = 1
+    micro: ClassVar[int | None] = None
+    warmup: ClassVar[float] = 0.0
+    clip: ClassVar[float | None] = None
+    decay_on: ClassVar[str] = "weights"
+    bias_lr: ClassVar[str] = "scaled"
+    running_stats: ClassVar[str] = "first"
+    precision_on_gpu: ClassVar[str] = "float32"
+    pass_size: ClassVar[int | None] = None
+    loaders: ClassVar[int] = 0
+    step: ClassVar[str] = "auto"
+    dataset: ClassVar[str | None] = None
     data_dir: Path | None = None
+
+    @classmethod
+    def usual(cls, batch: int) -> dict[str, Any]:
+        """What is used at this batch where the user says nothing, by the names of the options.
+
+        >>> Task.usual(512)["workers"], Task.usual(512)["schedule"]
+        (1, 'cosine')
+        """
+        names = ("epochs", "workers", "micro", "schedule", "warmup", "clip", "weight_decay", "decay_on", "bias_lr")
+        return {name: getattr(cls, name) for name in (*names, "running_stats", "precision_on_gpu")}
 
     def data(self) -> Splits:
         """The samples to train and test on. Raise :class:`sngm.errors.DataMissing` if they are not there."""
@@ -106,8 +165,11 @@ class Task:
         for batch in batches:
             count += len(batch[0])
             for name, values in self.scores(model, batch).items():
-                sums[name] = sums.get(name, torch.zeros((), dtype=torch.float64)) + values.double().sum().cpu()
-        return {name: value.item() / count for name, value in sums.items()}
+                total = values.double().sum()
+                sums[name] = sums[name] + total if name in sums else total
+        # read all at once, at the end: each look makes the host wait for the device
+        totals = torch.stack([total.to(batch[0].device) for total in sums.values()]).tolist() if sums else []
+        return {name: total / count for name, total in zip(sums, totals, strict=True)}
 
     def settings(self) -> dict[str, Any]:
         """What ``--set`` may set, with the values in use."""

@@ -64,6 +64,6 @@ def _load(
             f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}; finish it first"
         )
     config.check_source()
-    model = config.build_task(data_dir).model().to(dtype=getattr(torch, config.precision))
+    model = config.build_task(data_dir).model().to(dtype=config.dtype)
     model.load_state_dict(state["model"])
     return model.to(device), config

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -15,7 +17,8 @@ class BatchPlan:
         batch: the global batch, over all workers.
         workers: data-parallel ranks, real or virtual. Each holds a contiguous part of the batch.
         micro: the most samples a worker takes through the model at once.
-        bn_group: samples whose statistics BatchNorm takes together; passes through the model are this large.
+        bn_group: samples whose statistics BatchNorm takes together; a pass through the model is one such group, or
+            several where a task allows that.
         ranks: real processes. Each computes ``workers / ranks`` neighbouring workers, one after another.
 
     >>> plan = BatchPlan.of(batch=1024, workers=8, micro=64)
@@ -76,6 +79,20 @@ class BatchPlan:
         """The parts of the global batch that a worker takes through the model, in order."""
         start = worker * self.share
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
+
+    def merged(self, workers: range, most: int) -> list[slice]:
+        """The parts of neighbouring workers in as few passes of whole BatchNorm groups as `most` samples allow.
+
+        The passes are as equal as can be. A group is never cut, however large.
+
+        >>> BatchPlan.of(batch=64, workers=2, micro=4).merged(range(2), 24)
+        [slice(0, 20, None), slice(20, 40, None), slice(40, 64, None)]
+        """
+        start = workers.start * self.share
+        groups = len(workers) * self.share // self.bn_group
+        passes = math.ceil(groups / max(1, most // self.bn_group))
+        ends = [start + self.bn_group * (groups * i // passes) for i in range(passes + 1)]
+        return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     def describe(self) -> str:
         """In words, for people.

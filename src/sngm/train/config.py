@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
 import math
+import warnings
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from .. import tasks
 from ..errors import UsageError
@@ -19,7 +23,13 @@ from .batch import BatchPlan
 
 PARTS = ("full", "select")
 RUNNING_STATS = ("first", "mean")
-PRECISIONS = ("float32", "float64")
+PRECISIONS = ("float32", "float64", "bfloat16")
+DECAY_ON = ("weights", "all")
+BIAS_LR = ("scaled", "full")
+CHOICES = {
+    "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
+}  # fmt: skip
+LATER = {"decay_on": "weights", "bias_lr": "scaled"}  # fields that older records lack, with what was done then
 INNER = 1 / 16  # of lr, EXTRAP-SGD's inner rate: the middle of 1/64 to 1/4, the range worth trying
 
 
@@ -32,6 +42,11 @@ class RunConfig:
         method, method_settings: the optimizer.
         part: "full" trains on the whole training set and tests; "select" holds out a validation part and scores that.
         running_stats: whose BatchNorm statistics a model keeps: of the "first" worker, as DDP does, or their "mean".
+        precision: of weights and of all that is computed. "bfloat16" is autocast: convolutions and matrix products in
+            bfloat16; weights, norms and optimizer state in float32.
+        decay_on: weight decay acts on "weights", which biases and normalisation layers are not, or on "all".
+        bias_lr: LARS and CLARS train biases and normalisation layers at ``trust_coefficient * lr``, "scaled", or at
+            the "full" rate, as the published code does.
         The others are named as on the command line.
     """
 
@@ -50,6 +65,8 @@ class RunConfig:
     warmup: float = 0.0
     clip: float | None = None
     precision: str = "float32"
+    decay_on: str = "weights"
+    bias_lr: str = "scaled"
     method_settings: dict[str, Any] = field(default_factory=dict)
     task_settings: dict[str, Any] = field(default_factory=dict)
     task_source: str | None = None
@@ -61,7 +78,7 @@ class RunConfig:
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < least:
                 raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
-        for name, allowed in (("part", PARTS), ("running_stats", RUNNING_STATS), ("precision", PRECISIONS)):
+        for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         if self.clip is not None and not 0 < self.clip < math.inf:
@@ -72,13 +89,28 @@ class RunConfig:
 
     @property
     def hash(self) -> str:
-        """Short, and the same for the same settings in any order."""
-        return hashlib.sha256(json.dumps(self.as_dict(), sort_keys=True).encode()).hexdigest()[:12]
+        """Short, and the same for the same settings in any order; older runs keep theirs when fields are added."""
+        values = {k: v for k, v in self.as_dict().items() if k not in LATER or v != LATER[k]}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and inputs."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """What a model is called in, for this precision."""
+        if self.precision != "bfloat16":
+            return contextlib.nullcontext()
+        if device.type == "cpu":  # one without bfloat16 says so with a page of C++, and then computes all the same
+            warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        # no cache: it would outlive a captured step, and hold casts of weights that have moved on
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
     @property
     def label(self) -> str:
         """What to call the method: its name, with the settings that differ from the task's usual ones."""
-        usual = {"weight_decay": tasks.find(self.task).weight_decay, "inner_lr": self.lr * INNER}
+        usual = {"weight_decay": tasks.find(self.task).usual(self.batch)["weight_decay"], "inner_lr": self.lr * INNER}
         special = {k: v for k, v in self.method_settings.items() if usual.get(k) != v}
         return format_call(self.method, special)
 
@@ -89,7 +121,8 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of :meth:`as_dict`; lists become the tuples that settings such as betas are."""
+        """The inverse of :meth:`as_dict`, of older records too; lists become tuples, as settings like betas are."""
+        values = completed(values)
         missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
         if missing:
             raise UsageError(f"not the config of a run of this version: {', '.join(sorted(missing))} differ")
@@ -106,33 +139,85 @@ class RunConfig:
         return tasks.build(self.task, self.task_settings, data_dir)
 
 
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """The config of an older record with the fields it lacks."""
+    return {**LATER, **values}
+
+
 def resolve(
     task: str,
     method: str,
     *,
     method_settings: dict[str, Any] | None = None,
     task_settings: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    processes: int = 1,
     **given: Any,
 ) -> RunConfig:
-    """The config that follows from what the user said and the task's defaults. None means: not said."""
+    """The config that follows from what the user said and the task's defaults. None means: not said.
+
+    Args:
+        task, method: their names.
+        method_settings, task_settings: those that differ from the defaults.
+        device: what the run will be made on. On a GPU the default precision is the task's `precision_on_gpu`.
+        processes: how many the run will have; the default number of workers can be shared out over them.
+        given: fields of :class:`RunConfig`.
+    """
     cls = tasks.find(task)
     settings = {k: v for k, v in given.items() if v is not None}
     task = tasks.canonical(task)
     settings["task_source"] = tasks.source_of(task)
-    settings.setdefault("epochs", cls.epochs)
     settings.setdefault("batch", cls.batches[0])
-    settings.setdefault("schedule", cls.schedule)
+    usual = cls.usual(settings["batch"])
+    for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
+        settings.setdefault(name, usual[name])
+    settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
+    settings.setdefault("clip", usual["clip"])
+    if settings["clip"] == math.inf:  # how to say "no clipping" where the task has it
+        settings["clip"] = None
+    settings.setdefault("precision", usual_precision(task, settings["batch"], device))
     chosen = dict(method_settings or {})
     known = method_settings_of(method)
     if "weight_decay" in known:
-        chosen.setdefault("weight_decay", cls.weight_decay)
+        chosen.setdefault("weight_decay", usual["weight_decay"])
     if method == "extrap-sgd" and "lr" in settings:
         chosen.setdefault("inner_lr", settings["lr"] * INNER)
-    plan = BatchPlan.of(settings["batch"], settings.get("workers"), settings.get("micro"), settings.get("bn_group"))
-    settings |= {"workers": plan.workers, "micro": plan.micro, "bn_group": plan.bn_group}
+    settings |= _batch_plan(settings, usual, processes)
     return RunConfig(
         task=task, method=method, method_settings=chosen, task_settings=dict(task_settings or {}), **settings
     )
+
+
+def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int) -> dict[str, int]:
+    """Workers, micro-batches and BatchNorm groups: as said, and else the task's as far as they fit the batch."""
+    batch, micro, bn_group = settings["batch"], settings.get("micro"), settings.get("bn_group")
+    workers = settings.get("workers")
+    if workers is None:
+        workers = math.ceil(usual["workers"] / processes) * processes
+        if batch % workers and processes == 1:
+            raise UsageError(
+                f"batch={batch} cannot be shared out over the task's {workers} workers; say --workers, "
+                f"or take a batch of {batch // workers * workers or workers}"
+            )
+    if micro is None and bn_group is None and usual["micro"] is not None and workers > 0 and batch >= workers:
+        micro = largest_divisor(batch // workers, usual["micro"])
+    plan = BatchPlan.of(batch, workers, micro, bn_group)
+    return {"workers": plan.workers, "micro": plan.micro, "bn_group": plan.bn_group}
+
+
+def largest_divisor(value: int, most: int) -> int:
+    """Up to `most`.
+
+    >>> largest_divisor(1024, 128), largest_divisor(100, 64)
+    (128, 50)
+    """
+    return next(d for d in range(min(most, value), 0, -1) if value % d == 0)
+
+
+def usual_precision(task: str, batch: int, device: torch.device | str | None) -> str:
+    """The precision of a task where the user says nothing."""
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    return str(tasks.find(task).usual(batch)["precision_on_gpu"]) if on_gpu else "float32"
 
 
 def method_settings_of(method: str) -> list[str]:

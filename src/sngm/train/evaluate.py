@@ -11,7 +11,7 @@ from ..errors import UsageError
 from ..tasks import Batch, Samples, Schedule, Splits, Task
 from . import rng
 from .config import RunConfig
-from .step import to_device
+from .feed import to_device
 
 EVAL_BATCH = 1024
 HeldOut = dict[str, Samples]
@@ -23,11 +23,26 @@ class Part:
     def __init__(self, samples: Samples, indices: Tensor) -> None:
         self.samples, self.indices = samples, indices
 
+    @property
+    def device(self) -> torch.device | None:
+        """Where the samples are, if they say."""
+        return getattr(self.samples, "device", None)
+
     def __len__(self) -> int:
         return len(self.indices)
 
     def __getitem__(self, indices: Tensor) -> Batch:
-        return self.samples[self.indices[indices]]
+        return self.samples[self.indices.to(indices.device)[indices]]
+
+    def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
+        """Where samples of tensors lie: see :meth:`sngm.tasks.Tensors.rows`."""
+        found: tuple[Batch, Tensor] = self.samples.rows(self.indices.to(indices.device)[indices])  # type: ignore[attr-defined]
+        return found
+
+    def to(self, device: torch.device | str) -> Part:
+        """The same samples on a device, where those they are a part of can be moved."""
+        move = getattr(self.samples, "to", None)
+        return self if move is None else Part(move(device), self.indices.to(device))
 
 
 def samples_of(task: Task, config: RunConfig) -> tuple[Samples, HeldOut]:
@@ -65,15 +80,21 @@ def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
 
 
 @torch.no_grad()
-def evaluate(task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig) -> dict[str, float]:
+def evaluate(
+    task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig, pass_size: int | None = None
+) -> dict[str, float]:
     """All scores, such as ``test_accuracy``, with every layer left in the mode it was in."""
-    where = next(model.parameters())
+    device = next(model.parameters()).device
+    size = EVAL_BATCH
+    if device.type == "cuda":  # where small batches leave it idle
+        size = max(size, 1 << (pass_size or task.pass_size or 1).bit_length() - 1)
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         scores: dict[str, float] = {}
         for name, samples in held_out.items():
-            found = task.evaluate(model, batches(samples, where.device, where.dtype))
+            with config.autocast(device):
+                found = task.evaluate(model, batches(samples, device, config.dtype, size))
             if task.metric not in found:
                 raise UsageError(
                     f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
@@ -86,7 +107,8 @@ def evaluate(task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig)
             module.training = flag
 
 
-def batches(samples: Samples, device: torch.device, dtype: torch.dtype) -> Iterator[Batch]:
+def batches(samples: Samples, device: torch.device, dtype: torch.dtype, size: int = EVAL_BATCH) -> Iterator[Batch]:
     """All samples in order."""
-    for indices in torch.split(torch.arange(len(samples)), EVAL_BATCH):
+    place = getattr(samples, "device", None)  # samples on a device are picked there
+    for indices in torch.split(torch.arange(len(samples), device=place), size):
         yield to_device(samples[indices], device, dtype)

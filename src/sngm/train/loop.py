@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 import os
-import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,13 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..errors import Interrupted
 from ..tasks import Moment, Task
 from . import checkpoint, rng
+from .clock import Clock
 from .config import RunConfig
 from .evaluate import evaluate
+from .feed import place
 from .files import locked
 from .optimizer import set_rates
 from .processes import Processes, join
@@ -28,7 +30,6 @@ from .setup import Setup, prepare
 from .sinks import open_sink
 
 CHECK_EVERY = 50  # steps between looks at the loss, which make the host wait for the device
-SECONDS_BETWEEN_CHECKPOINTS = 60.0
 Record = dict[str, Any]
 
 
@@ -41,6 +42,9 @@ class Options:
     checkpoint_every: int | None = None  # steps; None: about once a minute
     tracker: str | None = None
     deterministic: bool = False
+    step: str = "auto"  # how steps are made: see captured.STEPS
+    loaders: int | None = None  # processes that prepare batches; None: as the task wants
+    pass_size: int | None = None  # the most samples of a pass; None: as the task wants
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
     should_stop: Callable[[], bool] = lambda: False
 
@@ -51,7 +55,7 @@ class State:
 
     step: int = 0
     loss_sum: float = 0.0  # of this epoch's steps so far
-    seconds: float = 0.0
+    seconds: Record = field(default_factory=dict)  # what the clock says
     history: list[Record] = field(default_factory=list)
 
     def scores(self, task: Task) -> list[float]:
@@ -87,7 +91,10 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         if options.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
-        setup = prepare(config, processes, options.data_dir)
+        else:
+            torch.backends.cudnn.benchmark = processes.device.type == "cuda"
+        how = {"step": options.step, "loaders": options.loaders, "pass_size": options.pass_size}
+        setup = prepare(config, processes, options.data_dir, **how)  # type: ignore[arg-type]
         if not processes.first:
             return _run(config, setup, folder, options, processes)
         path.mkdir(parents=True, exist_ok=True)
@@ -102,40 +109,54 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
     record = describe(config, model, processes)
     journal = Journal(config, folder, record, state, options) if processes.first else None
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
+    held_out = {name: place(samples, processes.device) for name, samples in setup.held_out.items()}
     clock = Clock(state.seconds)
 
+    @functools.lru_cache(maxsize=2)
+    def order_of(epoch: int) -> Tensor:
+        return rng.permutation(len(setup.training), config.seed, rng.ORDER, epoch)
+
     def save() -> None:
-        state.loss_sum, state.seconds = loss_sum.item(), clock.seconds
+        state.loss_sum = loss_sum.item()
+        clock.trained()
+        state.seconds = clock.pack()
         if journal:
             checkpoint.save(folder.path, state.step, state.pack(model, optimizer))
+        clock.wrote()
 
     def close(status: str, **more: Any) -> Record:
-        record.update(status=status, timing={"seconds": round(clock.seconds, 3)}, **more)
+        record.update(status=status, timing=clock.timing() | {"step": setup.stepper.mode}, **more)
         if journal:
             journal.close()
         return record
 
     try:
         for epoch in range(state.step // per_epoch, config.epochs):
-            order = rng.permutation(len(setup.training), config.seed, rng.ORDER, epoch)
-            for i in range(state.step % per_epoch, per_epoch):
-                moment = Moment(
-                    state.step, setup.steps, epoch, config.epochs, state.scores(task), task.higher_is_better
+            first, scores = state.step % per_epoch, state.scores(task)
+            clock.begin_epoch(whole=first == 0)
+            order = setup.feed.begin(order_of(epoch), epoch, first)
+            for i in range(first, per_epoch):
+                factor = setup.schedule(
+                    Moment(state.step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
                 )
-                factor = setup.schedule(moment)
                 set_rates(optimizer, factor)
                 batch = order[i * config.batch : (i + 1) * config.batch]
                 loss_sum += setup.stepper(batch, epoch=epoch, step=state.step)
                 state.step += 1
                 ends = i + 1 == per_epoch
+                if ends:
+                    order_of(epoch + 1)  # while the device is at work
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
+                    clock.trained()
                     return close("diverged", diverged_at_step=state.step)
                 if ends:
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": config.lr * factor}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
+                    clock.trained(epoch_ends=True)
                     metrics |= processes.share(
-                        evaluate(task, model, setup.held_out, config) if processes.first else None
+                        evaluate(task, model, held_out, config, options.pass_size) if processes.first else None
                     )
+                    clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
@@ -157,6 +178,8 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
             with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
                 close("failed", error="".join(traceback.format_exception_only(error)).strip())
         raise
+    finally:
+        setup.feed.close()
 
 
 class Journal:
@@ -177,22 +200,3 @@ class Journal:
         self.folder.write(self.record)
         if self.sink:
             self.sink.close()
-
-
-class Clock:
-    """Seconds of training, over restarts too; and when the next checkpoint is due."""
-
-    def __init__(self, before: float) -> None:
-        self.start = time.perf_counter() - before
-        self.saved = time.perf_counter()
-
-    @property
-    def seconds(self) -> float:
-        return time.perf_counter() - self.start
-
-    def due(self, every: int | None, step: int) -> bool:
-        now = time.perf_counter()
-        if step % every if every else now - self.saved < SECONDS_BETWEEN_CHECKPOINTS:
-            return False
-        self.saved = now
-        return True

@@ -17,7 +17,7 @@ from torch import nn
 import sngm
 
 from ..errors import UsageError
-from .config import RunConfig
+from .config import RunConfig, completed
 from .files import finite, read_json, write_atomically, write_json
 from .processes import Processes
 
@@ -37,8 +37,9 @@ class RunFolder:
         if not self.file.exists():
             return {}
         record = self.read()
-        if record["config"] != config.as_dict():
-            lines = differences(record["config"], config.as_dict())
+        there = completed(record["config"])
+        if there != config.as_dict():
+            lines = differences(there, config.as_dict())
             raise UsageError(
                 f"{self.path} holds another run; name another folder with --out or delete it. They differ in\n  "
                 + "\n  ".join(lines)

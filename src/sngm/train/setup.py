@@ -8,14 +8,20 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..errors import UsageError
 from ..tasks import Samples, Schedule, Task
 from . import rng
 from .batch import BatchPlan
+from .captured import Captured, choose, without_capture
 from .config import RunConfig
 from .evaluate import HeldOut, samples_of, schedule_of, steps_per_epoch
-from .optimizer import build_optimizer
+from .feed import Resident, Streamed, loaders_of
+from .optimizer import build_optimizer, captures
 from .processes import Processes
-from .step import Stepper
+from .statistics import Ghost, OneByOne, may_merge
+from .step import Stepper, turns_of
+
+MOST_ON_CPU = 512  # samples of a pass: more are no faster there, and take gigabytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +37,79 @@ class Setup:
     plan: BatchPlan
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    stepper: Stepper
+    feed: Resident | Streamed
+    stepper: Stepper | Captured
 
 
-def prepare(config: RunConfig, processes: Processes, data_dir: Path | None = None) -> Setup:
-    """Data, batch plan, schedule, model and optimizer of a run."""
+def prepare(
+    config: RunConfig,
+    processes: Processes,
+    data_dir: Path | None = None,
+    *,
+    step: str = "auto",
+    loaders: int | None = None,
+    pass_size: int | None = None,
+) -> Setup:
+    """Data, batch plan, schedule, model and optimizer of a run, and how its steps are made."""
     config.check_source()
     task = config.build_task(data_dir)
     training, held_out = samples_of(task, config)
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
-    rng.seed_torch(config.seed, rng.MODEL)
-    model = task.model().to(processes.device, getattr(torch, config.precision))
-    optimizer = build_optimizer(config, model)
-    stepper = Stepper(config, task, training, model, optimizer, plan, processes.device, processes.rank)
-    return Setup(
-        task, training, held_out, per_epoch, per_epoch * config.epochs, schedule, plan, model, optimizer, stepper
+    model = build_model(config, task, processes.device)
+    streams = task.loaders > 0 or bool(loaders)
+    mode = choose(step, task, model, processes.device, processes.ranks, why_elsewhere(training, streams))
+    optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
+    if "captured" in mode and not captures(optimizer):
+        if step != "auto":
+            raise UsageError(f"--step {step}: {config.method} cannot be captured")
+        mode = without_capture(mode)
+        optimizer = build_optimizer(config, model)
+    most = most_of_a_pass(task, model, processes.device, pass_size)
+    turns = turns_of(plan, processes.rank, optimizer, most)
+    passes = [piece for turn in turns for piece in turn.passes]
+    statistics: Ghost | OneByOne = OneByOne(model, plan, config.running_stats)
+    if most is not None:
+        statistics = Ghost(model, plan, config.running_stats, processes.rank, passes, config.dtype)
+    feed: Resident | Streamed = Resident(training, processes.device)
+    if streams:
+        count = loaders_of(task, loaders)
+        feed = Streamed(task, training, config.seed, passes, config.batch, processes.device, count)
+    plain = Stepper(
+        config, task, feed, model, optimizer, plan, processes.device, turns, statistics, mode, step != "auto"
     )
+    stepper = Captured(plain, config.batch, processes.device) if "captured" in mode else plain
+    steps = per_epoch * config.epochs
+    return Setup(task, training, held_out, per_epoch, steps, schedule, plan, model, optimizer, feed, stepper)
+
+
+def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
+    """The task's model with the weights of the config's seed, where and as it is trained."""
+    rng.seed_torch(config.seed, rng.MODEL)
+    model = task.model().to(device, config.dtype)
+    if device.type == "cuda" and config.precision == "bfloat16":  # the order in which tensor cores read images
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def why_elsewhere(samples: Samples, streams: bool) -> str:
+    """What keeps samples from a GPU's memory, in words; empty if nothing does."""
+    if streams:
+        return "batches come from other processes"
+    return "" if getattr(samples, "device", None) is not None else "samples are not tensors in memory"
+
+
+def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
+    """Samples that a pass of many BatchNorm groups may hold; None: a pass is one group."""
+    if asked is not None and asked < 1:
+        raise UsageError(f"pass_size must be at least 1, got {asked}")
+    if may_merge(task, model):
+        usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, MOST_ON_CPU)
+        return usual if asked is None else asked
+    if asked is not None:
+        raise UsageError(
+            "pass_size is for tasks that set one and models whose samples meet in GhostBatchNorm2d alone; "
+            "this one takes a BatchNorm group at a time"
+        )
+    return None

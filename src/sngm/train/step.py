@@ -1,21 +1,46 @@
-"""One step: the mean gradient of the global batch over micro-batches, workers and processes; then the optimizer."""
+"""One step: the mean gradient of the global batch over passes, workers and processes; then the optimizer."""
 
 from __future__ import annotations
 
-import contextlib
+import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import UsageError
+from ..errors import Failed, UsageError
 from ..optim import CLARS, ExtrapSGD
-from ..tasks import Batch, Samples, Task
+from ..tasks import Batch, Task
 from . import rng
 from .batch import BatchPlan
+from .compiled import NotCompiled, compiled
 from .config import RunConfig
+from .feed import Resident, Streamed, to_device
+from .statistics import Ghost, OneByOne, draws
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """Passes that follow one another: those of a worker, or of all workers of a process, named by the first."""
+
+    worker: int
+    passes: list[slice]
+
+
+def turns_of(plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None) -> list[Turn]:
+    """A process's part of a step. `most`: samples of a pass that may hold many BatchNorm groups; None: one group.
+
+    CLARS looks at each micro-batch's gradient, and EXTRAP-SGD at each worker's.
+    """
+    mine = plan.workers_of(rank)
+    if most is None or isinstance(optimizer, CLARS):
+        return [Turn(worker, plan.pieces(worker)) for worker in mine]
+    if isinstance(optimizer, ExtrapSGD):
+        return [Turn(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
+    return [Turn(mine.start, plan.merged(mine, most))]
 
 
 class Stepper:
@@ -25,51 +50,49 @@ class Stepper:
         self,
         config: RunConfig,
         task: Task,
-        samples: Samples,
+        feed: Resident | Streamed,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         plan: BatchPlan,
         device: torch.device,
-        rank: int = 0,
+        turns: list[Turn],
+        statistics: OneByOne | Ghost,
+        mode: str = "eager",
+        asked: bool = False,
     ) -> None:
         if config.clip is not None and isinstance(optimizer, ExtrapSGD):
             raise UsageError("extrap-sgd takes its gradients inside its step, where clip cannot reach them")
         if isinstance(optimizer, CLARS) and plan.batch == plan.bn_group:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it --workers or --micro")
-        self.config, self.task, self.samples, self.model = config, task, samples, model
-        self.optimizer, self.plan, self.device, self.rank = optimizer, plan, device, rank
+        self.config, self.task, self.feed, self.model = config, task, feed, model
+        self.optimizer, self.plan, self.device = optimizer, plan, device
+        self.turns, self.statistics = turns, statistics
+        self.mode, self.asked = mode, asked  # asked: for this mode, so that another will not do
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
-        self.dtype = getattr(torch, config.precision)
+        self.draws = draws(task, model)
 
-    def __call__(self, indices: Tensor, *, epoch: int, step: int) -> Tensor:
+    def __call__(self, indices: Tensor, *, epoch: int | Tensor, step: int) -> Tensor:
         """Take a step on the samples of the global batch; return their mean loss."""
-        mine = self.plan.workers_of(self.rank)
         if isinstance(self.optimizer, ExtrapSGD):
-            return self._extrapolate(indices, mine, epoch, step)
-        self.optimizer.zero_grad()
+            return self._extrapolate(indices, epoch, step)
+        self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         apart = _Apart(self.params) if isinstance(self.optimizer, CLARS) else None
-        before = self._statistics()
-        kept: list[list[Tensor]] = []
-        for worker in mine:
-            self._restore(before)
-            weight = self.plan.bn_group / self.plan.batch
-            with self._statistics_of(worker):
-                for i, piece in enumerate(self.plan.pieces(worker)):
-                    part = self._loss(indices[piece], epoch, step, worker, i)
+        self.statistics.begin()
+        for turn in self.turns:
+            with self.statistics.following(turn.worker):
+                for i, piece in enumerate(turn.passes):
+                    weight = (piece.stop - piece.start) / self.plan.batch
+                    part = self._loss(self.feed.take(indices[piece]), piece, epoch, (step, turn.worker, i))
                     if apart is None:
-                        (part * weight).backward()  # type: ignore[no-untyped-call]
+                        (part * weight).backward()
                     else:
                         part.backward()  # type: ignore[no-untyped-call]
                         apart.take(weight)
                     loss += part.detach() * weight
-            kept.append(self._statistics())
-        if apart is not None:
-            apart.give_back()
-        mean_norms = apart.norms if apart is not None else None
+        mean_norms = apart.give_back() if apart is not None else None
         self._reduce(loss, mean_norms)
-        self._keep(kept)
+        self.statistics.end()
         if self.config.clip is not None:
             nn.utils.clip_grad_norm_(self.params, self.config.clip)
         if mean_norms is None:
@@ -78,42 +101,61 @@ class Stepper:
             self.optimizer.step(mean_norms=mean_norms)  # type: ignore[call-overload]
         return loss
 
-    def _loss(self, indices: Tensor, epoch: int, step: int, worker: int, i: int) -> Tensor:
-        batch = self.task.batch(self.samples, indices, seed=self.config.seed, epoch=epoch)
-        rng.seed_torch(self.config.seed, rng.DROPOUT, step, worker, i)
-        return self.task.loss(self.model, to_device(batch, self.device, self.dtype))
-
-    def _extrapolate(self, indices: Tensor, mine: range, epoch: int, step: int) -> Tensor:
+    def _extrapolate(self, indices: Tensor, epoch: int | Tensor, step: int) -> Tensor:
         """EXTRAP-SGD asks each worker for its gradient twice; BatchNorm's statistics follow the second look."""
-        before = self._statistics()
-        kept: list[list[Tensor]] = []
-        looks = dict.fromkeys(mine, 0)
+        self.statistics.begin()
+        seen: dict[int, list[Tensor | Batch]] = {}
 
-        def closure(worker: int) -> Tensor:
-            looks[worker] += 1
-            self._restore(before)
+        def closure(turn: Turn) -> Tensor:
+            second = turn.worker in seen
+            if not second:
+                seen[turn.worker] = [self.feed.take(indices[piece]) for piece in turn.passes]
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            weight = self.plan.bn_group / self.plan.share
-            with self._statistics_of(worker if looks[worker] == 2 else None):
-                for i, piece in enumerate(self.plan.pieces(worker)):
-                    part = self._loss(indices[piece], epoch, step, worker, i)
-                    (part * weight).backward()  # type: ignore[no-untyped-call]
+            with self.statistics.following(turn.worker if second else None):
+                for i, (piece, taken) in enumerate(zip(turn.passes, seen[turn.worker], strict=True)):
+                    weight = (piece.stop - piece.start) / self.plan.share
+                    part = self._loss(taken, piece, epoch, (step, turn.worker, i))
+                    (part * weight).backward()
                     loss += part.detach() * weight
-            if looks[worker] == 2:
-                kept.append(self._statistics())
+            if second:
+                seen[turn.worker] = []
             return loss
 
         group = dist.group.WORLD if self.plan.ranks > 1 else None
         assert isinstance(self.optimizer, ExtrapSGD)
-        loss: Tensor = self.optimizer.step([lambda w=w: closure(w) for w in mine], group=group)  # type: ignore[misc]
+        loss: Tensor = self.optimizer.step([lambda t=turn: closure(t) for turn in self.turns], group=group)  # type: ignore[misc]
         if group is not None:
             dist.all_reduce(loss.div_(self.plan.ranks))
-        self._keep(kept)
+        self.statistics.end()
         return loss
 
-    # ---------------------------------------------------------------- over processes
+    def _loss(self, taken: Tensor | Batch, piece: slice, epoch: int | Tensor, place: tuple[int, int, int]) -> Tensor:
+        """The mean loss of a pass, which holds this part of the batch; `place`: step, worker and pass."""
+        self.statistics.at(piece)
+        with self.config.autocast(self.device):
+            if self.mode.startswith("compiled"):
+                self._seed(place)
+                try:
+                    return compiled(self.task, self.model, self.feed.samples, taken, self.config, epoch, self.device)
+                except NotCompiled as error:
+                    self._do_without(error)
+            if isinstance(taken, Tensor):
+                taken = self.task.batch(self.feed.samples, taken, seed=self.config.seed, epoch=cast(int, epoch))
+            self._seed(place)
+            return self.task.loss(self.model, to_device(taken, self.device, self.config.dtype))
 
-    def _reduce(self, loss: Tensor, mean_norms: list[Tensor] | None) -> None:
+    def _seed(self, place: tuple[int, int, int]) -> None:
+        if self.draws:
+            rng.seed_torch(self.config.seed, rng.DROPOUT, *place)
+
+    def _do_without(self, error: NotCompiled) -> None:
+        """Go on with eager passes, unless compiled ones were asked for."""
+        if self.asked:
+            raise Failed(f"--step {self.mode}: torch cannot compile this task: {error}") from error
+        warnings.warn(f"this task cannot be compiled, going on without: {error}", stacklevel=3)
+        self.mode = self.mode.removeprefix("compiled").removeprefix("+") or "eager"
+
+    def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:
         """Sum gradients, loss and norms over processes. Each has already been weighted by its part of the batch."""
         if self.plan.ranks == 1:
             return
@@ -136,46 +178,7 @@ class Stepper:
                 if without == self.plan.ranks:  # no process has one: the optimizer leaves it alone, as with one process
                     p.grad = None
         if mean_norms is not None:
-            packed = torch.stack(mean_norms) / self.plan.ranks
-            dist.all_reduce(packed)
-            mean_norms[:] = list(packed)
-
-    # ---------------------------------------------------------------- BatchNorm's running statistics
-
-    @contextlib.contextmanager
-    def _statistics_of(self, worker: int | None) -> Iterator[None]:
-        """Within, running statistics follow the worker's batches if they are to be kept, else stay as they are."""
-        follow = worker == 0 if self.config.running_stats == "first" else worker is not None
-        for norm in self.norms:
-            norm.track_running_stats = follow
-        try:
-            yield
-        finally:
-            for norm in self.norms:
-                norm.track_running_stats = True
-
-    def _statistics(self) -> list[Tensor]:
-        if self.config.running_stats == "first":
-            return []
-        return [b.clone() for norm in self.norms for b in norm.buffers()]
-
-    def _restore(self, statistics: list[Tensor]) -> None:
-        """Every worker starts from the same statistics."""
-        if statistics:
-            for b, old in zip((b for norm in self.norms for b in norm.buffers()), statistics, strict=True):
-                b.copy_(old)
-
-    def _keep(self, workers: list[list[Tensor]]) -> None:
-        """The mean over workers of the statistics each has come to."""
-        if self.config.running_stats == "first":
-            return
-        for i, b in enumerate(b for norm in self.norms for b in norm.buffers()):
-            if not b.is_floating_point():  # the number of batches seen, equal for all
-                continue
-            mean = torch.stack([statistics[i] for statistics in workers]).sum(0) / self.plan.workers
-            if self.plan.ranks > 1:
-                dist.all_reduce(mean)
-            b.copy_(mean)
+            dist.all_reduce(mean_norms.div_(self.plan.ranks))
 
 
 class _Apart:
@@ -184,13 +187,16 @@ class _Apart:
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
         self.sums: dict[int, Tensor] = {}
-        self.norms = [torch.zeros((), dtype=torch.float64, device=p.device) for p in params]
+        self.norms = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
         self.count = 0
 
     def take(self, weight: float) -> None:
         found = [i for i, p in enumerate(self.params) if p.grad is not None]
         grads = [g for p in self.params if (g := p.grad) is not None]
-        torch._foreach_add_([self.norms[i] for i in found], list(torch._foreach_norm(grads, 2, torch.float64)))
+        columns = [self.norms.new_zeros(())] * len(self.params)
+        for i, norm in zip(found, torch._foreach_norm(grads, 2, torch.float64), strict=True):
+            columns[i] = norm.to(self.norms.device)
+        self.norms += torch.stack(columns)  # one tensor, whose making waits for nothing
         torch._foreach_mul_(grads, weight)
         known = [(self.sums[i], g) for i, g in zip(found, grads, strict=True) if i in self.sums]
         if known:
@@ -200,15 +206,11 @@ class _Apart:
             p.grad = None
         self.count += 1
 
-    def give_back(self) -> None:
+    def give_back(self) -> Tensor:
+        """Put the mean gradient into place; return the mean norms, one a parameter."""
         for i, p in enumerate(self.params):
             p.grad = self.sums.get(i)
-        self.norms = [n / self.count for n in self.norms]
-
-
-def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """A batch where the model is, floating-point inputs in its precision."""
-    return tuple(t.to(device, dtype if t.is_floating_point() else t.dtype, non_blocking=True) for t in batch)
+        return self.norms / self.count
 
 
 def buckets(tensors: list[Tensor], elements: int = 1 << 23) -> Iterator[list[Tensor]]:

@@ -2,186 +2,27 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import reduce
 from operator import is_, itemgetter, methodcaller, or_
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from .. import shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
+from .memory import address, alike, dense, ids, laid_out_as, on_host, usable
+from .place import Kind, Launch, Place, changing
 
 data_ptr, numel, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
 params_of = itemgetter("params")
-NO_CONTEXT = contextlib.nullcontext()
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-TRITON_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(ROWS))
-CHANGING = (
-    "rounds",
-    "scale",
-    "found_inf",
-    "means",
-    "norm",
-    "skipped",
-)  # arguments that may be other tensors at each step
-
-
-@dataclass(frozen=True)
-class Kind:
-    """What the tensors of one launch have in common; complex ones count as pairs of reals."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    aligned: bool
-    buffered: bool
-
-    def constants(self) -> dict[str, Any]:
-        """What the kernels are compiled for."""
-        wide = torch.float64 if self.param == torch.float64 else torch.float32
-        return {
-            "P": TRITON_DTYPES[self.param],
-            "G": TRITON_DTYPES[self.grad],
-            "WIDE": TRITON_DTYPES[wide],
-            "ALIGNED": self.aligned,
-            "BUFFERED": self.buffered,
-        }
-
-
-class Launch:
-    """One kernel over the tensors of one kind."""
-
-    def __init__(self, kernel: Any, values: dict[str, Any]) -> None:
-        self.kernel = kernel
-        self.grid = (values["programs"], 1, 1)
-        self.arguments = [values[name] for name in kernel.arg_names]
-        self.changing = [(i, name) for i, name in enumerate(kernel.arg_names) if name in CHANGING]
-        self.compiled: Any = None
-
-    def __call__(self, pool: dict[str, Any], stream: int | None) -> None:
-        arguments = self.arguments
-        if self.compiled is not None:
-            for i, name in self.changing:
-                arguments[i] = pool[name].data_ptr()
-            self.compiled(*arguments, stream=stream)
-            return
-        for i, name in self.changing:
-            arguments[i] = pool[name]
-        compiled = self.kernel[self.grid](*arguments, num_warps=pool["warps"])
-        if compiled is not None:  # the interpreter has none
-            # From now on past Triton's look-up by types, which do not change, and with addresses in place of tensors,
-            # which would be asked for theirs: both cost more than the launch. `pool` keeps the memory.
-            self.compiled = compiled[self.grid]
-            self.arguments = [value.data_ptr() if isinstance(value, Tensor) else value for value in arguments]
-
-
-class Place:
-    """The tables on one device."""
-
-    def __init__(self, device: torch.device, kinds: dict[int, Kind], rows: list[list[int]], groups: int) -> None:
-        self.device = device
-        elements, first_chunk, chunks = (FIELDS.index(name) for name in ("elements", "first_chunk", "chunks"))
-        sizes = chunk_sizes(sum(rows[i][elements] for i in kinds))
-        owners: list[int] = []
-        self.sections: list[dict[str, Any]] = []  # one launch each
-        for kind in sorted(set(kinds.values()), key=str):
-            base = len(owners)
-            for i in (i for i, own in kinds.items() if own == kind):
-                count = -(-rows[i][elements] // sizes["CHUNK"])
-                rows[i][first_chunk], rows[i][chunks] = len(owners), count
-                owners += [i] * count
-            if len(owners) > base:
-                self.sections.append({**kind.constants(), "base": base, "programs": len(owners) - base})
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        sums = zeros(len(ROWS), len(rows))
-        self.unsaved_rounds = zeros(1, dtype=torch.int64)  # for `measure` to count in where none is at random
-        self.one, self.zero = torch.ones((), device=device), torch.zeros((), device=device)
-        self.pool: dict[str, Any] = {
-            **sizes,
-            "table": zeros(len(rows), len(FIELDS), dtype=torch.int64),
-            "owners": zeros(max(len(owners), 1), dtype=torch.int32),
-            "sums": sums,
-            "whole": sums,  # another tensor where sums of several places or processes must be added up
-            "partial": zeros(2, max(len(owners), 1)),
-            "spans": zeros(1 + groups),
-            "counters": zeros(len(rows) + 1, dtype=torch.int32),
-            "rounds": self.unsaved_rounds,
-            "means": sums,
-            "norm": zeros(1),
-            "skipped": zeros(1, dtype=torch.int64),
-            "chunks": len(owners),
-            "tensors": len(rows),
-            "groups": groups,
-            "busy": len(set(owners)),
-        }
-        self.kept = [send(rows, self.pool["table"]), send(owners or [0], self.pool["owners"])]
-        self.renew()
-
-    def renew(self) -> None:
-        """Make tables of what may differ from step to step."""
-        tensors, groups = self.pool["tensors"], self.pool["groups"]
-        self.pool["grads"] = torch.zeros(tensors, dtype=torch.int64, device=self.device)
-        self.pool["settings"] = torch.zeros(groups, len(SETTINGS), dtype=torch.float64, device=self.device)
-        self.pool["rates"] = torch.zeros(groups, dtype=torch.int64, device=self.device)
-        self.sent: dict[str, Any] = {}
-        self.ready: dict[Any, list[Launch]] = {}
-
-    def update(self, name: str, values: list[Any]) -> None:
-        """Send `values` to one of those tables, unless they are there already."""
-        if self.sent.get(name) != values:
-            self.sent[name] = values
-            self._send(values, self.pool[name])
-
-    def scalar(self, value: Tensor | float) -> Tensor:
-        """A GradScaler's number here."""
-        return torch.as_tensor(value, dtype=torch.float32, device=self.device)
-
-    def numbers(self, values: Sequence[Any] | Tensor) -> Tensor:
-        """Numbers, or tensors of one element, as one tensor here; numbers are copied without waiting."""
-        if isinstance(values, Tensor):
-            return values.to(self.device, torch.float64)
-        there = torch.empty(len(values), dtype=torch.float64, device=self.device)
-        if any(isinstance(value, Tensor) for value in values):
-            for place, value in zip(there.unbind(), values, strict=True):
-                place.copy_(value.reshape(())) if isinstance(value, Tensor) else place.fill_(value)
-        else:
-            self._send(list(values), there)
-        return there
-
-    def _send(self, values: list[Any], to: Tensor) -> None:
-        pinned = send(values, to)
-        if self.capturing():
-            self.kept.append(pinned)  # a graph copies from there at every replay
-
-    def capturing(self) -> bool:
-        """Whether what happens here is being recorded into a CUDA graph."""
-        return self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-
-    def stream(self) -> int | None:
-        """The stream that launches go to, as Triton wants it named."""
-        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else None
-
-    def here(self) -> Any:
-        """The context in which launches go to this device."""
-        current = self.device.type != "cuda" or self.device.index == torch._C._cuda_getDevice()
-        return NO_CONTEXT if current else torch.cuda.device(self.device)
 
 
 class Plan:
@@ -205,7 +46,8 @@ class Plan:
     @torch.no_grad()
     def __init__(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> None:
         groups = optimizer.param_groups
-        self.params = list(params)
+        self.params = tuple(params)
+        self.ids = ids(self.params)
         self.norm_group = optimizer.norm_group
         self.positions = [position for position, group in enumerate(groups) for _ in group["params"]]
         self.lengths = list(map(len, map(params_of, groups)))
@@ -276,19 +118,19 @@ class Plan:
                     state[key] = laid_out_as(layout, state[key])
         states = optimizer.state.values()
         self.entries = len(states)
-        self.known: list[tuple[Any, list[int], int, int]] = []
+        self.known: list[tuple[Any, bytes, int, int]] = []
         for key in (*optimizer.BUFFERS, "step"):
-            tensors = [state.get(key) for state in states]
+            tensors = tuple(state.get(key) for state in states)
             if any(tensor is not None for tensor in tensors):
                 look_up = itemgetter(key) if all(tensor is not None for tensor in tensors) else methodcaller("get", key)
-                self.known.append((look_up, list(map(id, tensors)), address(tensors[0]), address(tensors[-1])))
+                self.known.append((look_up, ids(tensors), address(tensors[0]), address(tensors[-1])))
 
     # ---------------------------------------------------------------- before each step
 
     def ready(self, optimizer: Any, params: list[Tensor], grads: list[Any]) -> bool:
         """Bring the tables up to this step; False where that takes a new plan."""
         groups = optimizer.param_groups
-        if len(params) != len(self.params) or not all(map(is_, params, self.params)):
+        if ids(tuple(params)) != self.ids:
             return False
         if optimizer.norm_group is not self.norm_group or list(map(len, map(params_of, groups))) != self.lengths:
             return False
@@ -310,9 +152,9 @@ class Plan:
         if len(states) != self.entries:
             return False
         try:
-            for look_up, ids, first, last in self.known:
-                tensors = list(map(look_up, states))
-                if list(map(id, tensors)) != ids:
+            for look_up, known, first, last in self.known:
+                tensors = tuple(map(look_up, states))
+                if ids(tensors) != known:
                     return False
                 # who swaps the .data of state, to keep it elsewhere for a while, swaps that of all
                 if address(tensors[0]) != first or address(tensors[-1]) != last:
@@ -372,7 +214,7 @@ class Plan:
         if constants != self.constants:  # more than other numbers, such as another learning rate
             self.constants = constants
             for place in self.places:
-                place.ready.clear()
+                place.forget()
 
     def _find_gradients(self, grads: list[Any]) -> bool:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
@@ -461,6 +303,26 @@ class Plan:
         self._count_roundings(optimizer)
         for i, twin in self.staged.items():
             twin.copy_(shards.local(self.params[i]).detach())
+        self._work(optimizer)
+        for i, twin in self.staged.items():
+            shards.local(self.params[i]).detach().copy_(twin)
+        self._note_for_empty_tensors(optimizer)
+        # Autograd must see that a graph of before the step is no longer good, as where torch's own operations change
+        # the parameters. There is no layer with vectors alone, so matrices will do, and take a third of the time.
+        torch.autograd.graph.increment_version(self.marked)
+        self.held = []
+
+    def _work(self, optimizer: Any) -> None:
+        """The launches, at once where there is a graph of them."""
+        first = self.places[0]
+        replays = first.replays
+        addresses: tuple[int, ...] = ()
+        # profilers see launches as such, and whose they are, which they do not see of a graph's
+        if replays is not None and not self.exchanges and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+            addresses = tuple(map(data_ptr, changing(first.pool)))
+            with first.here():
+                if replays.run(addresses, first.stream()):
+                    return
         self._launch(kernels.measure)
         method, by_tensor = optimizer.KERNEL, self.constants["SCOPE"] == "tensor"
         if (method == "sngm" and not by_tensor) or method == "lamb":
@@ -476,13 +338,9 @@ class Plan:
             if self.constants["AVERAGES"]:
                 self._exchange(optimizer, OF_DIRECTION, OF_DIRECTION)
                 self._launch(kernels.along)
-        for i, twin in self.staged.items():
-            shards.local(self.params[i]).detach().copy_(twin)
-        self._note_for_empty_tensors(optimizer)
-        # Autograd must see that a graph of before the step is no longer good, as where torch's own operations change
-        # the parameters. There is no layer with vectors alone, so matrices will do, and take a third of the time.
-        torch.autograd.graph.increment_version(self.marked)
-        self.held = []
+        if replays is not None and addresses:
+            with first.here():
+                replays.learn(addresses, [launch for some in first.ready.values() for launch in some], first.pool)
 
     def _launch(self, kernel: Any) -> None:
         for place in self.places:
@@ -549,56 +407,3 @@ class Plan:
         if not self.places[0].sections:
             optimizer._grad_norm.copy_(total.sqrt() / pool["scale"])
             optimizer._skipped.add_(~sound)
-
-
-def chunk_sizes(elements: int) -> dict[str, int]:
-    """How many elements a program works on, and how many at once: enough programs to fill a GPU, and not many more."""
-    if elements < 1 << 22:
-        return {"CHUNK": 1024, "BLOCK": 1024, "warps": 4}
-    if elements < 1 << 26:
-        return {"CHUNK": 4096, "BLOCK": 1024, "warps": 4}
-    return {"CHUNK": 8192, "BLOCK": 1024, "warps": 4}
-
-
-def send(values: list[Any], to: Tensor) -> Tensor:
-    """Copy a list to a device without waiting for it; returns the memory it is copied from."""
-    pinned = torch.tensor(values, dtype=to.dtype, pin_memory=to.device.type == "cuda")
-    to.copy_(pinned, non_blocking=True)
-    return pinned
-
-
-def on_host(value: Any) -> bool:
-    """Whether this is a tensor whose value the host can read without waiting."""
-    return isinstance(value, Tensor) and value.device.type == "cpu"
-
-
-def address(tensor: Tensor | None) -> int:
-    """Where the piece of a tensor that lies here begins; 0 for none."""
-    return 0 if tensor is None else shards.local(tensor).data_ptr()
-
-
-def dense(tensor: Tensor) -> bool:
-    """Whether the elements lie side by side in memory, in whatever order."""
-    return tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True)).is_contiguous()
-
-
-def alike(a: Tensor, b: Tensor) -> bool:
-    """Whether two dense tensors of one shape have their elements in the same order."""
-    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)) or not a.numel()
-
-
-def laid_out_as(layout: Tensor, tensor: Any) -> Any:
-    """A copy of a tensor with its elements in the order of `layout`."""
-    if shards.is_dtensor(tensor):
-        tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
-        return tensor
-    return torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-
-
-@torch.no_grad()
-def usable(layout: Tensor, grad: Tensor) -> Tensor:
-    """The gradient as the kernels can read it: dense, in the order of `layout`, with nothing left to be done lazily."""
-    if grad.layout != torch.strided:
-        grad = grad.to_dense()
-    grad = grad.resolve_conj().resolve_neg()
-    return grad if dense(grad) and alike(grad, layout) else laid_out_as(layout, grad)

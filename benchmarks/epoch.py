@@ -1,0 +1,381 @@
+"""Seconds per epoch of the image tasks, through the code that `sngm train` runs, beside a good plain PyTorch loop.
+
+ResNet20 on CIFAR-10 at several batches, step modes and methods, with peak memory and the bound that the memory's
+bandwidth sets; then images a second of ResNet-50 and ViT-B/16 on made-up pictures of ImageNet's size. Evaluation and
+the first epoch, which compiles, are left out of every number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from arena import copy_bandwidth, progress
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader, Dataset
+
+from sngm.data.cifar import load_cifar
+from sngm.models.resnet import resnet50
+from sngm.models.resnet_cifar import resnet20
+from sngm.models.vit import vit_b16
+from sngm.tasks import Splits, Task, Tensors
+from sngm.tasks.cifar import MEAN, STD
+from sngm.train import Options, resolve, train
+
+EXAMPLES = """examples:
+  python benchmarks/epoch.py --data-dir .data --out build/bench            all of it, some five minutes on one GPU
+  python benchmarks/epoch.py --batches 1024 --modes captured --only cifar  one number
+  python benchmarks/epoch.py --write-docs build/bench/epoch.json           put results into docs/speed.md
+"""
+HERE = Path(__file__).resolve()
+PAGE = HERE.parents[1] / "docs" / "speed.md"
+MODES = ("captured", "compiled+captured", "compiled", "eager")
+METHODS = ("msgd", "lars-unscaled", "clars", "extrap-sgd")
+LIMITS = {8192: 0.20, 1024: 0.26, 128: 0.50}  # seconds per epoch of SNGM on one H200
+GIB = 8.0  # of memory at the largest batch
+TIMES_PLAIN = 5.0
+IMAGES_A_SECOND = {"resnet50": 2500.0, "vit_b16": 2000.0}
+CONV_OUTPUTS = 188_416  # elements a picture, in ResNet20
+PASSES = 15  # over them, of a step whose BatchNorm, ReLU and shortcut are one operation: reads and writes
+FLOPS = {"resnet50": 3 * 2 * 4.09e9, "vit_b16": 3 * 2 * 17.56e9}  # a picture, forward and backward
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # multiply-adds of bfloat16 a second, by data sheet, times two
+
+
+# ---------------------------------------------------------------- made-up pictures
+
+
+class Synthetic(Task):
+    """Random pictures of 224 x 224 pixels, held on the device."""
+
+    epochs = 4
+    batches = (256,)
+    precision_on_gpu = "bfloat16"
+    metric = "loss"
+    higher_is_better = False
+
+    def data(self) -> Splits:
+        draw = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (2048, 3, 224, 224), dtype=torch.uint8, generator=draw)
+        labels = torch.randint(0, 1000, (2048,), generator=draw)
+        few = Tensors(images[:256], labels[:256])
+        return Splits(Tensors(images.contiguous(memory_format=torch.channels_last), labels), few)
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, ...]) -> Tensor:
+        images, labels = batch
+        return cross_entropy(model(images.float().sub(127.0).div(64.0)).float(), labels)
+
+    def scores(self, model: nn.Module, batch: tuple[Tensor, ...]) -> dict[str, Tensor]:
+        images, labels = batch
+        return {"loss": cross_entropy(model(images.float() / 64).float(), labels, reduction="none")}
+
+
+class ResNet50(Synthetic):
+    """Of ImageNet's size."""
+
+    pass_size = 128
+
+    def model(self) -> nn.Module:
+        return resnet50()
+
+
+class ViTB16(Synthetic):
+    """With random weights."""
+
+    pass_size = 128
+
+    def model(self) -> nn.Module:
+        return vit_b16(1000)
+
+
+# ---------------------------------------------------------------- the plain loop
+
+
+class Pictures(Dataset[tuple[Tensor, int]]):
+    """CIFAR-10 as tutorials have it: cropped, mirrored and normalised one by one."""
+
+    def __init__(self, images: Tensor, labels: Tensor) -> None:
+        self.images, self.labels = images, labels.tolist()
+        self.mean, self.std = torch.tensor(MEAN)[:, None, None], torch.tensor(STD)[:, None, None]
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, i: int) -> tuple[Tensor, int]:
+        padded = nn.functional.pad(self.images[i], (4, 4, 4, 4))
+        top, left, flip = torch.randint(0, 9, (3,)).tolist()
+        image = padded[:, top : top + 32, left : left + 32]
+        image = image.flip(2) if flip % 2 else image
+        return (image.float() / 255 - self.mean) / self.std, self.labels[i]
+
+
+def plain_loop(data_dir: Path | None, batch: int, epochs: int) -> list[float]:
+    """Seconds of each epoch: DataLoader with 8 workers and pinned memory, bfloat16, channels_last, eager, fused SGD.
+
+    BatchNorm normalises each pass as a whole, which is less work than groups are: one pass of at most 4096 samples.
+    """
+    (images, labels), _ = load_cifar(data_dir)
+    loader = DataLoader(
+        Pictures(images, labels), batch, shuffle=True, num_workers=8, pin_memory=True, drop_last=True,
+        persistent_workers=True, prefetch_factor=4, multiprocessing_context="forkserver",
+    )  # fmt: skip
+    model = with_plain_norms(resnet20()).cuda().to(memory_format=torch.channels_last)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, 0.9, weight_decay=1e-4, fused=True)
+    torch.backends.cudnn.benchmark = True
+    seconds = []
+    for _ in range(epochs):
+        start = time.perf_counter()
+        for x, y in loader:
+            optimizer.zero_grad()
+            for part, target in zip(x.split(4096), y.split(4096), strict=True):
+                inputs = part.cuda(non_blocking=True).to(memory_format=torch.channels_last)
+                with torch.autocast("cuda", torch.bfloat16):
+                    loss = cross_entropy(model(inputs), target.cuda(non_blocking=True))
+                (loss * (len(part) / batch)).backward()
+            optimizer.step()
+        torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    return seconds
+
+
+class PlainNorm(nn.BatchNorm2d):
+    """torch's BatchNorm, called as ours is."""
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
+        x = super().forward(x)
+        x = x if shortcut is None else x + shortcut
+        return x.relu() if relu else x
+
+
+def with_plain_norms(model: nn.Module) -> nn.Module:
+    """The same network of torch's own layers."""
+    for module in model.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.BatchNorm2d):
+                setattr(module, name, PlainNorm(child.num_features))
+            elif isinstance(child, nn.Conv2d):
+                sizes = child.in_channels, child.out_channels, child.kernel_size, child.stride, child.padding
+                setattr(module, name, nn.Conv2d(*sizes, bias=False))
+    for block in model.modules():
+        if hasattr(block, "extra"):
+            block.shortcut = plain_shortcut.__get__(block)
+    return model
+
+
+def plain_shortcut(block: Any, x: Tensor) -> Tensor:
+    if block.stride == 1:
+        return x
+    return nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, block.extra, block.extra))
+
+
+# ---------------------------------------------------------------- measuring
+
+
+def measure(task: str, method: str, batch: int, step: str, data_dir: Path | None, epochs: int, **more: Any) -> Any:
+    """What `sngm train` says of a short run, and the most memory it took."""
+    progress(f"{task}, {method}, batch {batch}, {step}")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    precision = "bfloat16"
+    config = resolve(task, method, lr=0.1, batch=batch, epochs=epochs, precision=precision, **more)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            record = train(config, Path(folder) / "run", Options(data_dir=data_dir, step=step))
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"[:200]}
+    timing = record["timing"]
+    return {
+        "seconds_per_epoch": timing.get("seconds_per_epoch"),
+        "mode": timing["step"],
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "before_first_epoch_ended": round(timing["training_seconds"] - (epochs - 1) * timing["seconds_per_epoch"], 1),
+        "all_seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def cifar(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {"modes": {}, "methods": {}, "plain": {}}
+    for batch in args.batches:
+        found["modes"][batch] = {
+            mode: measure("cifar10-resnet20", "sngm", batch, mode, args.data_dir, args.epochs) for mode in args.modes
+        }
+        found["methods"][batch] = {
+            method: measure("cifar10-resnet20", method, batch, "auto", args.data_dir, 3) for method in args.methods
+        }
+        progress(f"plain loop, batch {batch}")
+        found["plain"][batch] = statistics.median(plain_loop(args.data_dir, batch, 3)[1:])
+    bandwidth = copy_bandwidth(torch.device("cuda"))
+    found["bound_seconds"] = 50_000 * CONV_OUTPUTS * 2 * PASSES / bandwidth
+    found["bandwidth"] = bandwidth
+    return found
+
+
+def pictures(args: argparse.Namespace) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, task in (("resnet50", "ResNet50"), ("vit_b16", "ViTB16")):
+        for mode in args.modes:
+            spec = f"{HERE}:{task}"
+            result = measure(spec, "sngm", 256, mode, None, 4, workers=1, micro=128)
+            if result.get("seconds_per_epoch"):
+                result["images_a_second"] = 2048 / result["seconds_per_epoch"]
+                peak = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
+                result["utilisation"] = peak and result["images_a_second"] * FLOPS[name] / peak
+            found.setdefault(name, {})[mode] = result
+    return found
+
+
+def about(arguments: list[str]) -> dict[str, Any]:
+    """Where and of what this was measured."""
+    commit = (
+        os.environ.get("SNGM_COMMIT")
+        or subprocess.run(
+            ["git", "-C", str(HERE.parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+        ).stdout.strip()
+    )
+    device = torch.cuda.get_device_name()
+    command = shlex.join(["python", "benchmarks/epoch.py", *arguments])
+    return {
+        "device": device, "torch": torch.__version__, "python": platform.python_version(), "commit": commit,
+        "command": command, "cpus": len(os.sched_getaffinity(0)),
+    }  # fmt: skip
+
+
+# ---------------------------------------------------------------- the page
+
+
+def verdicts(record: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+    """What must hold on one H200, the limit, what was measured, and whether it holds."""
+
+    def row(what: str, limit: str, value: float | None, holds: Callable[[float], bool], text: str) -> Any:
+        known = value is not None
+        return what, limit, text.format(value) if known else "not measured", "yes" if known and holds(value) else "NO"
+
+    ours = record.get("cifar")
+    if ours:
+        best = {int(b): modes.get("captured", {}) for b, modes in ours["modes"].items()}
+        for batch, limit in LIMITS.items():
+            took = best.get(batch, {}).get("seconds_per_epoch")
+            yield row(f"ResNet20, SNGM, batch {batch}", f"{limit} s", took, lambda v, m=limit: v <= m, "{:.3f} s")
+            plain = {int(b): v for b, v in ours["plain"].items()}.get(batch)
+            times = plain / took if plain and took else None
+            yield row(
+                f"against the plain loop, batch {batch}", f"{TIMES_PLAIN:g} x", times, lambda v: v >= 5, "{:.1f} x"
+            )
+        memory = best.get(8192, {}).get("peak_gib")
+        yield row("peak memory, batch 8192", f"{GIB:g} GiB", memory, lambda v: v < GIB, "{:.2f} GiB")
+    for name, least in IMAGES_A_SECOND.items():
+        modes = record.get("pictures", {}).get(name, {})
+        rates = [m["images_a_second"] for m in modes.values() if "images_a_second" in m]
+        yield row(
+            f"{name}, images a second", f"{least:g}", max(rates, default=None), lambda v, m=least: v >= m, "{:.0f}"
+        )
+
+
+def page(record: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    where = record["about"]
+    lines = [
+        f"One {where['device']}, torch {where['torch']}, {where['cpus']} CPU cores, commit {where['commit']}:",
+        f"`{where['command']}`", "",
+        "| what | limit | measured | holds |", "|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in verdicts(record)), "",
+    ]  # fmt: skip
+    if ours := record.get("cifar"):
+        modes = list(next(iter(ours["modes"].values())))
+        lines += ["Seconds per epoch of ResNet20 with SNGM, by step mode; peak memory in GiB in brackets:", ""]
+        lines += ["| batch | " + " | ".join(modes) + " | plain loop |", "|---" * (len(modes) + 2) + "|"]
+        for batch, found in ours["modes"].items():
+            cells = [cell(found[mode]) for mode in modes]
+            lines.append(f"| {batch} | " + " | ".join(cells) + f" | {ours['plain'][batch]:.2f} |")
+        bound, bandwidth = ours["bound_seconds"], ours["bandwidth"] / 1e12
+        lines += ["", f"Bound: {PASSES} passes over {CONV_OUTPUTS:,} outputs of bfloat16 a picture at the measured "
+                      f"{bandwidth:.2f} TB/s are {bound:.3f} s.", ""]  # fmt: skip
+        methods = list(next(iter(ours["methods"].values())))
+        if methods:
+            lines += ["Seconds per epoch of the other methods, in the mode that `--step auto` takes:", ""]
+            lines += ["| batch | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
+            for batch, found in ours["methods"].items():
+                lines.append(f"| {batch} | " + " | ".join(cell(found[method]) for method in methods) + " |")
+            lines.append("")
+    if others := record.get("pictures"):
+        lines += ["Pictures of 224 x 224, made up, batch 256, bfloat16, SNGM:", ""]
+        lines += ["| model | mode | images/s | of the peak | GiB | first epoch, s |", "|---|---|---|---|---|---|"]
+        for name, modes in others.items():
+            for mode, m in modes.items():
+                if "images_a_second" not in m:
+                    lines.append(f"| {name} | {mode} | failed: {m.get('failed')} | | | |")
+                    continue
+                used = f"{m['utilisation']:.0%}" if m["utilisation"] else ""
+                lines.append(f"| {name} | {mode} | {m['images_a_second']:.0f} | {used} | {m['peak_gib']} "
+                             f"| {m['before_first_epoch_ended']} |")  # fmt: skip
+        lines.append("")
+    return "\n".join(lines)
+
+
+def cell(found: dict[str, Any]) -> str:
+    if "failed" in found:
+        return "failed"
+    return f"{found['seconds_per_epoch']:.3f} ({found['peak_gib']})"
+
+
+def write_docs(path: Path) -> None:
+    """Put results between the marks of the page."""
+    text = PAGE.read_text()
+    head, rest = text.split("<!-- results -->\n", 1)
+    tail = rest.split("<!-- end of results -->", 1)[1]
+    record = json.loads(path.read_text())
+    PAGE.write_text(f"{head}<!-- results -->\n{page(record)}<!-- end of results -->{tail}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = {"type": lambda text: [int(word) for word in text.split(",")]}
+    words = {"type": lambda text: [word for word in text.split(",") if word]}
+    parser.add_argument("--data-dir", type=Path, help="folder that holds cifar-10-batches-bin/ or the like")
+    parser.add_argument("--batches", **numbers, default=[8192, 1024, 128], help="global batches, by commas")
+    parser.add_argument("--modes", **words, default=list(MODES), help="step modes, by commas")
+    parser.add_argument("--methods", **words, default=list(METHODS), help="methods beside SNGM, by commas")
+    parser.add_argument("--epochs", type=int, default=6, help="of each run; the first is not counted")
+    parser.add_argument("--only", choices=("cifar", "pictures"), help="one part of it")
+    parser.add_argument("--out", type=Path, help="folder for epoch.json")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
+    parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/speed.md, run nothing")
+    args = parser.parse_args()
+    if args.write_docs:
+        write_docs(args.write_docs)
+        return
+    if not torch.cuda.is_available():
+        parser.exit(2, "this measures a GPU, and torch sees none here\n")
+    unknown = set(args.modes) - set(MODES)
+    if unknown or args.epochs < 2:
+        parser.error(f"modes are {', '.join(MODES)}, got {', '.join(unknown)}" if unknown else "--epochs: at least 2")
+    record: dict[str, Any] = {"about": about(sys.argv[1:])}
+    if args.only != "pictures":
+        record["cifar"] = cifar(args)
+    if args.only != "cifar":
+        record["pictures"] = pictures(args)
+    print(page(record))
+    if args.out:
+        args.out.mkdir(parents=True, exist_ok=True)
+        (args.out / "epoch.json").write_text(json.dumps(record, indent=2))
+    if args.check and any(row[-1] == "NO" for row in verdicts(record)):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

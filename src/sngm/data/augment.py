@@ -1,0 +1,51 @@
+"""Random crops and flips of small images on the device they are on, as functions of seed, epoch and sample alone."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..kernels import serve
+from .hashing import mix
+
+PAD = 4  # pixels of black around an image, from which a crop of its own size is taken
+
+
+def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, pad: int = PAD) -> Tensor:
+    """Take images of uint8, each cut out at a place of its own and every other one turned round, left for right.
+
+    >>> images = torch.arange(2 * 3 * 8 * 8).reshape(2, 3, 8, 8).to(torch.uint8)
+    >>> one = crop_flip(images, torch.tensor([0, 1]), seed=0, epoch=3)[1]
+    >>> bool((one == crop_flip(images, torch.tensor([1]), seed=0, epoch=3)[0]).all())
+    True
+    """
+    height, width = images.shape[2:]
+    drawn, span = mix(seed, epoch, indices), 2 * pad + 1
+    top, left, flip = drawn % span - pad, drawn // span % span - pad, drawn // span**2 % 2 == 1
+    rows = torch.arange(height, device=images.device) + top[:, None]
+    columns = torch.arange(width, device=images.device).expand(len(indices), -1)
+    columns = torch.where(flip[:, None], width - 1 - columns, columns) + left[:, None]
+    inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
+    # with channels last, as they shall come out too
+    picked = images.movedim(1, -1)[
+        indices[:, None, None], rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]
+    ]
+    return (picked * inside[..., None]).movedim(-1, 1)
+
+
+def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Bytes as numbers around zero: ``(images / 255 - mean) / std``, of each channel."""
+    mean, std = mean.to(images.device)[:, None, None], std.to(images.device)[:, None, None]
+    return images.to(mean.dtype).sub(255 * mean).div(255 * std).to(dtype)
+
+
+def training_batch(
+    images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype
+) -> Tensor:
+    """`normalise` after `crop_flip`; on a GPU in one go."""
+    if serve(images) and images.is_contiguous(memory_format=torch.channels_last) and isinstance(epoch, Tensor):
+        from .augment_kernel import crop_flip_normalise
+
+        done: Tensor = crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, PAD)  # type: ignore[no-untyped-call]
+        return done
+    return normalise(crop_flip(images, indices, seed, epoch), mean, std, dtype)

@@ -1,0 +1,130 @@
+"""Datasets by name: whether one is there, and whether what is there is what was published."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..errors import DataMissing, UsageError
+from .cifar import Layout, find_cifar, layouts, read
+from .fetch import digest
+from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
+from .places import data_roots
+
+NAMES = ("cifar10", "cifar100", "imagenet")
+
+SUMS = {  # of unpacked files; none are at hand for CIFAR-100's binary form
+    "cifar-10-batches-bin": (
+        "sha256",
+        {
+            "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
+            "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
+            "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
+            "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
+            "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
+            "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+        },
+    ),
+    "cifar-10-batches-py": (
+        "md5",
+        {
+            "data_batch_1": "c99cafc152244af753f735de768cd75f",
+            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
+            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
+            "data_batch_4": "634d18415352ddfa80567beed471001a",
+            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
+            "test_batch": "40351d587109b95175f43aff81a1287e",
+        },
+    ),
+    "cifar-100-python": (
+        "md5",
+        {"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
+    ),
+}
+
+PICTURES = (b"\xff\xd8", b"\x89PNG")  # one of the official files is a PNG by another name
+
+
+@dataclass(slots=True)
+class Finding:
+    """What was found of one dataset in one folder: all that is wrong, or else what was seen to be right."""
+
+    dataset: str
+    folder: str
+    seen: str = ""
+    wrong: list[str] = field(default_factory=list)
+
+
+def find(dataset: str, root: Path | None) -> Path:
+    """The folder of a dataset, by its name; :class:`DataMissing` if it is not there. Nothing is read."""
+    if dataset not in NAMES:
+        raise UsageError(f"no dataset is called {dataset!r}; there are {', '.join(NAMES)}")
+    return find_imagenet(root) if dataset == "imagenet" else find_cifar(root, int(dataset[5:]))[1]
+
+
+def check(dataset: str, root: Path | None) -> list[Finding]:
+    """Read all of a dataset, in each form that is there, and hold it against what was published."""
+    if dataset in ("cifar10", "cifar100"):
+        every = [(layout, place) for place in data_roots(root) for layout in layouts(int(dataset[5:]))]
+        there = [(layout, place / layout.folder) for layout, place in every if (place / layout.folder).is_dir()]
+        if there:
+            return [_cifar(layout, folder) for layout, folder in there]
+    return [_imagenet(find(dataset, root))]  # of a CIFAR that is not there, find raises the error
+
+
+def _cifar(layout: Layout, folder: Path) -> Finding:
+    finding = Finding(f"cifar{layout.classes}", str(folder))
+    absent = [name for name in layout.files if not (folder / name).is_file()]
+    if absent:
+        finding.wrong.append(f"{folder} lacks {', '.join(absent)}")
+        return finding
+    try:
+        splits, counts = read(layout, folder)
+    except DataMissing as error:
+        finding.wrong.append(str(error))
+        return finding
+    algorithm, sums = SUMS.get(layout.folder, ("", {}))
+    for name, n in counts.items():
+        if n != layout.official(name):
+            finding.wrong.append(f"{folder / name} holds {n:,} records, not {layout.official(name):,}")
+        elif name in sums and (found := digest(folder / name, algorithm)) != sums[name]:
+            finding.wrong.append(f"{folder / name} has the {algorithm.upper()} {found}, not {sums[name]}")
+    for word, (images, labels) in zip(("training", "test"), splits, strict=True):
+        often = labels.bincount(minlength=layout.classes)
+        if often.min() != often.max():
+            least, most = int(often.argmin()), int(often.argmax())
+            finding.wrong.append(
+                f"{folder}: {word} class {least} is there {often[least]} times and class {most} {often[most]} times"
+            )
+        if images.min() != 0 or images.max() != 255:
+            finding.wrong.append(f"{folder}: {word} pixels go from {images.min()} to {images.max()}, not from 0 to 255")
+    known = f"{algorithm.upper()} sums as on record" if sums else "no sums of its files on record"
+    finding.seen = f"{sum(counts.values()):,} images, each class equally often, {known}"
+    return finding
+
+
+def _imagenet(folder: Path) -> Finding:
+    """Every file's first bytes; decoding them all would take hours."""
+    finding = Finding("imagenet", str(folder))
+    for split, wanted in OFFICIAL.items():
+        try:
+            images = ImageFolder(folder, split)
+        except DataMissing as error:
+            finding.wrong.append(str(error))
+            continue
+        if len(images.classes) != CLASSES:
+            finding.wrong.append(f"{folder / split} holds {len(images.classes):,} classes, not {CLASSES:,}")
+        if len(images) != wanted:
+            finding.wrong.append(f"{folder / split} holds {len(images):,} images, not {wanted:,}")
+        for index in range(len(images)):
+            path = images.path(index)
+            try:
+                with open(path, "rb") as file:
+                    begins = file.read(8)
+            except OSError as error:
+                finding.wrong.append(f"{path}: {error.strerror}")
+                continue
+            if not begins.startswith(PICTURES):
+                finding.wrong.append(f"{path} is no JPEG and no PNG file")
+    finding.seen = f"{sum(OFFICIAL.values()):,} images of {CLASSES:,} classes, all with the first bytes of a picture"
+    return finding

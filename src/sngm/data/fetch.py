@@ -1,0 +1,252 @@
+"""Official archives from the network: resumed where they stopped, checked, and unpacked whole or not at all."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import http.client
+import os
+import re
+import shutil
+import sys
+import tarfile
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from .. import __version__
+from ..errors import Failed, UsageError
+from ..files import locked
+
+CHUNK = 1 << 16  # bytes a read: small enough that progress shows on a slow line
+TIMEOUT = 30.0  # seconds without a byte
+TRIES = 3  # of a mirror, without a byte gained
+BACKOFF = 1.0  # seconds before the second try, doubled for each after it
+
+Show = Callable[[int, int | None], None]  # bytes so far, and of all where the server says so
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """A published file, with the checksum published beside it."""
+
+    name: str
+    md5: str
+    folder: str
+    files: tuple[str, ...]
+    base: str = "https://www.cs.toronto.edu/~kriz/"
+
+    def urls(self) -> list[str]:
+        """Where it may be had, the user's own mirrors first."""
+        bases = [*os.environ.get("SNGM_MIRRORS", "").split(), self.base]
+        for base in bases:
+            if urlsplit(base).scheme not in ("http", "https", "file"):
+                raise UsageError(f"SNGM_MIRRORS wants base URLs, as https://example.org/data/; got {base!r}")
+        return [f"{base.rstrip('/')}/{self.name}" for base in bases]
+
+
+def archive_of(dataset: str, form: str) -> Archive:
+    """The archive of a dataset in one of its forms."""
+    from .cifar import LAYOUTS  # torch, which a command's help does not wait for
+
+    names = {
+        ("cifar10", "binary"): ("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
+        ("cifar10", "python"): ("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
+        ("cifar100", "binary"): ("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
+        ("cifar100", "python"): ("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+    }
+    if (dataset, form) not in names:
+        known = ", ".join(sorted({name for name, _ in names}))
+        raise UsageError(f"there is no {dataset!r} in the form {form!r} to get; there is {known}, binary or python")
+    layout = next(one for one in LAYOUTS if f"cifar{one.classes}" == dataset and one.form == form)
+    return Archive(*names[dataset, form], layout.folder, layout.files)
+
+
+def get(archive: Archive, root: Path, show: Show = lambda done, total: None) -> Path:
+    """The archive's folder in `root`, fetched if it is not there. Of two processes one waits for the other.
+
+    An archive that already lies in `root` is used, and kept. A folder that is there but not whole is the user's to
+    delete.
+    """
+    folder = root / archive.folder
+    if _whole(folder, archive.files):
+        return folder
+    urls = archive.urls()
+    root.mkdir(parents=True, exist_ok=True)
+    with locked(root, f".{archive.name}.lock", waiting=lambda: _say(f"another process is fetching {archive.name}")):
+        if _whole(folder, archive.files):
+            return folder
+        if folder.exists():
+            raise UsageError(f"{folder} is there, but not whole; delete it or move it away, and it is fetched anew")
+        file = root / archive.name
+        brought = file.exists()
+        if brought:
+            if (found := digest(file, "md5")) != archive.md5:
+                raise Failed(f"{file} has the MD5 {found}, not {archive.md5}; delete it, and it is fetched anew")
+        else:
+            download(urls, file, md5=archive.md5, show=show)
+        unpack(file, archive.folder, root, archive.files)
+        if not brought:
+            file.unlink()
+    return folder
+
+
+def _whole(folder: Path, files: Iterable[str]) -> bool:
+    return all((folder / name).is_file() for name in files)
+
+
+def digest(path: Path, algorithm: str) -> str:
+    """A file's checksum, by the name it has in hashlib."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
+
+
+def _say(text: str) -> None:
+    print(f"sngm: {text}", file=sys.stderr, flush=True)
+
+
+# ---------------------------------------------------------------- from the network to a file
+
+
+class _Lost(Exception):
+    """A connection that broke, or a server that cannot just now: worth another try."""
+
+
+class _Refused(Exception):
+    """A mirror that does not have it: the next one, then."""
+
+
+def download(urls: list[str], to: Path, *, md5: str, show: Show = lambda done, total: None) -> None:
+    """Fetch a file from the first of these that gives the right one.
+
+    What has come stays in a .part file beside `to`, whatever happens, and the next call goes on from there. There is
+    no need to know which version of a file a part is of: a whole that has not the right sum is fetched from its
+    beginning once.
+    """
+    part = to.with_name(f"{to.name}.part")
+    why: list[str] = []
+    for url in urls:
+        resumed = part.exists()
+        try:
+            _fetch(url, part, show)
+            found = digest(part, "md5")
+            if found != md5 and resumed:
+                part.unlink()
+                _fetch(url, part, show)
+                found = digest(part, "md5")
+            if found == md5:
+                os.replace(part, to)
+                return
+            part.unlink()
+            why.append(f"{url}: what it sends has the MD5 {found}, not {md5}")
+        except (_Lost, _Refused) as error:
+            why.append(f"{url}: {error}")
+    raise Failed(
+        f"could not fetch {to.name} ({'; '.join(why)}); check the network, name a base URL that has it in "
+        f"SNGM_MIRRORS, or put {to.name} into {to.parent} and run the same command"
+    )
+
+
+def _fetch(url: str, part: Path, show: Show) -> None:
+    """Bring a part to its whole length, with as many tries as that takes while each gains something."""
+    tries, most = 0, _size(part)
+    while True:
+        try:
+            return _request(url, part, show)
+        except _Lost as error:
+            tries = tries + 1 if _size(part) <= most else 1
+            most = max(most, _size(part))
+            if tries >= TRIES:
+                raise
+            pause = BACKOFF * 2 ** (tries - 1)
+            _say(f"{url}: {error}; trying again in {pause:g} s")
+            time.sleep(pause)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def _request(url: str, part: Path, show: Show) -> None:
+    """Ask once for what a part lacks, and append it; a server that will not go on from there sends all."""
+    have = _size(part)
+    headers = {"User-Agent": f"sngm/{__version__}", "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    try:
+        response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == 416 and have:  # nothing after what there is: all of it, or a part of something longer
+            if error.headers.get("Content-Range") == f"bytes */{have}":
+                return
+            part.unlink()
+            return _request(url, part, show)
+        kind = _Lost if error.code >= 500 or error.code in (408, 425, 429) else _Refused
+        raise kind(f"HTTP {error.code} {error.reason}") from None
+    except urllib.error.URLError as error:
+        kind = _Refused if isinstance(error.reason, FileNotFoundError) else _Lost  # of a file: URL
+        raise kind(str(error.reason)) from None
+    except (OSError, http.client.HTTPException) as error:
+        raise _Lost(_reason(error)) from None
+    with response:
+        length = response.headers.get("Content-Length", "")
+        total = int(length) if length.isdigit() else None
+        done = 0
+        if response.status == 206:
+            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
+            if not span or int(span[1]) != have:  # other bytes than those asked for
+                if not have:
+                    raise _Refused("HTTP 206, for no range that was asked for")
+                part.unlink()
+                return _request(url, part, show)
+            done, total = have, int(span[2])
+        elif response.status not in (None, 200):  # None: of a file: URL
+            raise _Refused(f"HTTP {response.status}")
+        with open(part, "ab" if done else "wb") as file:
+            show(done, total)
+            while chunk := _read(response):
+                file.write(chunk)
+                done += len(chunk)
+                show(done, total)
+        if total is not None and done < total:
+            raise _Lost(f"the connection ended at {done:,} of {total:,} bytes")
+
+
+def _read(response: http.client.HTTPResponse) -> bytes:
+    try:
+        return response.read(CHUNK)
+    except (OSError, http.client.HTTPException) as error:
+        raise _Lost(_reason(error)) from None
+
+
+def _reason(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+# ---------------------------------------------------------------- from an archive to a folder
+
+
+def unpack(archive: Path, folder: str, root: Path, files: Iterable[str] = ()) -> Path:
+    """Put the archive's `folder` into `root`, where it appears only once it is whole."""
+    aside = root / f".{archive.name}.unpacked"
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    aside.mkdir()
+    try:
+        try:
+            with tarfile.open(archive) as tar:
+                tar.extractall(aside, filter="data")  # nothing outside, no links to there, no devices
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise Failed(f"{archive} cannot be unpacked: {error}") from error
+        absent = [name for name in files if not (aside / folder / name).is_file()]
+        if absent or not (aside / folder).is_dir():
+            raise Failed(f"{archive} does not hold {', '.join(f'{folder}/{name}' for name in absent) or folder}")
+        os.replace(aside / folder, root / folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return root / folder

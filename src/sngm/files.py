@@ -1,0 +1,71 @@
+"""Writing files so that a crash, a full disk or a second process never leaves half of one behind."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Either the old file or the whole new one is there, whatever happens."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def write_json(path: Path, value: Any) -> None:
+    """For people to read, too."""
+    write_atomically(path, (json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
+
+
+def read_json(path: Path) -> Any:
+    """What a JSON file holds; a broken one is refused by name."""
+    try:
+        return json.loads(path.read_text())
+    except (ValueError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path} is not readable as JSON ({error}); delete it or name another folder") from error
+
+
+def finite(value: Any) -> Any:
+    """JSON has no NaN and no infinity: they become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {k: finite(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(v) for v in value]
+    return value
+
+
+@contextlib.contextmanager
+def locked(folder: Path, name: str = ".lock", waiting: Callable[[], None] | None = None) -> Iterator[None]:
+    """Hold a folder, or what `name` stands for in it, for this process alone.
+
+    Where another process holds it, that is an error; or, if `waiting` is given, it is called once and waited for.
+    """
+    with open(folder / name, "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if waiting is None:
+                raise UsageError(
+                    f"another process is training in {folder}; wait for it, or name another folder"
+                ) from None
+            waiting()
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,17 @@
+"""Whether Triton kernels can work on images and activations: on a GPU, or on the CPU in Triton's interpreter."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .optim.kernels import DEVICES, installed
+
+LARGEST = 2**31  # elements: they are counted in 32 bits
+
+
+def serve(x: Tensor) -> bool:
+    """Whether kernels can work on these images."""
+    if torch.compiler.is_compiling() or x.ndim != 4 or x.numel() >= LARGEST:
+        return False  # a compiler fuses torch's operations by itself
+    return x.device.type in DEVICES and installed()

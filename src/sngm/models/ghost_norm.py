@@ -1,0 +1,128 @@
+"""BatchNorm over groups of samples within one pass: what many workers, each with its own statistics, compute."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import kernels
+
+
+class GhostBatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm that normalises `group` samples at a time, and may add a shortcut and take a ReLU in the same go.
+
+    A pass of N samples is N / group neighbouring groups, each with its own mean and variance, as if each had gone
+    through the model alone. Parameters, buffers and evaluation are those of :class:`torch.nn.BatchNorm2d`.
+
+    Attributes:
+        group: samples that share statistics; None for all of a pass.
+        weights: what each group of a pass counts for in the running statistics, or None: one group after another,
+            as BatchNorm does in passes of a group each.
+        keep: what is kept of the running statistics, where `weights` are given.
+        batches: what a pass adds to `num_batches_tracked`; None: its groups.
+
+    >>> norm = GhostBatchNorm2d(3)
+    >>> norm.group = 2
+    >>> x = torch.randn(6, 3, 4, 4)
+    >>> bool((norm(x)[2:4] - nn.BatchNorm2d(3)(x[2:4])).abs().max() < 1e-5)
+    True
+    """
+
+    group: int | None = None
+    weights: Tensor | None = None
+    keep: float = 0.0
+    batches: int | None = None
+    _usual: tuple[Any, Tensor, float] | None = None
+    _counters: Tensor | None = None  # of the kernels
+
+    def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
+        """Normalise, add `shortcut`, take a ReLU if asked to."""
+        if self.training and self._has_kernels(x):
+            return self._by_kernels(x, shortcut, relu)
+        y = self._normalise(x) if self.training else super().forward(x)
+        if shortcut is not None:
+            y = y + shortcut
+        return y.relu() if relu else y
+
+    def _groups(self, x: Tensor) -> int:
+        group = self.group or len(x)
+        if len(x) % group:
+            raise ValueError(f"a pass of {len(x)} samples is not made of groups of {group}")
+        return len(x) // group
+
+    def _counts(self, groups: int, device: torch.device) -> tuple[Tensor, float, int]:
+        """What each group counts for in the running statistics, what is kept of them, and how many batches it is."""
+        batches = groups if self.batches is None else self.batches
+        if self.weights is not None:
+            return self.weights, self.keep, batches
+        key = groups, self.momentum or 0.0, device
+        if self._usual is None or self._usual[0] != key:  # kept: a copy to a device is no part of a CUDA graph
+            weights, keep = one_after_another(groups, self.momentum or 0.0)
+            self._usual = key, weights.to(device), keep
+        return *self._usual[1:], batches
+
+    def _has_kernels(self, x: Tensor) -> bool:
+        if not (kernels.serve(x) and self.affine and x.is_contiguous(memory_format=torch.channels_last)):
+            return False
+        from .kernels.norm import Plan
+
+        known = x.dtype in (torch.float32, torch.bfloat16, torch.float16) and self.weight.dtype == torch.float32
+        return known and Plan.fits(self.num_features)
+
+    def _by_kernels(self, x: Tensor, shortcut: Tensor | None, relu: bool) -> Tensor:
+        from .kernels.norm import Normalise
+
+        groups = self._groups(x)
+        if shortcut is not None:
+            shortcut = shortcut.to(x.dtype, memory_format=torch.channels_last)
+        running = None
+        if self.track_running_stats:
+            running = self.running_mean, self.running_var, self.num_batches_tracked, *self._counts(groups, x.device)
+        needed = (groups + 1) * -(-self.num_features // 64)
+        if self._counters is None or len(self._counters) < needed or self._counters.device != x.device:
+            self._counters = torch.zeros(needed, dtype=torch.int32, device=x.device)
+        y: Tensor = Normalise.apply(  # type: ignore[no-untyped-call]
+            x, shortcut, self.weight, self.bias, groups, relu, self.eps, self._counters, running
+        )
+        return y
+
+    def _normalise(self, x: Tensor) -> Tensor:
+        group = len(x) // self._groups(x)
+        wide = x.dtype if x.dtype == torch.float64 else torch.float32
+        grouped: Tensor = x.unflatten(0, (-1, group)).to(wide)  # type: ignore[no-untyped-call]
+        # of dimensions kept apart, not flattened: that would copy a channels_last tensor
+        var, mean = torch.var_mean(grouped, dim=(1, 3, 4), correction=0, keepdim=True)
+        scale = torch.rsqrt(var + self.eps)
+        if self.affine:
+            scale = scale * self.weight.to(wide)[:, None, None]
+        y = (grouped - mean) * scale
+        if self.affine:
+            y = y + self.bias.to(wide)[:, None, None]
+        if self.track_running_stats:
+            self._follow(mean.detach().flatten(1), var.detach().flatten(1), group * x[0, 0].numel())
+        return y.flatten(0, 1).to(x.dtype)
+
+    @torch.no_grad()
+    def _follow(self, means: Tensor, variances: Tensor, count: int) -> None:
+        """Move the running statistics towards those of the groups; of variances, towards the unbiased ones."""
+        assert self.running_mean is not None
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        weights, keep, batches = self._counts(len(means), means.device)
+        weights = weights.to(means)
+        unbiased = variances * (count / max(count - 1, 1))
+        self.running_mean.mul_(keep).add_((weights[:, None] * means).sum(0).to(self.running_mean.dtype))
+        self.running_var.mul_(keep).add_((weights[:, None] * unbiased).sum(0).to(self.running_var.dtype))
+        self.num_batches_tracked.add_(batches)
+
+
+def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:
+    """What each of some groups counts for, and what is kept, when statistics move by `momentum` for each in turn.
+
+    >>> one_after_another(3, 0.5)
+    (tensor([0.1250, 0.2500, 0.5000], dtype=torch.float64), 0.125)
+    """
+    powers = torch.arange(groups - 1, -1, -1, dtype=torch.float64)
+    return momentum * (1 - momentum) ** powers, (1 - momentum) ** groups

@@ -1,0 +1,71 @@
+"""ResNet-50 for ImageNet, in torchvision's layout and with its names: its weights load, and ours load there."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .ghost_norm import GhostBatchNorm2d
+
+WIDEN = 4  # the last convolution of a block has so many times the channels of the others
+
+
+class Bottleneck(nn.Module):
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 one has the stride, as in "v1.5"."""
+
+    def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
+        super().__init__()
+        outputs = width * WIDEN
+        self.conv1 = nn.Conv2d(inputs, width, 1, bias=False)
+        self.bn1 = GhostBatchNorm2d(width)
+        self.conv2 = nn.Conv2d(width, width, 3, stride=stride, padding=1, bias=False)
+        self.bn2 = GhostBatchNorm2d(width)
+        self.conv3 = nn.Conv2d(width, outputs, 1, bias=False)
+        self.bn3 = GhostBatchNorm2d(outputs)
+        self.downsample: nn.Sequential | None = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride=stride, bias=False), GhostBatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        x = self.bn1(self.conv1(x), relu=True)
+        x = self.bn2(self.conv2(x), relu=True)
+        return self.bn3(self.conv3(x), shortcut=shortcut, relu=True)  # type: ignore[no-any-return]
+
+
+class ResNet(nn.Module):
+    """Stages of bottleneck blocks after a 7 x 7 convolution and a max-pooling; drawn as torchvision draws them.
+
+    Convolutions are from N(0, 2 / fan_out), BatchNorm starts at 1 and 0, the last of a block too, and the linear
+    layer as torch's does.
+    """
+
+    def __init__(self, blocks: tuple[int, int, int, int], classes: int = 1000) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        self.bn1 = GhostBatchNorm2d(64)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.layer1 = _layer(64, 64, blocks[0])
+        self.layer2 = _layer(256, 128, blocks[1], stride=2)
+        self.layer3 = _layer(512, 256, blocks[2], stride=2)
+        self.layer4 = _layer(1024, 512, blocks[3], stride=2)
+        self.fc = nn.Linear(512 * WIDEN, classes)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.bn1(self.conv1(x), relu=True))
+        x = self.layer4(self.layer3(self.layer2(self.layer1(x))))
+        return self.fc(x.mean((2, 3)))  # type: ignore[no-any-return]
+
+
+def _layer(inputs: int, width: int, blocks: int, stride: int = 1) -> nn.Sequential:
+    first = Bottleneck(inputs, width, stride)
+    return nn.Sequential(first, *(Bottleneck(width * WIDEN, width) for _ in range(blocks - 1)))
+
+
+def resnet50(classes: int = 1000) -> ResNet:
+    """The network of the paper's ImageNet experiments (25,557,032 parameters with 1,000 classes)."""
+    return ResNet((3, 4, 6, 3), classes)

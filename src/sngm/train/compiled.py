@@ -1,0 +1,88 @@
+"""The loss of a pass by torch.compile: augmentation, model and loss in one piece."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tasks import Batch, Samples, Task
+from .config import RunConfig
+from .feed import to_device
+
+BACKEND = "inductor"
+KINDS_OF_PASS = 64  # that may be compiled in one process: shapes, models and what BatchNorm follows
+
+
+class NotCompiled(Exception):
+    """torch.compile gave up; the reason in one line."""
+
+
+def compiled(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    taken: Tensor | Batch,
+    config: RunConfig,
+    epoch: int | Tensor,
+    device: torch.device,
+) -> Tensor:
+    """The loss of a pass: of the samples at some indices, or of a batch that is there.
+
+    A model of the same shape finds what was compiled for another: what differs between runs goes in as tensors.
+    """
+    dtype = config.dtype
+    try:
+        if not isinstance(taken, Tensor):
+            return _compile(_loss_of_batch)(task, model, to_device(taken, device, dtype))
+        seed = _number("seed", config.seed, taken.device)
+        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, taken.device)
+        return _compile(_loss_of_samples)(task, model, samples, taken, seed, epoch, device, dtype)
+    except torch._dynamo.exc.TorchDynamoException as error:
+        raise NotCompiled(in_one_line(error)) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """What went wrong, without the pages that follow.
+
+    >>> in_one_line(RuntimeError("backend='inductor' raised:\\nTypeError: no\\n\\nSet TORCHDYNAMO_VERBOSE=1"))
+    "backend='inductor' raised: TypeError: no"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+@functools.lru_cache(maxsize=8)
+def _number(name: str, value: int, device: torch.device) -> Tensor:
+    """An epoch or a seed as a tensor, sent once; of each its own, since code for two tensors does not serve one."""
+    return torch.tensor(value, device=device)
+
+
+def _loss_of_samples(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    indices: Tensor,
+    seed: Any,
+    epoch: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> Tensor:
+    return task.loss(model, to_device(task.batch(samples, indices, seed=seed, epoch=epoch), device, dtype))
+
+
+def _loss_of_batch(task: Task, model: nn.Module, batch: Batch) -> Tensor:
+    return task.loss(model, batch)
+
+
+@functools.cache
+def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
+    # random numbers as in an eager step
+    options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **options)

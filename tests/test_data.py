@@ -1,0 +1,1005 @@
+"""Datasets: fetched over HTTP, read from their files, checked; and the hash that augmentation draws from."""
+
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import random
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import tarfile
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from console import finish, refused, sngm, start
+
+from sngm.data import check, cifar, fetch, imagenet, places
+from sngm.data.cifar import find_cifar, load_cifar
+from sngm.data.fetch import Archive
+from sngm.data.hashing import mix
+from sngm.data.imagenet import ImageFolder, crop_box
+from sngm.errors import DataMissing, Failed, UsageError
+
+small = pytest.mark.filterwarnings("ignore:.*does not hold the official records")
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    """With a home of its own, so that no dataset of the user's is found."""
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    for name in ("SNGM_DATA", "SNGM_MIRRORS", "http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(fetch, "BACKOFF", 0.01)
+    return here
+
+
+# ---------------------------------------------------------------- the hash
+
+
+def test_the_hash_of_one_value_is_splitmix64():
+    of_zero, of_golden = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4  # the first two numbers of its published stream
+    assert mix(0) == of_zero & (2**62 - 1)
+    # the second comes from a state of twice the constant: of one that is the constant before it is added
+    assert mix(0x9E3779B97F4A7C15) == of_golden & (2**62 - 1)
+
+
+def test_the_hash_stays_as_it_is():
+    assert [mix(0, 3, 17), mix(1), mix(1, 0), mix(2**40, 5, 123456789), mix(-7)] == [
+        2164258931680428043, 1227844342346046657, 2180211747422036254, 666804615007702216, 3179005205878548848,
+    ]  # fmt: skip
+
+
+EDGES = [0, 1, -1, 17, 2**31, 2**32 - 1, 2**62, 2**63 - 1, -(2**63)]
+
+
+def test_the_hash_of_tensors_is_that_of_ints():
+    samples = torch.tensor(EDGES)
+    for seed in EDGES:
+        for epoch in (0, 3, 2**40):
+            wanted = [mix(seed, epoch, sample) for sample in EDGES]
+            assert mix(seed, epoch, samples).tolist() == wanted
+            assert mix(torch.tensor(seed), torch.tensor(epoch), samples).tolist() == wanted
+            assert mix(torch.tensor(seed), epoch, samples, 5).tolist() == [mix(seed, epoch, s, 5) for s in EDGES]
+            assert all(0 <= value < 2**62 for value in wanted)
+    assert mix(3, samples.int()[:4]).tolist() == [mix(3, s) for s in EDGES[:4]]
+    assert mix(2**64 + 3) == mix(3)
+    assert mix(torch.tensor([1])).dtype == torch.int64
+
+
+def test_order_and_number_of_values_count():
+    values = [mix(0), mix(0, 0), mix(0, 0, 0), mix(1, 0), mix(0, 1), mix(1, 2, 3), mix(3, 2, 1), mix(2, 1, 3)]
+    assert len(set(values)) == len(values)
+    with pytest.raises(ValueError, match="at least one"):
+        mix()
+
+
+def test_every_bit_of_every_value_turns_half_of_the_result():
+    samples = torch.arange(2000)
+    for which in range(3):
+        for bit in (0, 1, 7, 20, 40, 62):
+            flips = [0, 0, 0]
+            flips[which] = 1 << bit
+            before = mix(5, 6, samples)
+            after = mix(5 ^ flips[0], 6 ^ flips[1], samples ^ flips[2])
+            differ = before ^ after
+            shares = torch.stack([(differ >> b & 1).double().mean() for b in range(62)])
+            assert shares.min() > 0.44, (which, bit)  # 5 standard deviations of a fair coin thrown 2,000 times
+            assert shares.max() < 0.56, (which, bit)
+
+
+def test_neighbouring_samples_are_spread_evenly():
+    parts = torch.bincount(mix(0, 0, torch.arange(100_000)) >> 58, minlength=16)
+    assert ((parts - 6250).abs() < 400).all()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # inductor's imports
+@pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler")
+def test_the_hash_compiles():
+    compiled = torch.compile(lambda seed, epoch, samples: mix(seed, epoch, samples, 2), fullgraph=True)
+    samples = torch.arange(-500, 500) * 2**50
+    for seed, epoch in ((0, 0), (-3, 7)):
+        found = compiled(torch.tensor(seed), torch.tensor(epoch), samples)
+        assert found.tolist() == [mix(seed, epoch, sample, 2) for sample in samples.tolist()]
+
+
+# ---------------------------------------------------------------- CIFAR: small files of both forms
+
+
+def records(count, classes, seed):
+    rng = np.random.default_rng(seed)
+    labels = rng.integers(0, classes, count)
+    return rng.integers(0, 256, (count, 3072), dtype=np.uint8), labels, rng.integers(0, 20, count)
+
+
+def short(text):
+    return b"U" + bytes([len(text)]) + text
+
+
+def python_2(pixels, labels, key):
+    """A pickle as Python 2 and its NumPy wrote the official files."""
+    rows = b"M" + struct.pack("<H", len(pixels))
+    array = (
+        b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b") + b"\x87R"
+        b"(K\x01" + rows + b"M\x00\x0c\x86cnumpy\ndtype\n" + short(b"u1") + b"K\x00K\x01\x87R(K\x03" + short(b"|")
+        + b"NNNJ\xff\xff\xff\xffJ\xff\xff\xff\xffK\x00tb\x89T" + struct.pack("<I", pixels.nbytes) + pixels.tobytes()
+        + b"tb"
+    )  # fmt: skip
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels) + b"e"
+    return b"\x80\x02}(" + short(b"data") + array + short(key.encode()) + numbers + b"u."
+
+
+def python_3(pixels, labels, key, protocol=2):
+    return pickle.dumps({b"data": pixels, key.encode(): labels.tolist(), b"batch_label": b"small"}, protocol=protocol)
+
+
+def make(root, classes=10, form="binary", count=12, write=python_2):
+    """A small dataset: the same records in either form."""
+    layout = next(one for one in cifar.layouts(classes) if one.form == form)
+    folder = Path(root, layout.folder)
+    folder.mkdir(parents=True)
+    for number, name in enumerate(layout.files):
+        pixels, labels, coarse = records(count + number, classes, number)
+        if form == "binary":
+            heads = [labels[:, None]] if classes == 10 else [coarse[:, None], labels[:, None]]
+            (folder / name).write_bytes(np.concatenate([*heads, pixels], axis=1).astype(np.uint8).tobytes())
+        else:
+            (folder / name).write_bytes(write(pixels, labels, "labels" if classes == 10 else "fine_labels"))
+    return folder
+
+
+@small
+@pytest.mark.parametrize("classes", [10, 100])
+@pytest.mark.parametrize("write", [python_2, python_3, lambda *a: python_3(*a, protocol=4)])
+def test_both_forms_give_the_same_tensors(classes, write):
+    make("a", classes, "binary")
+    make("b", classes, "python", write=write)
+    both = [load_cifar(Path(root), classes) for root in "ab"]
+    for (images, labels), (same_images, same_labels), files in zip(*both, (range(5), range(5, 6)), strict=True):
+        assert images.dtype == torch.uint8
+        assert labels.dtype == torch.int64
+        assert images.shape[1:] == (3, 32, 32)
+        assert images.is_contiguous()
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+        if classes == 10:
+            known = [records(12 + number, 10, number) for number in files]
+            assert labels.tolist() == np.concatenate([one[1] for one in known]).tolist()
+            assert torch.equal(images[0, 2, 31], torch.from_numpy(known[0][0][0, -32:]))
+
+
+def test_counts_that_are_not_official_are_warned_of_by_file():
+    make("data")
+    with pytest.warns(UserWarning, match=r"cifar-10-batches-bin does not.*data_batch_1\.bin 12, .*test_batch\.bin 17$"):
+        load_cifar(Path("data"))
+
+
+REAL = Path(__file__).parents[1] / ".data"
+
+
+@pytest.mark.skipif(not (REAL / "cifar-10-batches-bin").is_dir(), reason="needs CIFAR-10 in .data")
+def test_the_real_cifar_loads_fast_and_passes_its_check():
+    seconds = []
+    for _ in range(3):
+        before = time.process_time()
+        (images, labels), (tested, _) = load_cifar(REAL)
+        seconds.append(time.process_time() - before)
+    assert min(seconds) < 1
+    assert (len(images), len(tested)) == (50_000, 10_000)
+    assert labels[:10].tolist() == [6, 9, 9, 4, 1, 1, 2, 7, 8, 3]
+    means = images.float().mean((0, 2, 3)) / 255
+    assert torch.allclose(means, torch.tensor([0.4914, 0.4822, 0.4465]), atol=5e-5)
+    shown = sngm(f"data check cifar10 --data-dir {REAL}")
+    assert (shown.code, shown.err) == (0, "")
+    assert "60,000 images, each class equally often, SHA256 sums as on record" in shown.out
+
+
+# ---------------------------------------------------------------- CIFAR: what is refused
+
+
+@pytest.mark.parametrize("classes", [10, 100])
+def test_a_dataset_that_is_not_there_says_what_to_run(classes):
+    with pytest.raises(DataMissing, match=f"no CIFAR-{classes} in pets; run 'sngm data get cifar{classes} --data-dir"):
+        load_cifar(Path("pets"), classes)
+    with pytest.raises(DataMissing, match=r"in \.data and .*/home/\.cache/sngm; .*--data-dir or SNGM_DATA"):
+        load_cifar(None, classes)
+    with pytest.raises(UsageError, match="CIFAR-10 and CIFAR-100"):
+        load_cifar(None, 11)
+
+
+@pytest.mark.parametrize("size", [0, 1, 14 * 3073 - 1, 14 * 3073 + 1, 15 * 3073 - 1])
+def test_a_file_that_ends_within_a_record_is_named(size):
+    path = make("data") / "data_batch_3.bin"
+    path.write_bytes((path.read_bytes() + bytes(3073))[:size])
+    with pytest.raises(DataMissing, match=rf"data_batch_3\.bin is broken: it has {size:,} bytes, .* 30,730,000"):
+        load_cifar(Path("data"))
+
+
+def test_a_label_out_of_range_is_named_with_its_record():
+    for root, form in (("a", "binary"), ("b", "python")):
+        path = make(root, 10, form) / ("test_batch.bin" if form == "binary" else "test_batch")
+        pixels, labels, _ = records(17, 10, 5)
+        labels[4] = 10
+        rows = np.concatenate([labels[:, None], pixels], axis=1).astype(np.uint8)
+        path.write_bytes(rows.tobytes() if form == "binary" else python_2(pixels, labels, "labels"))
+        with pytest.raises(DataMissing, match=rf"{path.name} is broken: record 4 has the label 10, not one of 0 to 9"):
+            load_cifar(Path(root))
+    path = make("c", 100) / "train.bin"
+    content = bytearray(path.read_bytes())
+    content[3074 * 2] = 20
+    path.write_bytes(content)
+    with pytest.raises(DataMissing, match=r"train\.bin is broken: record 2 has the coarse label 20"):
+        load_cifar(Path("c"), 100)
+
+
+def test_missing_batches_are_named_and_another_whole_form_is_taken():
+    folder = make("data")
+    for number in (2, 5):
+        (folder / f"data_batch_{number}.bin").unlink()
+    with pytest.raises(DataMissing, match=r"cifar-10-batches-bin lacks data_batch_2\.bin, data_batch_5\.bin;"):
+        load_cifar(Path("data"))
+    make("data", form="python")
+    assert find_cifar(Path("data"))[0].form == "python"
+
+
+class Evil:
+    def __reduce__(self):
+        return os.mkdir, ("hacked",)
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (pickle.dumps({"data": Evil(), "labels": []}, protocol=2), r"posix\.mkdir"),
+        (b"cos\nmkdir\n(S'hacked'\ntR.", r"os\.mkdir"),
+        (b"cbuiltins\neval\n(S'1'\ntR.", r"builtins\.eval"),
+        (b"cnumpy\nload\n(S'1'\ntR.", r"numpy\.load"),
+        (b"c_codecs\nencode\n(S'a'\nS'rot13'\ntR.", "rot13"),
+        (pickle.dumps([1, 2]), "holds a list"),
+        (pickle.dumps({"data": np.zeros((2, 5), np.uint8), "labels": [0, 0]}, protocol=2), "rows of 3072 bytes"),
+        (pickle.dumps({"data": np.zeros((2, 3072)), "labels": [0, 0]}, protocol=2), "rows of 3072 bytes"),
+        (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [0]}, protocol=2), "as many whole numbers"),
+        (pickle.dumps({"labels": [0]}, protocol=2), "rows of 3072 bytes"),
+        (python_2(*records(4, 10, 0)[:2], "labels")[:-900], r"truncated\); it has 1\d,\d\d\d bytes, .* 30,720,000"),
+        (b"", "it has 0 bytes"),
+        (b"\x00\xff" * 99, "cannot be read as a pickle"),
+    ],
+)
+def test_a_pickle_that_is_no_batch_is_refused_and_not_run(content, word):
+    (make("data", form="python") / "data_batch_2").write_bytes(content)
+    with pytest.raises(DataMissing, match=f"data_batch_2 is broken: .*{word}"):
+        load_cifar(Path("data"))
+    assert not Path("hacked").exists()
+
+
+# ---------------------------------------------------------------- where data is looked for
+
+
+@small
+def test_the_folder_chosen_comes_first_then_the_environment_then_the_usual_places(monkeypatch, tmp_path):
+    home = tmp_path / "home" / ".cache" / "sngm"
+    assert places.data_root() == home, "where nothing exists, new data is shared by all folders"
+    make(home)
+    assert find_cifar(None)[1] == home / "cifar-10-batches-bin"
+    make(".data/other")
+    assert find_cifar(None)[1] == home / "cifar-10-batches-bin", ".data has other datasets"
+    assert places.data_root() == Path(".data")
+    make(".data")
+    assert find_cifar(None)[1] == Path(".data/cifar-10-batches-bin")
+    make("env")
+    monkeypatch.setenv("SNGM_DATA", "env")
+    assert find_cifar(None)[1] == Path("env/cifar-10-batches-bin")
+    with pytest.raises(DataMissing, match="no CIFAR-10 in elsewhere"):
+        find_cifar(Path("elsewhere"))
+
+
+# ---------------------------------------------------------------- fetching
+
+
+class Server(ThreadingHTTPServer):
+    """Serves `files`; the attributes say how well."""
+
+    daemon_threads = True
+
+    def __init__(self):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.files = {}
+        self.cuts = []  # for each request to come, after how many bytes its connection ends
+        self.codes = []  # for each request to come, an error instead of an answer
+        self.ranges = "honoured"  # or "ignored", "wrong", "short"
+        self.pause = 0.0  # seconds between pieces
+        self.asked = []  # (path, Range)
+
+    @property
+    def base(self):
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        server, span = self.server, self.headers.get("Range")
+        server.asked.append((self.path, span))
+        content = server.files.get(self.path.lstrip("/"))
+        code = server.codes.pop(0) if server.codes else None
+        if code or content is None:
+            self.send_error(code or 404)
+            return
+        start = int(span[len("bytes=") : -1]) if span and server.ranges != "ignored" else 0
+        if start and start >= len(content):
+            self.send_response(416)
+            self.send_header("Content-Range", f"bytes */{len(content)}")
+            self.end_headers()
+            return
+        end = min(len(content), start + 1000) if start and server.ranges == "short" else len(content)
+        self.send_response(206 if start else 200)
+        if start:
+            first = start - 1 if server.ranges == "wrong" else start
+            self.send_header("Content-Range", f"bytes {first}-{end - 1}/{len(content)}")
+        self.send_header("Content-Length", str(end - start))
+        self.end_headers()
+        stop = min(end, start + server.cuts.pop(0)) if server.cuts else end
+        try:
+            for at in range(start, stop, 4096):
+                self.wfile.write(content[at : min(at + 4096, stop)])
+                self.wfile.flush()
+                time.sleep(server.pause)
+        except OSError:
+            pass  # the reader went away
+        self.close_connection = True
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def tarred(folder):
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w:gz") as tar:
+        tar.add(folder, arcname=folder.name)
+    return content.getvalue()
+
+
+NAME = "cifar-10-binary.tar.gz"
+FILES = cifar.LAYOUTS[0].files
+
+
+@pytest.fixture
+def archive(server, tmp_path):
+    """A small CIFAR-10 that the server has, and what it is."""
+    content = tarred(make(tmp_path / "published"))
+    server.files[NAME] = content
+    return Archive(NAME, hashlib.md5(content).hexdigest(), "cifar-10-batches-bin", FILES, server.base + "/")
+
+
+def same_as_published(folder, tmp_path):
+    published = tmp_path / "published" / "cifar-10-batches-bin"
+    assert sorted(p.name for p in folder.iterdir()) == sorted(FILES)
+    assert all((folder / name).read_bytes() == (published / name).read_bytes() for name in FILES)
+
+
+def left_in(root):
+    return sorted(p.name for p in Path(root).iterdir() if not p.name.endswith(".lock"))
+
+
+@small
+def test_an_archive_is_fetched_unpacked_and_not_fetched_again(server, archive, tmp_path):
+    seen = []
+    folder = fetch.get(archive, Path("new/data"), lambda done, total: seen.append((done, total)))
+    same_as_published(folder, tmp_path)
+    size = len(server.files[NAME])
+    assert seen[0] == (0, size)
+    assert seen[-1] == (size, size)
+    assert left_in("new/data") == ["cifar-10-batches-bin"]
+    assert load_cifar(Path("new/data"))[0][1].shape == (70,)
+    assert fetch.get(archive, Path("new/data")) == folder
+    assert server.asked == [(f"/{NAME}", None)]
+
+
+def test_a_cut_connection_goes_on_where_it_was_cut(server, archive, tmp_path, capsys):
+    server.cuts = [100_000, 50_000, 10]
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked] == [None, "bytes=100000-", "bytes=150000-", "bytes=150010-"]
+    assert (
+        f"the connection ended at 100,000 of {len(server.files[NAME]):,} bytes; trying again" in capsys.readouterr().err
+    )
+
+
+def test_a_part_of_an_earlier_call_is_used(server, archive, tmp_path):
+    Path("data").mkdir()
+    Path("data", f"{NAME}.part").write_bytes(server.files[NAME][:70_000])
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked] == ["bytes=70000-"]
+
+
+def test_a_server_that_gives_less_than_the_rest_is_asked_again(server, archive, tmp_path):
+    Path("data").mkdir()
+    size = len(server.files[NAME])
+    Path("data", f"{NAME}.part").write_bytes(server.files[NAME][: size - 2500])
+    server.ranges = "short"
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked] == [f"bytes={size - n}-" for n in (2500, 1500, 500)]
+
+
+@pytest.mark.parametrize("ranges", ["ignored", "wrong"])
+def test_a_server_that_does_not_go_on_from_there_sends_all(server, archive, tmp_path, ranges):
+    server.ranges = ranges
+    server.cuts = [100_000]
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked] == [None, "bytes=100000-", *[None] * (ranges == "wrong")]
+
+
+@pytest.mark.parametrize("longer", [0, 5])
+def test_a_part_with_nothing_after_it_is_whole_or_worthless(server, archive, tmp_path, longer):
+    Path("data").mkdir()
+    Path("data", f"{NAME}.part").write_bytes(server.files[NAME] + bytes(longer))
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked][1:] == [None] * bool(longer)
+
+
+def test_a_part_of_another_version_is_thrown_away(server, archive, tmp_path):
+    Path("data").mkdir()
+    Path("data", f"{NAME}.part").write_bytes(b"old" * 1000)
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked] == ["bytes=3000-", None]
+
+
+def test_a_wrong_checksum_is_refused_and_nothing_is_unpacked(server, archive):
+    server.files[NAME] = b"<html>Sign in to the hotel's network</html>"
+    with pytest.raises(Failed, match=rf"{server.base}/{NAME}: what it sends has the MD5 \w+, not {archive.md5}"):
+        fetch.get(archive, Path("data"))
+    assert left_in("data") == []
+    assert len(server.asked) == 1
+
+
+def test_dead_mirrors_are_gone_by(server, archive, tmp_path, monkeypatch):
+    dead = "http://127.0.0.1:9"
+    monkeypatch.setenv("SNGM_MIRRORS", f"{dead}/a {server.base}/not-here/ file:///no/such/folder")
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [path for path, _ in server.asked] == [f"/not-here/{NAME}", f"/{NAME}"]
+
+
+def test_a_folder_is_a_mirror(server, archive, tmp_path, monkeypatch):
+    (tmp_path / NAME).write_bytes(server.files[NAME])
+    monkeypatch.setenv("SNGM_MIRRORS", tmp_path.as_uri())
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert server.asked == []
+
+
+@pytest.mark.parametrize("mirror", ["here", "ftp://example.org", "javascript:1"])
+def test_a_mirror_that_is_no_address_is_refused(archive, monkeypatch, mirror):
+    monkeypatch.setenv("SNGM_MIRRORS", mirror)
+    with pytest.raises(UsageError, match="SNGM_MIRRORS wants base URLs"):
+        fetch.get(archive, Path("data"))
+    assert not Path("data").exists()
+
+
+def test_errors_of_a_moment_are_tried_again_and_others_are_not(server, archive, tmp_path):
+    server.codes = [503, 429]
+    same_as_published(fetch.get(archive, Path("one")), tmp_path)
+    assert len(server.asked) == 3
+    server.codes = [500] * 9
+    with pytest.raises(Failed, match="HTTP 500"):
+        fetch.get(archive, Path("two"))
+    assert len(server.asked) == 3 + fetch.TRIES
+    server.codes = [403]
+    with pytest.raises(Failed, match="HTTP 403"):
+        fetch.get(archive, Path("two"))
+    assert len(server.asked) == 3 + fetch.TRIES + 1
+
+
+def test_being_offline_is_one_error_that_says_what_to_do(archive):
+    gone = Archive(archive.name, archive.md5, archive.folder, archive.files, "http://127.0.0.1:9/")
+    with pytest.raises(
+        Failed, match=rf"http://127\.0\.0\.1:9/{NAME}: .*refused.*SNGM_MIRRORS, or put {NAME} into data"
+    ):
+        fetch.get(gone, Path("data"))
+
+
+def test_a_silent_server_is_given_up_in_time(server, archive, monkeypatch):
+    monkeypatch.setattr(fetch, "TIMEOUT", 0.1)
+    monkeypatch.setattr(fetch, "TRIES", 2)
+    server.pause = 1.0
+    with pytest.raises(Failed, match="timed out"):
+        fetch.get(archive, Path("data"))
+
+
+def test_an_archive_that_the_user_brought_is_used_and_kept(server, archive, tmp_path):
+    Path("data").mkdir()
+    Path("data", NAME).write_bytes(server.files[NAME])
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert left_in("data") == sorted([NAME, "cifar-10-batches-bin"])
+    shutil.rmtree("data/cifar-10-batches-bin")
+    Path("data", NAME).write_bytes(b"other")
+    with pytest.raises(Failed, match=f"{NAME} has the MD5 .* delete it"):
+        fetch.get(archive, Path("data"))
+    assert server.asked == []
+
+
+def test_a_folder_that_is_not_whole_is_left_to_the_user(server, archive):
+    Path("data/cifar-10-batches-bin").mkdir(parents=True)
+    Path("data/cifar-10-batches-bin/mine.txt").write_text("mine")
+    with pytest.raises(UsageError, match="cifar-10-batches-bin is there, but not whole"):
+        fetch.get(archive, Path("data"))
+    assert Path("data/cifar-10-batches-bin/mine.txt").read_text() == "mine"
+    assert server.asked == []
+
+
+def test_two_processes_fetch_once(server, archive, tmp_path):
+    server.pause = 0.03
+    code = (
+        "import sys; from pathlib import Path; from sngm.data.fetch import Archive, get\n"
+        f"print(get(Archive({NAME!r}, {archive.md5!r}, {archive.folder!r}, {FILES!r}, {archive.base!r}), Path('data')))"
+    )
+    both = [subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said
+    assert [out.strip() for out, _ in said] == ["data/cifar-10-batches-bin"] * 2
+    assert sorted(err for _, err in said) == ["", f"sngm: another process is fetching {NAME}\n"]
+    assert len(server.asked) == 1
+    same_as_published(Path("data/cifar-10-batches-bin"), tmp_path)
+
+
+def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
+    server.files[NAME] = os.urandom(1_000_000)
+    server.pause = 0.05
+    process = start("data get cifar10 --data-dir data", SNGM_MIRRORS=server.base)
+    part = Path("data", f"{NAME}.part")
+    deadline = time.monotonic() + 60
+    while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    refused(finish(process), "interrupted; what has come is kept in data; the same command goes on", code=130)
+    size = part.stat().st_size
+    assert 0 < size < 1_000_000
+    assert server.files[NAME].startswith(part.read_bytes())
+    server.pause = 0.0
+    with pytest.raises(Failed):  # the sum is not that of the official file
+        fetch.download([f"{server.base}/{NAME}"], Path("data", NAME), md5="0")
+    assert server.asked[1] == (f"/{NAME}", f"bytes={size}-")
+
+
+@pytest.mark.parametrize("name", ["../outside", "/tmp/sngm-outside", "cifar-10-batches-bin/../../outside"])
+def test_an_archive_that_reaches_outside_is_refused(tmp_path, name):
+    path = tmp_path / "evil.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.size = 4
+        tar.addfile(entry, io.BytesIO(b"evil"))
+    root = tmp_path / "root"
+    root.mkdir()
+    if name.startswith("/"):  # taken as a path within, which does no harm
+        with pytest.raises(Failed, match="does not hold cifar-10-batches-bin"):
+            fetch.unpack(path, "cifar-10-batches-bin", root)
+    else:
+        with pytest.raises(Failed, match=r"evil\.tar\.gz cannot be unpacked: .*outside"):
+            fetch.unpack(path, "cifar-10-batches-bin", root)
+    assert list(root.iterdir()) == []
+    assert not (tmp_path / "outside").exists()
+    assert not Path("/tmp/sngm-outside").exists()
+
+
+def test_a_link_to_outside_is_refused(tmp_path):
+    path = tmp_path / "evil.tar.gz"
+    with tarfile.open(path, "w:gz") as tar:
+        entry = tarfile.TarInfo("cifar-10-batches-bin")
+        entry.type, entry.linkname = tarfile.SYMTYPE, "/etc"
+        tar.addfile(entry)
+    with pytest.raises(Failed, match="cannot be unpacked"):
+        fetch.unpack(path, "cifar-10-batches-bin", tmp_path)
+
+
+def test_an_archive_that_is_none_or_cut_is_named(server, archive, tmp_path):
+    path = tmp_path / "cut.tar.gz"
+    for content in (b"", b"no archive", server.files[NAME][:60_000]):
+        path.write_bytes(content)
+        with pytest.raises(Failed, match=r"cut\.tar\.gz cannot be unpacked"):
+            fetch.unpack(path, "cifar-10-batches-bin", Path("."))
+        assert list(Path(".").iterdir()) == []
+
+
+# ---------------------------------------------------------------- ImageNet
+
+
+Image = pytest.importorskip("PIL.Image")
+
+
+def picture(path, width=40, height=30, mode="RGB", seed=0, kind="JPEG"):
+    """Smooth, so that JPEG keeps it."""
+    y, x = np.mgrid[0:height, 0:width]
+    rgb = np.stack([x * 255 // width, y * 255 // height, np.full_like(x, 40 + seed * 30 % 200)], axis=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(rgb.astype(np.uint8)).convert(mode).save(path, kind, quality=95)
+
+
+@pytest.fixture
+def tree():
+    """Three classes in two splits, with pictures of all kinds."""
+    root = Path("data/imagenet")
+    for split in ("train", "val"):
+        for number, name in enumerate(("n02", "n01", "n03")):
+            for index in range(4):
+                picture(root / split / name / f"{name}_{index}.JPEG", 40 + 7 * index, 30 + 9 * number, seed=index)
+    picture(root / "train/n01/grey.jpg", mode="L")
+    picture(root / "train/n01/cmyk.JPEG", mode="CMYK")
+    picture(root / "train/n02/palette.png", mode="P", kind="PNG")
+    picture(root / "train/n02/png_by_another_name.JPEG", kind="PNG")
+    (root / "train/n03/notes.txt").write_text("no picture")
+    (root / "train/n03/._n03_0.JPEG").write_text("a Mac's")
+    (root / "train/.hidden").mkdir()
+    return root
+
+
+SMALL = {"size": 16, "resize": 20}
+
+
+def test_classes_are_the_sorted_folders_and_files_the_pictures_in_them(tree):
+    images = ImageFolder(Path("data"), "train", **SMALL)
+    assert images.classes == ["n01", "n02", "n03"]
+    assert images.labels.tolist() == [0] * 6 + [1] * 6 + [2] * 4
+    assert [images.path(i).name for i in (0, 1, 15)] == ["cmyk.JPEG", "grey.jpg", "n03_3.JPEG"]
+    assert all(images.path(i).is_file() for i in range(len(images)))
+    assert len(ImageFolder(tree, "val")) == 12, "the folder itself will do"
+    pixels, labels = images[torch.tensor([15, 0, -1])]
+    assert pixels.shape == (3, 3, 16, 16)
+    assert pixels.dtype == torch.uint8
+    assert labels.tolist() == [2, 0, 2]
+    assert torch.equal(pixels[0], pixels[2])
+    assert images[torch.tensor([], dtype=torch.int64)][0].shape == (0, 3, 16, 16)
+    with pytest.raises(IndexError, match="16 images"):
+        images[torch.tensor([16])]
+
+
+def test_the_view_for_evaluation_is_the_middle(tree):
+    image = ImageFolder(tree, "val", size=20, resize=30)
+    wanted = np.asarray(Image.open(image.path(4)))  # of 40 x 30: not scaled, so that the cut is exact
+    assert wanted.shape == (30, 40, 3)
+    assert np.array_equal(image[torch.tensor([4])][0][0].permute(1, 2, 0), wanted[5:25, 10:30])
+    half = ImageFolder(tree, "val", size=10, resize=15)[torch.tensor([4])][0][0].float()
+    blocks = torch.from_numpy(wanted[4:24, 10:30].astype(np.float32)).view(10, 2, 10, 2, 3).mean((1, 3))
+    assert (half.permute(1, 2, 0) - blocks).abs().max() < 6, "antialiased: near the mean of the pixels it stands for"
+
+
+def test_grey_cmyk_and_palettes_become_rgb(tree):
+    images = ImageFolder(tree, "train", **SMALL)
+    by_name = {images.path(i).name: i for i in range(len(images))}
+    colour, _ = images[torch.tensor([by_name[n] for n in ("n02_0.JPEG", "png_by_another_name.JPEG", "cmyk.JPEG")])]
+    grey, _ = images[torch.tensor([by_name["grey.jpg"], by_name["palette.png"]])]
+    picture(Path("same.png"), 40, 39, kind="PNG")
+    assert torch.equal(grey[0, 0], grey[0, 1])
+    assert (colour[1].float() - colour[2].float()).abs().max() < 20
+    assert colour[1, 0, 8].float().diff().min() > 0, "red grows to the right"
+    assert colour[2, 1, :, 8].float().diff().min() > 0, "green grows downwards"
+    assert (grey[1].float() - colour[1].float()).abs().mean() < 40, "a palette is coarse"
+
+
+def test_augmentation_is_the_same_however_a_batch_is_split(tree):
+    images = ImageFolder(tree, "train", **SMALL)
+    order = torch.randperm(16, generator=torch.Generator().manual_seed(1))
+    whole, labels = images.training(order, seed=3, epoch=5)
+    for size in (1, 3, 16):
+        parts = [images.training(part, seed=3, epoch=5) for part in order.split(size)]
+        assert torch.equal(torch.cat([part for part, _ in parts]), whole)
+        assert torch.equal(torch.cat([part for _, part in parts]), labels)
+    assert torch.equal(images.training(order - 16, seed=3, epoch=5)[0], whole)
+    for other in ({"seed": 4, "epoch": 5}, {"seed": 3, "epoch": 6}):
+        assert (images.training(order, **other)[0] != whole).flatten(1).any(1).float().mean() > 0.9
+
+
+class Batches(torch.utils.data.Dataset):
+    """What a loader's worker would be given."""
+
+    def __init__(self, images):
+        self.images = images
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return self.images.training(torch.arange(4) + 4 * index, seed=1, epoch=2)[0]
+
+
+def test_it_works_in_other_processes(tree):
+    images = ImageFolder(tree, "train", **SMALL)
+    wanted = images.training(torch.arange(16), seed=1, epoch=2)[0]
+    assert torch.equal(pickle.loads(pickle.dumps(images)).training(torch.arange(16), seed=1, epoch=2)[0], wanted)
+    loader = torch.utils.data.DataLoader(Batches(images), batch_size=None, num_workers=2)
+    assert torch.equal(torch.cat(list(loader)), wanted)
+
+
+def drawn(width, height, rng):
+    """The published rule, with random numbers of another kind."""
+    while True:
+        area, ratio = width * height * rng.uniform(0.08, 1), math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
+        w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if w <= width and h <= height:
+            return rng.randint(0, width - w), rng.randint(0, height - h), w, h
+
+
+def test_crops_are_drawn_as_published():
+    boxes = torch.tensor([crop_box(500, 375, seed=0, epoch=1, index=i) for i in range(4000)], dtype=torch.float64)
+    left, top, width, height = boxes.T
+    assert ((left >= 0) & (left + width <= 500) & (top >= 0) & (top + height <= 375)).all()
+    area, ratio = width * height / (500 * 375), width / height
+    assert 0.078 < area.min() < 0.1
+    assert area.max() > 0.9
+    assert 0.73 < ratio.min() < 0.76
+    assert 1.32 < ratio.max() < 1.35
+    assert left.min() == 0
+    assert ((left + width) == 500).any(), "the last place too"
+    rng = random.Random(0)
+    known = torch.tensor([drawn(500, 375, rng) for _ in range(4000)], dtype=torch.float64)
+    assert (boxes.mean(0) - known.mean(0)).abs().max() < 8  # 5 standard deviations of the widths'
+    assert (boxes.std(0) / known.std(0) - 1).abs().max() < 0.08
+
+
+def test_pictures_too_long_for_any_crop_give_their_middle():
+    assert crop_box(1000, 10, 0, 0, 0) == (493, 0, 13, 10)
+    assert crop_box(10, 1000, 0, 0, 0) == (0, 493, 10, 13)
+    assert crop_box(1, 1, 0, 0, 0) == (0, 0, 1, 1)
+
+
+def test_half_are_mirrored():
+    picture(Path("data/train/a/wide.JPEG"), 64, 48)
+    picture(Path("data/val/a/wide.JPEG"), 64, 48)
+    images = ImageFolder(Path("data"), "train", size=8, resize=8)
+    red = torch.cat([images.training(torch.tensor([0]), seed, 0)[0][:, 0, 4] for seed in range(400)]).float()
+    mirrored = (red[:, 0] > red[:, -1]).float().mean()
+    assert 0.4 < mirrored < 0.6
+
+
+def test_decoding_at_a_fraction_of_the_size_shows_the_same_crop(monkeypatch):
+    for split in ("train", "val"):
+        picture(Path(f"data/{split}/a/large.JPEG"), 401, 303)
+    images = ImageFolder(Path("data"), "train", size=56, resize=56)
+    JpegImageFile = pytest.importorskip("PIL.JpegImagePlugin").JpegImageFile
+    drafted, draft = [], JpegImageFile.draft
+
+    def note(self, mode, size):
+        whole, (_, _, width, height) = self.size, crop_box(*self.size, *now)
+        found = draft(self, mode, size)
+        factor = round(whole[0] / self.size[0])
+        assert min(width, height) // factor >= 56, "a pixel for each asked for"
+        drafted.append(factor)
+        return found
+
+    for seed in range(30):
+        now = (seed, 0, 0)
+        with monkeypatch.context() as patch:
+            patch.setattr(JpegImageFile, "draft", note)
+            fast = images.training(torch.tensor([0]), seed, 0)[0].float()
+        with monkeypatch.context() as patch:
+            patch.setattr(JpegImageFile, "draft", lambda *_: None)
+            exact = images.training(torch.tensor([0]), seed, 0)[0].float()
+        assert (fast - exact).abs().max() < 4, seed
+    assert {2, 4} <= set(drafted)
+    assert len(drafted) < 30, "small crops are decoded whole"
+    with monkeypatch.context() as patch:
+        patch.setattr(JpegImageFile, "draft", None)  # evaluation must not call it
+        images[torch.tensor([0])]
+
+
+@pytest.mark.parametrize(
+    "look", [lambda images: images[torch.arange(16)], lambda images: images.training(torch.arange(16), 0, 0)]
+)
+@pytest.mark.parametrize("content", ["cut", b"", b"no picture at all", b"\xff\xd8\xff\xe0" + b"\0" * 50, None])
+def test_a_broken_picture_is_named(tree, content, look):
+    path = tree / "train/n02/n02_1.JPEG"
+    images = ImageFolder(tree, "train", **SMALL)
+    if content is None:
+        path.unlink()
+    else:
+        path.write_bytes(path.read_bytes()[:-200] if content == "cut" else content)
+    with pytest.raises(DataMissing, match=r"train/n02/n02_1\.JPEG cannot be read as a picture: .+; fetch it again"):
+        look(images)
+
+
+def test_trees_that_are_not_whole_are_refused_by_name(tree):
+    (tree / "train/n04").mkdir()
+    with pytest.raises(DataMissing, match="must hold the same classes; n04 is in one alone"):
+        ImageFolder(tree, "train")
+    (tree / "val/n04").mkdir()
+    for split in ("train", "val"):
+        with pytest.raises(DataMissing, match=f"{split}/n04 holds no pictures"):
+            ImageFolder(tree, split)
+    flat = Path("flat")
+    (flat / "train").mkdir(parents=True)
+    picture(flat / "val/ILSVRC2012_val_00000001.JPEG")
+    with pytest.raises(DataMissing, match="holds no folders; it wants one for each class"):
+        ImageFolder(flat, "val")
+    with pytest.raises(DataMissing, match="no ImageNet in nowhere"):
+        ImageFolder(Path("nowhere"), "val")
+    with pytest.raises(ValueError, match="train, val"):
+        ImageFolder(tree, "test")
+    with pytest.raises(ValueError, match="at most resize"):
+        ImageFolder(tree, "val", size=30, resize=20)
+
+
+def test_without_pillow_it_says_what_to_install(tree, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(UsageError, match=r"Pillow is not installed; pip install 'sngm\[images\]'"):
+        ImageFolder(tree, "val")
+
+
+def age(folder, seconds):
+    for path in folder.iterdir():
+        os.utime(path, (time.time() - seconds,) * 2)
+
+
+def test_the_listing_is_kept_until_a_folder_changes(tree, monkeypatch):
+    ImageFolder(tree, "val")
+    assert not (tree / ".sngm").exists(), "folders of this moment may change within the same tick"
+    age(tree / "val", 100)
+    first = ImageFolder(tree, "val")
+    assert (tree / ".sngm/val.npz").is_file()
+    with monkeypatch.context() as patch:
+        patch.setattr(imagenet, "_pictures", None)  # nothing is read again
+        again = ImageFolder(tree, "val")
+    assert [again.path(i) for i in range(12)] == [first.path(i) for i in range(12)]
+    assert torch.equal(again.labels, first.labels)
+    picture(tree / "val/n02/new.JPEG")
+    assert len(ImageFolder(tree, "val")) == 13
+    age(tree / "val", 50)
+    assert len(ImageFolder(tree, "val")) == 13
+    (tree / "val/n02/new.JPEG").unlink()
+    assert len(ImageFolder(tree, "val")) == 12
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04broken", bytes(range(99)), "empty", "outside"])
+def test_a_broken_listing_is_read_anew(tree, content):
+    age(tree / "val", 100)
+    ImageFolder(tree, "val")
+    kept = tree / ".sngm/val.npz"
+    if isinstance(content, str):
+        with np.load(kept) as file:
+            values = dict(file)
+        names = b"" if content == "empty" else values["names"].tobytes().replace(b"n01_0.JPEG", b"../../own.")
+        values["names"] = np.frombuffer(names, np.uint8)
+        np.savez(kept, **values)
+    else:
+        kept.write_bytes(content)
+    images = ImageFolder(tree, "val")
+    assert len(images) == 12
+    assert all(images.path(i).is_file() for i in range(12))
+
+
+def test_a_listing_that_cannot_be_kept_is_no_error(tree):
+    age(tree / "val", 100)
+    (tree / ".sngm").write_text("a file where the folder would be")
+    assert len(ImageFolder(tree, "val")) == 12
+
+
+# ---------------------------------------------------------------- the command line
+
+
+def test_data_get_fetches_and_says_where(server, archive, monkeypatch, tmp_path):
+    monkeypatch.setattr(fetch, "archive_of", lambda dataset, form: archive)
+    shown = sngm("data get cifar10 --data-dir data")
+    assert (shown.code, shown.out, shown.err) == (0, "cifar10: data/cifar-10-batches-bin\n", "")
+    same_as_published(Path("data/cifar-10-batches-bin"), tmp_path)
+    again = sngm("data --data-dir data --json get cifar10")
+    assert again.json == {"dataset": "cifar10", "form": "binary", "folder": "data/cifar-10-batches-bin"}
+    assert len(server.asked) == 1
+    server.files.clear()
+    refused(sngm("data get cifar10 --data-dir other"), "could not fetch", f"{server.base}/{NAME}", "HTTP 404", code=1)
+
+
+@pytest.mark.parametrize("line", ["get", "get nosuch", "get imagenet", "get cifar10 --form text", "nosuch", "check no"])
+def test_what_does_not_exist_is_a_usage_error(line):
+    refused(sngm(f"data {line}"))
+
+
+def test_the_official_archives():
+    found = {(d, f): fetch.archive_of(d, f) for d in ("cifar10", "cifar100") for f in ("binary", "python")}
+    assert found["cifar10", "binary"].urls() == ["https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz"]
+    assert found["cifar100", "python"].folder == "cifar-100-python"
+    assert found["cifar100", "python"].files == ("train", "test")
+    assert len({one.md5 for one in found.values()}) == 4
+
+
+def test_progress_is_a_line_every_few_seconds(monkeypatch, capsys):
+    from sngm import cli_data
+
+    monkeypatch.setattr(cli_data, "EVERY", 0.0)
+    with cli_data._progress() as show:
+        show(1_500_000, 170_000_000)
+        show(2_000_000, None)
+    assert capsys.readouterr().err == "1.5 of 170.0 MB\n2.0 MB\n"
+
+
+def test_data_check_names_what_is_wrong(tree):
+    refused(sngm("data check --data-dir nowhere"), "no dataset in nowhere", code=3)
+    refused(sngm("data check cifar10 --data-dir data"), "no CIFAR-10 in data", "sngm data get cifar10", code=3)
+    folder = make("data")
+    shown = sngm("data check cifar10 --data-dir data")
+    refused(
+        shown, "data_batch_1.bin holds 12 records, not 10,000", "test_batch.bin holds 17", "training class", code=3,
+    )  # fmt: skip
+    (folder / "data_batch_1.bin").write_bytes(b"short")
+    refused(sngm("data check cifar10 --data-dir data"), "data_batch_1.bin is broken: it has 5 bytes", code=3)
+    (folder / "data_batch_1.bin").unlink()
+    refused(sngm("data check --data-dir data"), "cifar-10-batches-bin lacks data_batch_1.bin", code=3)
+    shutil.rmtree(folder)
+    (tree / "train/n01/n01_0.JPEG").write_bytes(b"<html>")
+    refused(
+        sngm("data check imagenet --data-dir data"), "n01_0.JPEG is no JPEG and no PNG", "3 classes, not 1,000",
+        "val holds 12 images, not 50,000", code=3,
+    )  # fmt: skip
+    shown = sngm("data check imagenet --data-dir data --json")
+    assert shown.code == 3
+    assert len(shown.json[0]["wrong"]) == 5
+
+
+def test_data_check_passes_what_is_as_published(monkeypatch):
+    """Official counts and sums of small files, as if those were the official ones."""
+    folder = make("data", count=20)
+    sizes = {}
+    for name in FILES:
+        rows = np.frombuffer((folder / name).read_bytes(), np.uint8).reshape(-1, 3073).copy()
+        rows[:, 0] = np.arange(len(rows)) % 2  # two classes
+        rows[0, 1:3] = 0, 255
+        sizes[name] = len(rows) // 2 * 2
+        (folder / name).write_bytes(rows[: sizes[name]].tobytes())
+    monkeypatch.setattr(cifar.Layout, "official", lambda self, name: sizes[name])
+    sums = {name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES}
+    monkeypatch.setitem(check.SUMS, folder.name, ("sha256", sums))
+    layout = cifar.Layout(2, "binary", folder.name, FILES[:5], FILES[5:])
+    finding = check._cifar(layout, folder)
+    assert finding.wrong == []
+    assert "each class equally often" in finding.seen
+    rows = bytearray((folder / "test_batch.bin").read_bytes())
+    rows[0] ^= 1
+    (folder / "test_batch.bin").write_bytes(rows)
+    wrong = check._cifar(layout, folder).wrong
+    assert len(wrong) == 2
+    assert "test_batch.bin has the SHA256" in wrong[0]
+    assert "test class" in wrong[1]
+
+
+TASK = """
+from sngm import Task
+
+
+class Cats(Task):
+    '''Cats.'''
+
+    dataset = "cifar10"
+
+    def data(self):
+        raise RuntimeError("read merely to be listed")
+"""
+
+
+def test_tasks_that_name_a_dataset_are_listed_without_reading_it(monkeypatch):
+    Path("cats.py").write_text(TASK)
+    monkeypatch.setattr("sngm.tasks.TASKS", {"cats": "cats.py:Cats"})
+    shown = sngm("data --data-dir data")
+    assert shown.code == 0
+    assert shown.out.startswith("cats: no CIFAR-10 in data; run 'sngm data get cifar10 --data-dir data'")
+    make("data")
+    assert sngm("data --data-dir data").out == "cats: ready, in data/cifar-10-batches-bin\n"
+    assert json.loads(sngm("data --data-dir data --json").out) == [
+        {"task": "cats", "ready": True, "dataset": "cifar10", "folder": "data/cifar-10-batches-bin"}
+    ]

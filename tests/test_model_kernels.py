@@ -1,0 +1,314 @@
+"""The kernels of the CIFAR networks and of augmentation against torch in float64: interpreted, or on a GPU."""
+
+import contextlib
+import functools
+import importlib
+import sys
+
+import pytest
+import torch
+from torch.nn.functional import conv2d, pad
+
+import sngm.kernels
+from sngm.data import augment
+from sngm.models.conv import Conv3x3
+from sngm.models.ghost_norm import GhostBatchNorm2d, one_after_another
+from sngm.models.resnet_cifar import resnet20
+
+pytest.importorskip("triton")
+LAST = torch.channels_last
+OURS = (
+    "sngm.models.kernels.conv",
+    "sngm.models.kernels.norm",
+    "sngm.models.kernels.shortcut",
+    "sngm.data.augment_kernel",
+)
+
+
+def unload():
+    names = [n for n in sys.modules if n in OURS or (n.split(".")[0] == "triton" and not n.startswith("triton._C"))]
+    found = {name: sys.modules.pop(name) for name in names}
+    for name in OURS:
+        package, _, module = name.rpartition(".")
+        vars(importlib.import_module(package)).pop(module, None)
+    return found
+
+
+@contextlib.contextmanager
+def interpreted():
+    """A Triton of its own that interprets: other tests of this process do not see it."""
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere = unload()
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(sngm.kernels, "DEVICES", ("cpu",))
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        # once for each function, not at each call: that would take half of the time
+        patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
+        patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
+        yield
+        aside = {f"interpreted {name}": module for name, module in unload().items()}
+        sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a GPU")
+        yield "cuda"
+        return
+    with interpreted():
+        yield "cpu"
+
+
+def draw(*shape, device="cpu", dtype=torch.float32, grad=True, shift=0.0):
+    seed = sum(shape) + grad  # a gradient like the values would be taken away by a norm
+    values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + shift
+    values = values.to(device, dtype)
+    return (values.to(memory_format=LAST) if values.ndim == 4 else values).requires_grad_(grad)
+
+
+def close(found, wanted, tolerance):
+    assert found.shape == wanted.shape
+    error = (found.double().cpu() - wanted.double().cpu()).abs().max() / wanted.abs().max().cpu()
+    assert error < tolerance, f"off by {error:.2e} of the largest"
+
+
+# ---------------------------------------------------------------- convolutions
+
+
+def convolution(device):
+    """A layer's output, and the precision it is computed in: the interpreter cannot multiply matrices of bfloat16."""
+    if device == "cuda":
+
+        def by_layer(layer, x):
+            with torch.autocast(device, torch.bfloat16):
+                return layer(x)
+
+        return by_layer, torch.bfloat16, 1e-2  # rounded to 8 bits once
+    from sngm.models.kernels.conv import Convolve
+
+    return lambda layer, x: Convolve.apply(x, layer.weight), torch.float32, 1e-5
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "layout"),
+    [
+        ((3, 16), (8, 8), LAST),
+        ((1, 16), (5, 7), LAST),
+        ((16, 16), (8, 8), LAST),
+        ((16, 16), (5, 7), torch.contiguous_format),
+        ((16, 32), (4, 4), LAST),
+        ((32, 32), (5, 7), LAST),
+        ((64, 16), (4, 4), LAST),
+        ((64, 64), (3, 4), torch.contiguous_format),
+    ],
+)
+def test_convolutions_and_their_gradients_are_those_of_float64(device, channels, size, layout):
+    inputs, outputs = channels
+    apply, dtype, tolerance = convolution(device)
+    x = draw(3, inputs, *size, device=device, dtype=dtype)
+    layer = Conv3x3(inputs, outputs).to(device, memory_format=layout)
+    y = apply(layer, x)
+    assert y.dtype == dtype
+    assert y.is_contiguous(memory_format=LAST)
+    assert "Convolve" in y.grad_fn.name()
+    grad = draw(*y.shape, device=device, dtype=dtype, grad=False)
+    y.backward(grad)
+    wide, weight = x.detach().double().requires_grad_(), layer.weight.detach().to(dtype).double().requires_grad_()
+    wanted = conv2d(wide, weight, padding=1)
+    wanted.backward(grad.double())
+    close(y, wanted, tolerance)
+    close(x.grad, wide.grad, tolerance)
+    close(layer.weight.grad, weight.grad, 1e-5)
+    assert layer.weight.grad.dtype == torch.float32
+    assert layer.weight.grad.stride() == layer.weight.stride()
+
+
+def test_what_the_kernels_do_not_know_goes_to_torch(device):
+    x = draw(2, 16, 6, 6, device=device)
+    assert "Convolve" not in Conv3x3(16, 16).to(device)(x).grad_fn.name()  # float32
+    with torch.autocast(device, torch.bfloat16):
+        for layer in (Conv3x3(16, 16, stride=2), Conv3x3(16, 24), Conv3x3(16, 16).double().float().bfloat16()):
+            assert "Convolve" not in layer.to(device)(x).grad_fn.name()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_an_input_of_float32_in_another_layout_is_served_too():
+    x = torch.randn(2, 16, 6, 6, device="cuda")
+    layer = Conv3x3(16, 16).cuda()
+    with torch.autocast("cuda", torch.bfloat16):
+        y = layer(x)
+    assert "Convolve" in y.grad_fn.name()
+    close(y, conv2d(x.bfloat16().double(), layer.weight.bfloat16().double(), padding=1), 1e-2)
+
+
+# ---------------------------------------------------------------- BatchNorm over groups
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("with_shortcut", [False, True])
+@pytest.mark.parametrize(("channels", "size", "group"), [(16, (8, 8), 3), (4, (3, 5), 2), (192, (3, 3), 6)])
+def test_group_norm_and_its_gradients_are_those_of_float64(device, channels, size, group, with_shortcut, relu):
+    x = draw(6, channels, *size, device=device, shift=5.0)
+    shortcut = draw(6, channels, *size, device=device, shift=0.5) if with_shortcut else None
+    norm = GhostBatchNorm2d(channels).to(device)
+    with torch.no_grad():
+        norm.weight.uniform_(0.5, 2.0)
+        norm.bias.normal_()
+    twin = GhostBatchNorm2d(channels).to(device, torch.float64)
+    twin.load_state_dict(norm.state_dict())
+    norm.group = twin.group = group
+    grad = draw(*x.shape, device=device, grad=False)
+    wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, shortcut)]
+    for _ in range(2):  # counters start from zero again
+        y, wanted = norm(x, shortcut, relu), twin(*wide, relu)
+        assert "Normalise" in y.grad_fn.name()
+        y.backward(grad)
+        wanted.backward(grad.double())
+        close(y, wanted, 1e-5)
+    close(x.grad, wide[0].grad, 2e-5)
+    close(norm.weight.grad, twin.weight.grad, 1e-5)
+    close(norm.bias.grad, twin.bias.grad, 1e-5)
+    if with_shortcut:
+        close(shortcut.grad, wide[1].grad, 1e-6)
+    close(norm.running_mean, twin.running_mean, 1e-5)
+    close(norm.running_var, twin.running_var, 1e-5)
+    assert norm.num_batches_tracked == twin.num_batches_tracked == 2 * 6 // group
+
+
+def test_running_statistics_follow_the_weights_alone(device):
+    x = draw(6, 16, 4, 4, device=device)
+    norm = GhostBatchNorm2d(16).to(device)
+    norm.group, norm.keep, norm.batches = 2, 0.25, 7
+    norm.weights = torch.tensor([0.0, 0.75, 0.0], device=device)
+    with torch.no_grad():
+        x[:2] = float("nan")  # a group that counts for nothing
+    y = norm(x)
+    middle = x[2:4].detach().double()
+    close(norm.running_mean, 0.75 * middle.mean((0, 2, 3)), 1e-5)
+    close(norm.running_var, 0.25 + 0.75 * middle.var((0, 2, 3)), 1e-5)
+    assert norm.num_batches_tracked == 7
+    assert y[:2].isnan().all()
+    assert y[2:].isfinite().all()
+    norm.track_running_stats = False
+    before = norm.running_mean.clone()
+    norm(x)
+    assert torch.equal(norm.running_mean, before)
+
+
+def test_not_a_number_passes_the_relu(device):
+    x = draw(2, 16, 4, 4, device=device, grad=False)
+    x[0, 3, 0, 0] = float("nan")
+    assert GhostBatchNorm2d(16).to(device)(x, relu=True)[:, 3].isnan().all()
+
+
+def test_a_mean_far_from_zero_costs_no_digits(device):
+    x = draw(4, 16, 8, 8, device=device, shift=1000.0)
+    norm = GhostBatchNorm2d(16).to(device)
+    close(norm(x), GhostBatchNorm2d(16).double()(x.detach().double().cpu()), 1e-4)  # of x, seven digits are known
+
+
+def test_one_group_after_another_is_the_default(device):
+    x = draw(8, 16, 4, 4, device=device)
+    norm, plain = GhostBatchNorm2d(16).to(device), torch.nn.BatchNorm2d(16).to(device)
+    norm.group = 2
+    norm(x)
+    for part in x.split(2):
+        plain(part)
+    close(norm.running_mean, plain.running_mean, 1e-5)
+    close(norm.running_var, plain.running_var, 1e-5)
+    weights, keep = one_after_another(4, 0.1)
+    assert weights.sum() + keep == pytest.approx(1.0)
+
+
+# ---------------------------------------------------------------- the rest, and all of it together
+
+
+def test_the_thinned_shortcut_is_that_of_slices_and_zeros(device):
+    from sngm.models.kernels.shortcut import Thin
+
+    x = draw(3, 16, 8, 4, device=device)
+    y, wanted = Thin.apply(x, 32), pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))
+    assert torch.equal(y, wanted)
+    grad = draw(*y.shape, device=device, grad=False)
+    assert torch.equal(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(wanted, x, grad)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_augmented_images_are_the_same_pixels(device, dtype):
+    draws = torch.Generator().manual_seed(0)
+    images = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=draws).to(device, memory_format=LAST)
+    indices = torch.tensor([3, 39, 0, 7, 7], device=device)
+    mean, std = torch.tensor([0.49, 0.48, 0.44], device=device), torch.tensor([0.25, 0.24, 0.26], device=device)
+    for seed, epoch in ((0, 0), (7, 159)):
+        at = torch.tensor(epoch, device=device)
+        found = augment.training_batch(images, indices, seed, at, mean, std, dtype)
+        wanted = augment.normalise(augment.crop_flip(images, indices, seed, epoch), mean, std)
+        assert found.is_contiguous(memory_format=LAST)
+        close(found, wanted, 1e-6 if dtype == torch.float32 else 1e-2)
+        on_host = augment.crop_flip(images.cpu(), indices.cpu(), seed, epoch)
+        assert torch.equal(augment.crop_flip(images, indices, seed, epoch).cpu(), on_host)
+
+
+def test_resnet20_with_kernels_learns_what_it_learns_without(device, monkeypatch):
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as the trainer has it
+    model = resnet20().to(device, memory_format=LAST)
+    twin = resnet20().to(device)
+    twin.load_state_dict(model.state_dict())
+    x = draw(4, 3, 16, 16, device=device, grad=False)
+    for net, devices in ((model, sngm.kernels.DEVICES), (twin, ())):
+        monkeypatch.setattr(sngm.kernels, "DEVICES", devices)
+        for norm in (m for m in net.modules() if isinstance(m, GhostBatchNorm2d)):
+            norm.group = 2
+        net(x).square().sum().backward()
+    for p, q in zip(model.parameters(), twin.parameters(), strict=True):
+        close(p.grad, q.grad, 2e-4)
+    for b, c in zip(model.buffers(), twin.buffers(), strict=True):
+        assert torch.allclose(b.double(), c.double(), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_large_pass_in_bfloat16_is_as_exact_as_torchs_own(monkeypatch):
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as the trainer has it
+    torch.manual_seed(0)
+    model = resnet20().cuda().to(memory_format=LAST)
+    for norm in (m for m in model.modules() if isinstance(m, GhostBatchNorm2d)):
+        norm.group, norm.track_running_stats = 128, False
+    x = torch.randn(2048, 3, 32, 32, device="cuda").to(memory_format=LAST)
+    labels = torch.randint(0, 10, (2048,), device="cuda")
+
+    def gradients(devices, low=True):
+        monkeypatch.setattr(sngm.kernels, "DEVICES", devices)
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+            torch.nn.functional.cross_entropy(model(x).float(), labels).backward()
+        return [p.grad.double() for p in model.parameters()]
+
+    exact = gradients((), low=False)
+    errors = [
+        torch.stack([(g - e).norm() / e.norm() for g, e in zip(gradients(devices), exact, strict=True)])
+        for devices in (("cuda",), ())
+    ]
+    assert errors[0].mean() < 1.1 * errors[1].mean(), errors  # rounded less often, if anything
+    assert (errors[0] < 3 * errors[1] + 0.01).all(), errors
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_kernels_give_the_same_bits_again():
+    from sngm.models.kernels.conv import gradient_of_weight
+
+    x, grad = (draw(1024, 16, 32, 32, device="cuda", dtype=torch.bfloat16, grad=g) for g in (True, False))
+    weight, norm = draw(16, 16, 3, 3, device="cuda", grad=False), GhostBatchNorm2d(16).cuda()
+    norm.group = 128
+
+    def results():
+        y = norm(x, grad, relu=True)
+        return [y, gradient_of_weight(x.detach(), grad, weight), *torch.autograd.grad(y, [x, norm.weight], grad)]
+
+    first = results()
+    for _ in range(5):
+        assert all(map(torch.equal, results(), first))
