@@ -3,9 +3,11 @@
 Processes come from a fork server that has torch imported already; each gives the command line its arguments.
 """
 
+import contextlib
 import json
 import multiprocessing
 import os
+import random
 import socket
 import sys
 import time
@@ -230,9 +232,12 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """One that nobody listens on, below those that the system gives to whoever connects: it is not taken meanwhile."""
+    while True:
+        port = random.randrange(20_000, 32_000)
+        with socket.socket() as s, contextlib.suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
 
 
 def _main(words: list[str], log: str, environment: dict[str, Any]) -> None:

@@ -150,7 +150,7 @@ def test_a_dry_run_of_train_says_all_and_does_nothing(tmp_path):
     line = "train digits --lr 0.2 --batch 512 --workers 4 --micro 64 --epochs 10 --dry-run"
     plan = sngm(f"{line} --json").json
     assert plan["parameters"] > 1000
-    assert plan["batch_plan"] == "512 = 4 workers x 2 passes of 64; BatchNorm over 64; 1 process"
+    assert plan["batch_plan"] == "512 = 4 workers x 2 groups of 64; BatchNorm over 64; 1 process"
     assert (plan["steps_per_epoch"], plan["steps"]) == (2, 20)
     rates = plan["lr_at_step"]
     assert list(rates) == ["0", "5", "10", "15", "19"]

@@ -1,5 +1,6 @@
 """Datasets: fetched over HTTP, read from their files, checked; and the hash that augmentation draws from."""
 
+import errno
 import hashlib
 import io
 import json
@@ -15,6 +16,7 @@ import sys
 import tarfile
 import threading
 import time
+import tomllib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -23,12 +25,13 @@ import pytest
 import torch
 from console import finish, refused, sngm, start
 
+from sngm import cli_data, tasks
 from sngm.data import check, cifar, fetch, imagenet, places
 from sngm.data.cifar import find_cifar, load_cifar
 from sngm.data.fetch import Archive
 from sngm.data.hashing import mix
 from sngm.data.imagenet import ImageFolder, crop_box
-from sngm.errors import DataMissing, Failed, UsageError
+from sngm.errors import DataMissing, Failed, Interrupted, UsageError
 
 small = pytest.mark.filterwarnings("ignore:.*does not hold the official records")
 
@@ -270,7 +273,7 @@ class Evil:
         (b"c_codecs\nencode\n(S'a'\nS'rot13'\ntR.", "rot13"),
         (pickle.dumps([1, 2]), "holds a list"),
         (pickle.dumps({"data": np.zeros((2, 5), np.uint8), "labels": [0, 0]}, protocol=2), "rows of 3072 bytes"),
-        (pickle.dumps({"data": np.zeros((2, 3072)), "labels": [0, 0]}, protocol=2), "rows of 3072 bytes"),
+        (pickle.dumps({"data": np.zeros((2, 3072)), "labels": [0, 0]}, protocol=2), "not one of bytes, row by row"),
         (pickle.dumps({"data": np.zeros((2, 3072), np.uint8), "labels": [0]}, protocol=2), "as many whole numbers"),
         (pickle.dumps({"labels": [0]}, protocol=2), "rows of 3072 bytes"),
         (python_2(*records(4, 10, 0)[:2], "labels")[:-900], r"truncated\); it has 1\d,\d\d\d bytes, .* 30,720,000"),
@@ -285,7 +288,90 @@ def test_a_pickle_that_is_no_batch_is_refused_and_not_run(content, word):
     assert not Path("hacked").exists()
 
 
+class Forged:
+    """Pickled as whatever call, arguments and state it is given."""
+
+    def __init__(self, *parts):
+        self.parts = parts
+
+    def __reduce__(self):
+        return self.parts
+
+
+RECONSTRUCT = np.empty(0).__reduce__()[0]
+BYTES = Forged(np.dtype, ("u1", False, True), (3, "|", None, None, None, -1, -1, 0))
+OBJECTS = Forged(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))  # no flag: nothing to refuse
+GOOD = (1, (2, 3072), BYTES, False, bytes(6144))
+
+
+def batch_of(*state, labels=(0, 0)):
+    array = Forged(RECONSTRUCT, (np.ndarray, (0,), b"b"), *state)
+    return pickle.dumps({"data": array, "labels": list(labels)}, protocol=2)
+
+
+def test_a_pickle_that_forges_pointers_is_refused_and_does_not_crash():
+    """An object array with an address of the file's choosing, which is then read. In a process that may crash."""
+    pointer = Forged(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (1,), OBJECTS, False, b"A" * 8))
+    read = Forged(RECONSTRUCT, (np.ndarray, (1,), b"b"), None, None, iter([([0], pointer)]))
+    (make("data", form="python") / "data_batch_1").write_bytes(pickle.dumps(read, protocol=2))
+    done = finish(start("data check cifar10 --data-dir data"))
+    refused(done, "data_batch_1 is broken: it cannot be read as a pickle", code=3)
+
+
+@small
+def test_a_state_written_out_by_hand_is_read():
+    (make("data", form="python") / "test_batch").write_bytes(batch_of(GOOD))
+    assert load_cifar(Path("data"))[1][0].shape == (2, 3, 32, 32)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        batch_of(),
+        *(batch_of(state) for state in ((), GOOD[:4], (*GOOD, 1), None, 5, {"array": 1}, {"arguments": 1})),
+        *(batch_of((*GOOD[:1], shape, *GOOD[2:]))
+          for shape in (None, (), (2,), (3, 3072), (-1, -1), (2, 3072.0), ("2", 3072), 2**70, (2**70,), [BYTES])),
+        *(batch_of((*GOOD[:2], kind, *GOOD[3:]))
+          for kind in (None, "u1", OBJECTS, np.dtype("i1"), np.ndarray, Forged(np.dtype, ()))),
+        *(batch_of((*GOOD[:3], by_column, GOOD[4])) for by_column in (True, 1, "yes")),
+        *(batch_of((*GOOD[:4], raw)) for raw in (None, b"", bytes(6143), "\u20ac" * 6144, [0] * 6144, bytearray(6144))),
+        batch_of(GOOD, iter([1])),
+        batch_of(GOOD, None, iter([(0, 1)])),
+        batch_of(GOOD, labels=(2**70, 0)),
+        batch_of(GOOD, labels=(0, -(10**5000))),
+        pickle.dumps({"data": Forged(np.ndarray, ((2, 3072), "O")), "labels": [0, 0]}, protocol=2),
+        b"cnumpy\nndarray\n(tb.",
+        b"cnumpy\nndarray\n)\x81(tb.",
+        b"\x80\x04\x8c\x05os\n\n\n\x8c\x05a\nb\nc\x93.",
+    ],
+)  # fmt: skip
+def test_an_array_that_is_not_plain_bytes_is_refused_in_one_line(content):
+    (make("data", form="python") / "data_batch_1").write_bytes(content)
+    with pytest.raises(DataMissing, match=r"data_batch_1 is broken: .* delete data/cifar-10-batches-py") as refusal:
+        load_cifar(Path("data"))
+    assert "\n" not in str(refusal.value)
+
+
 # ---------------------------------------------------------------- where data is looked for
+
+
+def test_a_command_that_is_suggested_can_be_pasted():
+    with pytest.raises(DataMissing, match="get cifar10 --data-dir 'my data; ls''"):
+        load_cifar(Path("my data; ls"))
+    (make("my data", form="python") / "data_batch_1").write_bytes(b"")
+    with pytest.raises(DataMissing, match="--form python --data-dir 'my data''"):
+        load_cifar(Path("my data"))
+
+
+def test_a_folder_named_before_the_verb_goes_over_the_environment(monkeypatch):
+    monkeypatch.setenv("SNGM_DATA", "a")
+    for line, folder in (
+        ("--data-dir b check cifar10", "b"),
+        ("check cifar10 --data-dir c", "c"),
+        ("--data-dir b check cifar10 --data-dir c", "c"),
+        ("check cifar10", "a"),
+    ):
+        refused(sngm(f"data {line}"), f"no CIFAR-10 in {folder};", code=3)
 
 
 @small
@@ -320,6 +406,7 @@ class Server(ThreadingHTTPServer):
         self.cuts = []  # for each request to come, after how many bytes its connection ends
         self.codes = []  # for each request to come, an error instead of an answer
         self.ranges = "honoured"  # or "ignored", "wrong", "short"
+        self.claimed = None  # bytes that files are said to have; 0: nothing is said
         self.pause = 0.0  # seconds between pieces
         self.asked = []  # (path, Range)
 
@@ -341,6 +428,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_error(code or 404)
             return
         start = int(span[len("bytes=") : -1]) if span and server.ranges != "ignored" else 0
+        claimed = len(content) if server.claimed is None else server.claimed
         if start and start >= len(content):
             self.send_response(416)
             self.send_header("Content-Range", f"bytes */{len(content)}")
@@ -350,8 +438,9 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(206 if start else 200)
         if start:
             first = start - 1 if server.ranges == "wrong" else start
-            self.send_header("Content-Range", f"bytes {first}-{end - 1}/{len(content)}")
-        self.send_header("Content-Length", str(end - start))
+            self.send_header("Content-Range", f"bytes {first}-{end - 1}/{claimed or '*'}")
+        if claimed:
+            self.send_header("Content-Length", str(end - start + claimed - len(content)))
         self.end_headers()
         stop = min(end, start + server.cuts.pop(0)) if server.cuts else end
         try:
@@ -391,7 +480,8 @@ def archive(server, tmp_path):
     """A small CIFAR-10 that the server has, and what it is."""
     content = tarred(make(tmp_path / "published"))
     server.files[NAME] = content
-    return Archive(NAME, hashlib.md5(content).hexdigest(), "cifar-10-batches-bin", FILES, server.base + "/")
+    md5 = hashlib.md5(content).hexdigest()
+    return Archive(NAME, md5, len(content), "cifar-10-batches-bin", FILES, server.base + "/")
 
 
 def same_as_published(folder, tmp_path):
@@ -456,7 +546,63 @@ def test_a_part_with_nothing_after_it_is_whole_or_worthless(server, archive, tmp
     Path("data").mkdir()
     Path("data", f"{NAME}.part").write_bytes(server.files[NAME] + bytes(longer))
     same_as_published(fetch.get(archive, Path("data")), tmp_path)
-    assert [span for _, span in server.asked][1:] == [None] * bool(longer)
+    assert [span for _, span in server.asked] == [None] * bool(longer)
+
+
+SIGN_IN = b"<html>please log in</html>"
+
+
+@pytest.mark.parametrize("claimed", [None, 0])
+def test_a_network_that_answers_for_the_server_leaves_the_part_alone(server, archive, tmp_path, claimed):
+    """One that wants people to sign in first: with the length of its page, or without any."""
+    Path("data").mkdir()
+    part, content = Path("data", f"{NAME}.part"), server.files[NAME]
+    part.write_bytes(content[:-1000])
+    server.files[NAME], server.ranges, server.claimed = SIGN_IN, "ignored", claimed
+    said = "what it sends has 26 bytes" if claimed is None else "the connection ended at 26 of"
+    with pytest.raises(Failed, match=said):
+        fetch.get(archive, Path("data"))
+    assert part.read_bytes() == content[:-1000]
+    assert left_in("data") == [part.name]
+    server.files[NAME], server.ranges, server.claimed = content, "honoured", None
+    server.asked.clear()
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert [span for _, span in server.asked] == [f"bytes={len(content) - 1000}-"]
+
+
+@pytest.mark.parametrize("ranges", ["ignored", "wrong"])
+def test_a_server_that_starts_anew_and_breaks_early_leaves_the_part_alone(server, archive, tmp_path, ranges):
+    Path("data").mkdir()
+    part, content = Path("data", f"{NAME}.part"), server.files[NAME]
+    part.write_bytes(content[:150_000])
+    part.with_name(f"{NAME}.part.new").write_bytes(b"of a process that was killed")
+    server.ranges = ranges
+    server.cuts = [100_000] * 9
+    with pytest.raises(Failed, match="the connection ended at 100,000 of"):
+        fetch.get(archive, Path("data"))
+    assert part.read_bytes() == content[:150_000]
+    assert left_in("data") == [part.name]
+    server.cuts = [160_000] if ranges == "ignored" else [1, 160_000]
+    same_as_published(fetch.get(archive, Path("data")), tmp_path)
+    assert (f"/{NAME}", "bytes=160000-") in server.asked, "more than the part held took its place"
+
+
+def test_a_server_with_another_file_is_refused_by_its_length(server, archive):
+    Path("data").mkdir()
+    part = Path("data", f"{NAME}.part")
+    part.write_bytes(server.files[NAME][:150_000])
+    whole = len(server.files[NAME])
+    for other in (server.files[NAME] + b"more", server.files[NAME][:100_000]):  # of which one can go on, one cannot
+        server.files[NAME] = other
+        with pytest.raises(Failed, match=f"what it sends has {len(other):,} bytes, not {whole:,}"):
+            fetch.get(archive, Path("data"))
+        assert part.stat().st_size == 150_000
+
+
+def test_a_data_folder_that_is_a_file_is_refused_by_the_option_that_named_it():
+    Path("file").write_text("")
+    for folder in ("file", "file/inside"):
+        refused(sngm(f"data get cifar10 --data-dir {folder}"), f"{folder} is no folder; name another with --data-dir")
 
 
 def test_a_part_of_another_version_is_thrown_away(server, archive, tmp_path):
@@ -467,7 +613,7 @@ def test_a_part_of_another_version_is_thrown_away(server, archive, tmp_path):
 
 
 def test_a_wrong_checksum_is_refused_and_nothing_is_unpacked(server, archive):
-    server.files[NAME] = b"<html>Sign in to the hotel's network</html>"
+    server.files[NAME] = bytes(archive.size)
     with pytest.raises(Failed, match=rf"{server.base}/{NAME}: what it sends has the MD5 \w+, not {archive.md5}"):
         fetch.get(archive, Path("data"))
     assert left_in("data") == []
@@ -511,7 +657,7 @@ def test_errors_of_a_moment_are_tried_again_and_others_are_not(server, archive, 
 
 
 def test_being_offline_is_one_error_that_says_what_to_do(archive):
-    gone = Archive(archive.name, archive.md5, archive.folder, archive.files, "http://127.0.0.1:9/")
+    gone = Archive(archive.name, archive.md5, archive.size, archive.folder, archive.files, "http://127.0.0.1:9/")
     with pytest.raises(
         Failed, match=rf"http://127\.0\.0\.1:9/{NAME}: .*refused.*SNGM_MIRRORS, or put {NAME} into data"
     ):
@@ -551,7 +697,8 @@ def test_two_processes_fetch_once(server, archive, tmp_path):
     server.pause = 0.03
     code = (
         "import sys; from pathlib import Path; from sngm.data.fetch import Archive, get\n"
-        f"print(get(Archive({NAME!r}, {archive.md5!r}, {archive.folder!r}, {FILES!r}, {archive.base!r}), Path('data')))"
+        f"print(get(Archive({NAME!r}, {archive.md5!r}, {archive.size}, {archive.folder!r}, {FILES!r}, "
+        f"{archive.base!r}), Path('data')))"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) for _ in range(2)]
     said = [process.communicate(timeout=60) for process in both]
@@ -564,6 +711,7 @@ def test_two_processes_fetch_once(server, archive, tmp_path):
 
 def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
     server.files[NAME] = os.urandom(1_000_000)
+    server.claimed = fetch.archive_of("cifar10", "binary").size
     server.pause = 0.05
     process = start("data get cifar10 --data-dir data", SNGM_MIRRORS=server.base)
     part = Path("data", f"{NAME}.part")
@@ -575,9 +723,9 @@ def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
     size = part.stat().st_size
     assert 0 < size < 1_000_000
     assert server.files[NAME].startswith(part.read_bytes())
-    server.pause = 0.0
+    server.pause, server.claimed = 0.0, None
     with pytest.raises(Failed):  # the sum is not that of the official file
-        fetch.download([f"{server.base}/{NAME}"], Path("data", NAME), md5="0")
+        fetch.download([f"{server.base}/{NAME}"], Path("data", NAME), md5="0", size=1_000_000)
     assert server.asked[1] == (f"/{NAME}", f"bytes={size}-")
 
 
@@ -599,6 +747,11 @@ def test_an_archive_that_reaches_outside_is_refused(tmp_path, name):
     assert list(root.iterdir()) == []
     assert not (tmp_path / "outside").exists()
     assert not Path("/tmp/sngm-outside").exists()
+
+
+def test_python_is_new_enough_to_unpack_with_a_filter():
+    with open(REAL.with_name("pyproject.toml"), "rb") as file:
+        assert tomllib.load(file)["project"]["requires-python"] == ">=3.11.4"
 
 
 def test_a_link_to_outside_is_refused(tmp_path):
@@ -812,8 +965,26 @@ def test_a_broken_picture_is_named(tree, content, look):
         path.unlink()
     else:
         path.write_bytes(path.read_bytes()[:-200] if content == "cut" else content)
-    with pytest.raises(DataMissing, match=r"train/n02/n02_1\.JPEG cannot be read as a picture: .+; fetch it again"):
+    said = "is no longer there" if content is None else "cannot be read as a picture: .+"
+    with pytest.raises(DataMissing, match=rf"train/n02/n02_1\.JPEG {said}; fetch it again"):
         look(images)
+
+
+@pytest.mark.parametrize("code", [errno.EMFILE, errno.EIO, errno.EACCES, errno.ESTALE])
+def test_errors_of_the_disk_are_not_taken_for_broken_pictures(tree, monkeypatch, code):
+    images = ImageFolder(tree, "train", **SMALL)
+
+    def fail(path):
+        raise OSError(code, os.strerror(code))  # without a name, as where it is read
+
+    monkeypatch.setattr(Image, "open", fail)
+    with pytest.raises(OSError, match=os.strerror(code)) as error:
+        images[torch.tensor([0])]
+    assert error.type is not DataMissing
+    assert error.value.filename == str(images.path(0)), "which file it was is said all the same"
+    monkeypatch.setattr(Image, "open", lambda path: [0] * 2**62)
+    with pytest.raises(MemoryError):
+        images[torch.tensor([0])]
 
 
 def test_trees_that_are_not_whole_are_refused_by_name(tree):
@@ -839,8 +1010,26 @@ def test_trees_that_are_not_whole_are_refused_by_name(tree):
 
 def test_without_pillow_it_says_what_to_install(tree, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UsageError, match=r"Pillow is not installed; pip install 'sngm\[images\]'"):
-        ImageFolder(tree, "val")
+    images = ImageFolder(tree, "val")
+    task = tasks.build("imagenet-resnet50", {"classes": 3}, Path("data"))
+    for decode in (lambda: images[torch.tensor([0])], lambda: images.training(torch.tensor([0]), 0, 0), task.data):
+        with pytest.raises(UsageError, match=r"Pillow is not installed; pip install 'sngm\[images\]'"):
+            decode()
+
+
+def test_a_check_of_everything_needs_no_pillow_and_says_all_it_found(tree, monkeypatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    make("data")
+    good = check.Finding("cifar10", "data/cifar-10-batches-bin", "as it should be")
+    monkeypatch.setattr(check, "_cifar", lambda layout, folder: good)
+    shown = sngm("data check --data-dir data")
+    assert shown.code == 3
+    assert shown.out == "cifar10: data/cifar-10-batches-bin: as it should be\n"
+    assert "data/imagenet/val holds 3 classes, not 1,000" in shown.err
+    monkeypatch.setattr(imagenet, "_pictures", lambda folder: os.listdir("data/locked"))
+    shown = sngm("data check --data-dir data")
+    assert (shown.code, shown.out.count("\n")) == (3, 1)
+    assert "data/locked: No such file" in shown.err, "what keeps one from being read does not hide the others"
 
 
 def age(folder, seconds):
@@ -906,7 +1095,14 @@ def test_data_get_fetches_and_says_where(server, archive, monkeypatch, tmp_path)
     refused(sngm("data get cifar10 --data-dir other"), "could not fetch", f"{server.base}/{NAME}", "HTTP 404", code=1)
 
 
-@pytest.mark.parametrize("line", ["get", "get nosuch", "get imagenet", "get cifar10 --form text", "nosuch", "check no"])
+def test_imagenet_is_the_users_to_bring():
+    refused(
+        sngm("data get imagenet --data-dir 'my data'"), "ImageNet is yours to bring", "imagenet/train/<class>/*.JPEG",
+        "into my data",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("line", ["get", "get nosuch", "get cifar10 --form text", "nosuch", "check no"])
 def test_what_does_not_exist_is_a_usage_error(line):
     refused(sngm(f"data {line}"))
 
@@ -917,16 +1113,51 @@ def test_the_official_archives():
     assert found["cifar100", "python"].folder == "cifar-100-python"
     assert found["cifar100", "python"].files == ("train", "test")
     assert len({one.md5 for one in found.values()}) == 4
+    sizes = {one.name: one.size for one in found.values()}
+    assert sizes == {
+        "cifar-10-binary.tar.gz": 170052171, "cifar-10-python.tar.gz": 170498071,
+        "cifar-100-binary.tar.gz": 168513733, "cifar-100-python.tar.gz": 169001437,
+    }  # fmt: skip
+    assert {layout.folder: set(layout.files) for layout in cifar.LAYOUTS} == {
+        folder: set(sums) for folder, (_, sums) in check.SUMS.items()
+    }
 
 
 def test_progress_is_a_line_every_few_seconds(monkeypatch, capsys):
-    from sngm import cli_data
-
     monkeypatch.setattr(cli_data, "EVERY", 0.0)
-    with cli_data._progress() as show:
+    with cli_data._progress("MB") as (show, say):
         show(1_500_000, 170_000_000)
-        show(2_000_000, None)
-    assert capsys.readouterr().err == "1.5 of 170.0 MB\n2.0 MB\n"
+        say("wait")
+    with cli_data._progress("files") as (show, _):
+        show(2_000, 1_331_167)
+    assert capsys.readouterr().err == "1.5 of 170.0 MB\nsngm: wait\n2,000 of 1,331,167 files\n"
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_what_is_said_beside_a_bar_stays_in_one_line(server, archive, tmp_path, monkeypatch):
+    """On a terminal of 80 columns, where rich would break what is printed past its bar."""
+    screen = Terminal()
+    monkeypatch.setattr(sys, "stderr", screen)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    server.cuts = [100_000]
+    with cli_data._progress("MB") as (show, say):
+        same_as_published(fetch.get(archive, Path("data"), show, say), tmp_path)
+    size = archive.size
+    said = f"sngm: {server.base}/{NAME}: the connection ended at 100,000 of {size:,} bytes; trying again in 0.01 s\n"
+    assert len(said) > 100
+    assert said in screen.getvalue()
+
+
+def test_sigterm_means_after_a_download_what_it_did_before():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(Interrupted, match="kept"), cli_data._stoppable("kept"):
+        signal.raise_signal(signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 def test_data_check_names_what_is_wrong(tree):
@@ -950,6 +1181,34 @@ def test_data_check_names_what_is_wrong(tree):
     shown = sngm("data check imagenet --data-dir data --json")
     assert shown.code == 3
     assert len(shown.json[0]["wrong"]) == 5
+
+
+def test_every_picture_is_looked_at_and_those_cut_short_are_named(tree, monkeypatch):
+    monkeypatch.setattr(check, "SLICE", 3)
+    monkeypatch.setattr(check, "CLASSES", 3)
+    monkeypatch.setattr(check, "OFFICIAL", {"train": 16, "val": 12})
+    cut, longer, empty = (tree / f"train/n0{n}/n0{n}_1.JPEG" for n in (1, 2, 3))
+    cut.write_bytes(cut.read_bytes()[:-90])
+    longer.write_bytes(longer.read_bytes() + bytes(40))
+    png = tree / "train/n02/palette.png"
+    png.write_bytes(png.read_bytes()[:-90])
+    seen = []
+    (finding,) = check.check("imagenet", Path("data"), lambda done, total: seen.append((done, total)))
+    assert finding.wrong == []
+    assert finding.doubtful == [str(cut), str(png)]
+    assert seen == [(n, 28) for n in (3, 6, 9, 12, 15, 16, 19, 22, 25, 28)]
+    shown = sngm("data check imagenet --data-dir data")
+    assert (shown.code, shown.out.count("\n"), shown.err.count("\n")) == (0, 1, 1)
+    assert "28 images of 3 classes" in shown.out
+    assert f"2 files do not end as pictures do and may be cut short: {cut}, {png}" in shown.err
+    assert sngm("data check imagenet --data-dir data --json").json[0]["doubtful"] == [str(cut), str(png)]
+    empty.write_bytes(b"")
+    (tree / "val/n03/n03_3.JPEG").unlink()
+    (tree / "val/n03/n03_3.JPEG").symlink_to("nowhere")
+    (finding,) = check.check("imagenet", Path("data"))
+    assert len(finding.wrong) == 2
+    assert "n03_1.JPEG is no JPEG and no PNG" in finding.wrong[0]
+    assert "n03_3.JPEG: No such file" in finding.wrong[1]
 
 
 def test_data_check_passes_what_is_as_published(monkeypatch):

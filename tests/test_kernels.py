@@ -607,6 +607,18 @@ def test_a_gradient_that_is_not_finite_changes_no_bit(rule, bad, chunks):
     assert pair.ours.skipped == 1
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_mean_norms_may_be_a_column_of_something(dtype):
+    params, twins = make_params(torch.float64, FEW), make_params(torch.float64, FEW)
+    column = torch.tensor([[1.0, 100.0], [2.0, 100.0]], dtype=dtype)[:, 0]
+    for own, path in ((params, "default"), (twins, "foreach")):
+        for p in own:
+            p.grad = torch.ones_like(p)
+        build("clars", own, path).step(mean_norms=column)
+    for a, b in zip(params, twins, strict=True):
+        close(a, b)
+
+
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 def test_a_mean_norm_that_is_not_finite_skips_the_step_unless_its_gradient_is_missing(bad):
     params = make_params(torch.float64, [(3, 3), (2, 2)])
@@ -786,6 +798,31 @@ def test_mean_norms_that_take_turns_have_a_graph_each():
         for a, b in zip(params, twins, strict=True):
             close(a, b)
     assert replayed(optimizer) == [2, 2]
+
+
+@pytest.mark.usefixtures("recorded")
+def test_graphs_of_addresses_that_no_longer_come_make_way(monkeypatch):
+    monkeypatch.setattr(replay, "STALE", 8)
+    params = make_params(shapes=FEW)
+    optimizer = build("clars", params)
+    places = [torch.ones(len(FEW), dtype=torch.float64) for _ in range(replay.MOST + 2)]
+    for p in params:
+        p.grad = torch.ones_like(p)
+
+    def take(places, times):
+        for place in places * times:
+            optimizer.step(mean_norms=place)
+
+    take(places, 1)
+    for place in places[: replay.MOST]:
+        take([place], 3)
+    assert replayed(optimizer) == [1] * replay.MOST
+    take(places, 4)
+    assert replayed(optimizer) == [5] * replay.MOST, "more than are kept, in turns: those that are there stay"
+    take(places[-3:-2], 1)
+    take(places[-1:], 20)
+    assert replayed(optimizer)[:-1] == [5, 5, 6]
+    assert replayed(optimizer)[-1] > 9, "of the first there was no use any more"
 
 
 @pytest.mark.usefixtures("recorded")

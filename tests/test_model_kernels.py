@@ -1,6 +1,7 @@
 """The kernels of the CIFAR networks and of augmentation against torch in float64: interpreted, or on a GPU."""
 
 import contextlib
+import copy
 import functools
 import importlib
 import sys
@@ -198,6 +199,53 @@ def test_running_statistics_follow_the_weights_alone(device):
     assert torch.equal(norm.running_mean, before)
 
 
+def test_without_kernels_a_group_of_no_weight_may_hold_anything_too():
+    norm = GhostBatchNorm2d(3)
+    norm.group, norm.keep, norm.weights = 2, 0.5, torch.tensor([0.0, 0.5])
+    x = draw(4, 3, 2, 2, grad=False)
+    x[:2] = float("nan")
+    norm(x)
+    close(norm.running_mean, 0.5 * x[2:].double().mean((0, 2, 3)), 1e-5)
+
+
+@pytest.mark.parametrize("cut", ["strided", "of one pixel"])
+def test_a_shortcut_with_gaps_or_to_be_spread_is_read_rightly(device, cut):
+    x, wide = draw(2, 16, 4, 4, device=device), draw(2, 16, 8, 8, device=device)
+    shortcut = wide[:, :, ::2, ::2] if cut == "strided" else wide[:, :, :1, :1]
+    norm, twin = GhostBatchNorm2d(16).to(device), GhostBatchNorm2d(16).double().to(device)
+    y = norm(x, shortcut, relu=True)
+    assert "Normalise" in y.grad_fn.name()
+    close(y, twin(x.double(), shortcut.double(), relu=True), 1e-5)
+    grad = draw(*x.shape, device=device, grad=False)
+    found = torch.autograd.grad(y, wide, grad)[0]
+    wanted = torch.autograd.grad(twin(x.double(), shortcut.double(), relu=True), wide, grad.double())[0]
+    close(found, wanted, 1e-5)
+
+
+def test_what_makes_no_sense_is_refused(device):
+    norm = GhostBatchNorm2d(16).to(device)
+    norm.group = 2
+    with pytest.raises(ValueError, match="5 samples is not made of groups of 2"):
+        norm(draw(5, 16, 2, 2, device=device))
+    norm.weights = torch.ones(1, device=device)
+    with pytest.raises(ValueError, match="weights are of 1 groups, and this pass has 2"):
+        norm(draw(4, 16, 2, 2, device=device))
+    norm.group, norm.weights = 1, None
+    with pytest.raises(ValueError, match="more than one value"):
+        norm(draw(4, 16, 1, 1, device=device))
+    with pytest.raises(ValueError, match="momentum must be a number"):
+        GhostBatchNorm2d(16, momentum=None).to(device)(draw(4, 16, 2, 2, device=device))
+
+
+def test_a_copy_counts_for_itself(device):
+    norm = GhostBatchNorm2d(16).to(device)
+    x = draw(4, 16, 4, 4, device=device)
+    first = norm(x)
+    twin = copy.deepcopy(norm)
+    assert torch.equal(twin(x), first)
+    assert not {t.data_ptr() for t in twin._counters} & {t.data_ptr() for t in norm._counters}
+
+
 def test_not_a_number_passes_the_relu(device):
     x = draw(2, 16, 4, 4, device=device, grad=False)
     x[0, 3, 0, 0] = float("nan")
@@ -242,7 +290,7 @@ def test_augmented_images_are_the_same_pixels(device, dtype):
     images = torch.randint(0, 256, (40, 3, 32, 32), dtype=torch.uint8, generator=draws).to(device, memory_format=LAST)
     indices = torch.tensor([3, 39, 0, 7, 7], device=device)
     mean, std = torch.tensor([0.49, 0.48, 0.44], device=device), torch.tensor([0.25, 0.24, 0.26], device=device)
-    for seed, epoch in ((0, 0), (7, 159)):
+    for seed, epoch in ((0, 0), (1, 1), (7, 159), (2**40, 3), (2**63 + 5, 2)):
         at = torch.tensor(epoch, device=device)
         found = augment.training_batch(images, indices, seed, at, mean, std, dtype)
         wanted = augment.normalise(augment.crop_flip(images, indices, seed, epoch), mean, std)

@@ -147,7 +147,7 @@ def test_models_that_would_mix_groups_or_draw_numbers_take_one_group_a_pass(give
         passes(wanted(**given), pass_size=8)
 
 
-def test_dropout_of_frozen_layers_is_no_obstacle():
+def test_dropout_of_nothing_is_no_obstacle():
     assert passes(wanted(settings={"dropout": 0.0})) == [8] * 4
 
 

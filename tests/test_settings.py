@@ -568,8 +568,8 @@ def test_other_ranks_say_nothing(monkeypatch, capsys):
 
 
 def test_jobs_are_one_a_core_or_one_on_a_gpu_unless_said():
-    assert launch.default_jobs(Blobs, (16,), CPU) == len(os.sched_getaffinity(0))
-    assert launch.default_jobs(Blobs, (16,), torch.device("cuda", 0)) == 1
+    assert launch.default_jobs((16,), CPU) == len(os.sched_getaffinity(0))
+    assert launch.default_jobs((16,), torch.device("cuda", 0)) == 1
 
 
 def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):

@@ -245,6 +245,13 @@ def test_compare_refuses_in_one_line_before_anything_is_run(arguments, words, tm
     assert not any(tmp_path.iterdir())
 
 
+def test_a_dry_run_reads_the_data_once(monkeypatch):
+    asked, data = [], Digits.data
+    monkeypatch.setattr(Digits, "data", lambda self: asked.append(self) or data(self))
+    assert sngm("compare --methods msgd,sngm --batches 128 --epochs 1 --dry-run").code == 0
+    assert len(asked) == 1
+
+
 # ---------------------------------------------------------------- from the command line
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
@@ -64,7 +65,9 @@ PRECISION = Annotated[
 ]
 STEP = Annotated[
     str,
-    typer.Option("--step", help="eager, compiled, captured or compiled+captured. Default: as task and device let."),
+    typer.Option(
+        "--step", help="auto, eager, compiled, captured or compiled+captured. Default: auto, as task and device let."
+    ),
 ]
 LOADERS = Annotated[
     int | None, typer.Option("--loaders", help="Processes that prepare batches ahead. Default: the task's.")
@@ -99,6 +102,7 @@ def top(
 @verb(
     "sngm train digits --method sngm --lr 0.1 --batch 512",
     "sngm train digits --method lars --lr 30 --batch 512 --workers 8 --set trust_coefficient=0.002",
+    "sngm train cifar10-resnet20 --method sngm --lr 0.8 --batch 8192 --data-dir ~/datasets",
     "sngm train my_task.py:MyTask --method msgd --lr 0.1 --dry-run",
 )
 def train(
@@ -160,7 +164,7 @@ def train(
     options = Options(
         device=device, data_dir=data_dir, checkpoint_every=checkpoint_every, tracker=track,
         deterministic=deterministic, should_stop=stop_on_signal(), progress=step_progress(on_cpu=place.type == "cpu"),
-        **how(step, loaders, pass_size),
+        **step_options(step, loaders, pass_size),
     )  # fmt: skip
     if dry_run:
         show_plan(config, folder, options, as_json)
@@ -176,7 +180,7 @@ def train(
         sys.exit(DIVERGED)
 
 
-def how(step: str, loaders: int | None, pass_size: int | None) -> dict[str, Any]:
+def step_options(step: str, loaders: int | None, pass_size: int | None) -> dict[str, Any]:
     """Options that change how steps are computed, not what they compute; bad ones are refused."""
     from .train.captured import STEPS
 
@@ -300,7 +304,7 @@ def compare(
     key = hashlib.sha256(json.dumps(study.identity(), sort_keys=True).encode()).hexdigest()[:8]
     folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
     options = Options(
-        device=device, data_dir=data_dir, deterministic=deterministic, **how(step, loaders, pass_size)
+        device=device, data_dir=data_dir, deterministic=deterministic, **step_options(step, loaders, pass_size)
     )  # fmt: skip
     from .show import interrupt_on_signal, show_study, study_progress
 
@@ -477,9 +481,21 @@ def leave(code: int, text: str) -> NoReturn:
     sys.exit(code)
 
 
+def show_warning_once() -> Callable[..., None]:
+    """Warnings as lines for people: each once, and of several processes from the first."""
+    told: set[str] = set()
+
+    def show(message: Warning | str, *_: Any, **__: Any) -> None:
+        if str(message) not in told and os.environ.get("RANK", "0") == "0":
+            told.add(str(message))
+            print(f"sngm: {message}", file=sys.stderr, flush=True)
+
+    return show
+
+
 def main() -> None:
     """Run a verb. Every error the user can mend is one clear line and its own exit code."""
-    warnings.showwarning = lambda message, *_, **__: print(f"sngm: {message}", file=sys.stderr, flush=True)
+    warnings.showwarning = show_warning_once()
     try:
         if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from .study import Study
     from .study.launch import Progress
+    from .tasks import Splits
     from .train import Options, RunConfig
     from .train.setup import Setup
 
@@ -198,7 +199,9 @@ def step_progress(on_cpu: bool = False, clock: Callable[[], float] = time.monoto
     return show if os.environ.get("RANK", "0") == "0" else lambda *_: None
 
 
-def plan_of(config: RunConfig, options: Options, *, measured: bool = False) -> dict[str, Any]:
+def plan_of(
+    config: RunConfig, options: Options, *, measured: bool = False, splits: Splits | None = None
+) -> dict[str, Any]:
     """What a run would do, and with `measured` what time and memory it would take. What could not be run is refused."""
     from .study.launch import how
     from .tasks import Moment
@@ -207,7 +210,7 @@ def plan_of(config: RunConfig, options: Options, *, measured: bool = False) -> d
 
     device = choose_device(options.device)
     alone = Processes(0, int(os.environ.get("WORLD_SIZE", "1")), device)
-    setup = prepare(config, alone, options.data_dir, **how(options))
+    setup = prepare(config, alone, options.data_dir, splits=splits, **how(options))
     plan, steps, per_epoch = setup.plan, setup.steps, setup.per_epoch
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
     rates = {p: config.lr * setup.schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
@@ -313,16 +316,17 @@ def size(count: int) -> str:
 
 def show_study(study: Study, folder: Path, options: Options, as_json: bool) -> None:
     """Say what a study would do."""
-    from .study.launch import check
+    from .study.launch import check, load_data
 
     cells = study.cells()
-    check(study, cells, options)
+    splits = load_data(study, options)
+    check(study, cells, options, splits)
     runs = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
     plans: list[dict[str, Any]] = []
     for cell in cells:
         config = cell.config(cell.grid[0], "full", 0)
         said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
-        plans.append({**said, **plan_of(config, options)})
+        plans.append({**said, **plan_of(config, options, splits=splits)})
     found = {"study": study.as_dict(), "cells": plans, "runs_at_least": runs, "folder": str(folder)}
     if as_json:
         print(json.dumps(found, indent=2))

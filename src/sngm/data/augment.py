@@ -12,7 +12,7 @@ PAD = 4  # pixels of black around an image, from which a crop of its own size is
 
 
 def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, pad: int = PAD) -> Tensor:
-    """Take images of uint8, each cut out at a place of its own and every other one turned round, left for right.
+    """Take images of uint8, each cut out at a place of its own, and half of them, at random, mirrored.
 
     >>> images = torch.arange(2 * 3 * 8 * 8).reshape(2, 3, 8, 8).to(torch.uint8)
     >>> one = crop_flip(images, torch.tensor([0, 1]), seed=0, epoch=3)[1]

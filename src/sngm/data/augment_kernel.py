@@ -28,7 +28,7 @@ def folded(state, value):
     return state ^ shifted(state, 31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["seed"])  # a seed of 1 would become a constant, and each seed code of its own
 def cut_out(
     images, indices, out, seed, epoch, mean, std,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PIXELS: tl.constexpr, PAD: tl.constexpr,
@@ -59,5 +59,6 @@ def crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, pad):
     shape = (len(indices), channels, height, width)
     out = torch.empty(shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)
     sizes = {"H": height, "W": width, "C": channels, "PIXELS": triton.next_power_of_2(height * width), "PAD": pad}
+    seed = hashing.wrapped(seed)
     cut_out[(len(indices),)](images, indices, out, seed, epoch, mean, std, **sizes)
     return out

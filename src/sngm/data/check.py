@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import DataMissing, UsageError
+from ..errors import UsageError
 from .cifar import Layout, find_cifar, layouts, read
-from .fetch import digest
+from .fetch import Show, digest
 from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
 from .places import data_roots
 
 NAMES = ("cifar10", "cifar100", "imagenet")
 
-SUMS = {  # of unpacked files; none are at hand for CIFAR-100's binary form
+SUMS = {  # of unpacked files
     "cifar-10-batches-bin": (
         "sha256",
         {
@@ -36,40 +37,58 @@ SUMS = {  # of unpacked files; none are at hand for CIFAR-100's binary form
             "test_batch": "40351d587109b95175f43aff81a1287e",
         },
     ),
+    "cifar-100-binary": (
+        "sha256",
+        {
+            "train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
+            "test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
+        },
+    ),
     "cifar-100-python": (
         "md5",
         {"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
     ),
 }
 
-PICTURES = (b"\xff\xd8", b"\x89PNG")  # one of the official files is a PNG by another name
+# How pictures begin, and what stands near their end. One of the official files is a PNG by another name.
+PICTURES = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND"}
+TAIL = 64  # bytes: some programs leave a few after the end
+THREADS = 16  # a disk, above all one across a network, answers many at a time
+SLICE = 500  # files a thread looks at before progress shows
 
 
 @dataclass(slots=True)
 class Finding:
-    """What was found of one dataset in one folder: all that is wrong, or else what was seen to be right."""
+    """What was found of one dataset in one folder: all that is wrong, or else what was seen to be right.
+
+    `doubtful` are files that may be cut short: their last bytes are not those of a picture's end, which is no proof.
+    """
 
     dataset: str
     folder: str
     seen: str = ""
     wrong: list[str] = field(default_factory=list)
+    doubtful: list[str] = field(default_factory=list)
 
 
 def find(dataset: str, root: Path | None) -> Path:
-    """The folder of a dataset, by its name; :class:`DataMissing` if it is not there. Nothing is read."""
+    """The folder of a dataset, by its name; `DataMissing` if it is not there. Nothing is read."""
     if dataset not in NAMES:
         raise UsageError(f"no dataset is called {dataset!r}; there are {', '.join(NAMES)}")
     return find_imagenet(root) if dataset == "imagenet" else find_cifar(root, int(dataset[5:]))[1]
 
 
-def check(dataset: str, root: Path | None) -> list[Finding]:
-    """Read all of a dataset, in each form that is there, and hold it against what was published."""
+def check(dataset: str, root: Path | None, show: Show = lambda done, total: None) -> list[Finding]:
+    """Read all of a dataset, in each form that is there, and hold it against what was published.
+
+    `show` is told how many files have been looked at, where they are many.
+    """
     if dataset in ("cifar10", "cifar100"):
         every = [(layout, place) for place in data_roots(root) for layout in layouts(int(dataset[5:]))]
         there = [(layout, place / layout.folder) for layout, place in every if (place / layout.folder).is_dir()]
         if there:
             return [_cifar(layout, folder) for layout, folder in there]
-    return [_imagenet(find(dataset, root))]  # of a CIFAR that is not there, find raises the error
+    return [_imagenet(find(dataset, root), show)]  # of a CIFAR that is not there, find raises the error
 
 
 def _cifar(layout: Layout, folder: Path) -> Finding:
@@ -80,14 +99,14 @@ def _cifar(layout: Layout, folder: Path) -> Finding:
         return finding
     try:
         splits, counts = read(layout, folder)
-    except DataMissing as error:
-        finding.wrong.append(str(error))
+    except OSError as error:
+        finding.wrong.append(_words(error))
         return finding
-    algorithm, sums = SUMS.get(layout.folder, ("", {}))
+    algorithm, sums = SUMS[layout.folder]
     for name, n in counts.items():
         if n != layout.official(name):
             finding.wrong.append(f"{folder / name} holds {n:,} records, not {layout.official(name):,}")
-        elif name in sums and (found := digest(folder / name, algorithm)) != sums[name]:
+        elif (found := digest(folder / name, algorithm)) != sums[name]:
             finding.wrong.append(f"{folder / name} has the {algorithm.upper()} {found}, not {sums[name]}")
     for word, (images, labels) in zip(("training", "test"), splits, strict=True):
         often = labels.bincount(minlength=layout.classes)
@@ -98,33 +117,64 @@ def _cifar(layout: Layout, folder: Path) -> Finding:
             )
         if images.min() != 0 or images.max() != 255:
             finding.wrong.append(f"{folder}: {word} pixels go from {images.min()} to {images.max()}, not from 0 to 255")
-    known = f"{algorithm.upper()} sums as on record" if sums else "no sums of its files on record"
-    finding.seen = f"{sum(counts.values()):,} images, each class equally often, {known}"
+    total = sum(counts.values())
+    if not finding.wrong:
+        finding.seen = f"{total:,} images, each class equally often, {algorithm.upper()} sums as on record"
     return finding
 
 
-def _imagenet(folder: Path) -> Finding:
-    """Every file's first bytes; decoding them all would take hours."""
-    finding = Finding("imagenet", str(folder))
+def _imagenet(folder: Path, show: Show) -> Finding:
+    """Every file's first and last bytes; decoding them all would take hours."""
+    finding, splits = Finding("imagenet", str(folder)), []
     for split, wanted in OFFICIAL.items():
         try:
             images = ImageFolder(folder, split)
-        except DataMissing as error:
-            finding.wrong.append(str(error))
+        except OSError as error:
+            finding.wrong.append(_words(error))
             continue
+        splits.append(images)
         if len(images.classes) != CLASSES:
             finding.wrong.append(f"{folder / split} holds {len(images.classes):,} classes, not {CLASSES:,}")
         if len(images) != wanted:
             finding.wrong.append(f"{folder / split} holds {len(images):,} images, not {wanted:,}")
-        for index in range(len(images)):
-            path = images.path(index)
-            try:
-                with open(path, "rb") as file:
-                    begins = file.read(8)
-            except OSError as error:
-                finding.wrong.append(f"{path}: {error.strerror}")
-                continue
-            if not begins.startswith(PICTURES):
-                finding.wrong.append(f"{path} is no JPEG and no PNG file")
-    finding.seen = f"{sum(OFFICIAL.values()):,} images of {CLASSES:,} classes, all with the first bytes of a picture"
+    parts = [(images, range(len(images))[at : at + SLICE]) for images in splits for at in range(0, len(images), SLICE)]
+    done, total = 0, sum(map(len, splits))
+    pool = ThreadPoolExecutor(THREADS)
+    try:
+        for (_, part), (wrong, doubtful) in zip(parts, pool.map(_look, parts), strict=True):
+            finding.wrong += wrong
+            finding.doubtful += doubtful
+            done += len(part)
+            show(done, total)
+    finally:
+        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for a million files
+    finding.seen = f"{total:,} images of {CLASSES:,} classes, all with the first bytes of a picture"
     return finding
+
+
+def _look(part: tuple[ImageFolder, range]) -> tuple[list[str], list[str]]:
+    """What is wrong with some files, and which of them may be cut short."""
+    images, indices = part
+    wrong: list[str] = []
+    doubtful: list[str] = []
+    for index in indices:
+        path = images.file(index)
+        try:
+            with open(path, "rb", buffering=0) as file:
+                begins = file.read(8)
+                file.seek(max(0, file.seek(0, 2) - TAIL))
+                ends = file.read(TAIL)
+        except OSError as error:
+            wrong.append(f"{path}: {error.strerror}")
+            continue
+        end = next((end for begin, end in PICTURES.items() if begins.startswith(begin)), None)
+        if end is None:
+            wrong.append(f"{path} is no JPEG and no PNG file")
+        elif end not in ends:
+            doubtful.append(path)
+    return wrong, doubtful
+
+
+def _words(error: OSError) -> str:
+    """Our own errors say it all; the system's name a file, if any."""
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pickle
+import shlex
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -62,7 +63,8 @@ def find_cifar(root: Path | None, classes: int = 10) -> tuple[Layout, Path]:
     lacking: list[str] = []
     for place in data_roots(root):
         for layout in layouts(classes):
-            folder = place / layout.folder
+            # the folder itself will do as well as the one that holds it
+            folder = place if place.name == layout.folder else place / layout.folder
             absent = [name for name in layout.files if not (folder / name).is_file()]
             if not absent:
                 return layout, folder
@@ -141,19 +143,19 @@ def _pickled(layout: Layout, path: Path) -> tuple[Array, Array]:
         raise
     except Exception as error:  # broken pickles fail in any way there is
         least = f"{size:,} bytes, where {wanted:,} records take more than {wanted * PIXELS:,}"
-        raise _broken(layout, path, f"it cannot be read as a pickle ({error}); it has {least}") from error
+        why = " ".join(str(error).split())  # may quote the file, line breaks and all
+        raise _broken(layout, path, f"it cannot be read as a pickle ({why}); it has {least}") from error
     if not isinstance(found, dict):
         raise _broken(layout, path, f"it holds a {type(found).__name__}, not a dictionary")
     found = {key.decode("latin1") if isinstance(key, bytes) else key: value for key, value in found.items()}
     key = "fine_labels" if layout.classes == 100 else "labels"
-    pixels, labels = found.get("data"), found.get(key)
+    pixels, labels = getattr(found.get("data"), "array", None), found.get(key)
     if not (
         isinstance(pixels, np.ndarray)
-        and pixels.dtype == np.uint8
         and pixels.ndim == 2
         and pixels.shape[1] == PIXELS
         and isinstance(labels, list)
-        and all(type(label) is int for label in labels)
+        and all(type(label) is int and label.bit_length() < 64 for label in labels)
         and len(labels) == len(pixels) > 0
     ):
         raise _broken(layout, path, f"its 'data' must be rows of {PIXELS} bytes and its {key!r} as many whole numbers")
@@ -173,7 +175,7 @@ def _broken(layout: Layout, path: Path, why: str) -> DataMissing:
     root = path.parent.parent
     return DataMissing(
         f"{path} is broken: {why}; delete {path.parent} and run '{command(layout.classes)} --form {layout.form} "
-        f"--data-dir {root}'"
+        f"--data-dir {shlex.quote(str(root))}'"
     )
 
 
@@ -184,14 +186,31 @@ def _latin1(text: str, encoding: str) -> bytes:
     return text.encode("latin1")
 
 
-class _Plain(pickle.Unpickler):
-    """Reads dictionaries, lists, numbers, texts and NumPy arrays; anything else that a pickle names is refused."""
+class _Pixels:
+    """What a pickle gets for NumPy's types and functions: NumPy itself would take any flag and address from it."""
 
-    known = {  # noqa: RUF012  # read only
-        ("numpy.core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-        ("numpy._core.multiarray", "_reconstruct"): np.empty(0).__reduce__()[0],
-        ("numpy", "ndarray"): np.ndarray,
-        ("numpy", "dtype"): np.dtype,
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+    def __setstate__(self, state: Any) -> None:
+        if self.arguments[:1] == ("u1",):  # a dtype, of which bytes need to know no more
+            return
+        match state:  # version, shape, dtype, whether by columns, elements
+            case (_, shape, _Pixels(arguments=("u1", *_)), False, str() | bytes() as raw):
+                raw = raw.encode("latin1") if isinstance(raw, str) else raw
+                self.array = np.frombuffer(raw, np.uint8).reshape(shape)
+            case _:
+                raise pickle.UnpicklingError("its array is not one of bytes, row by row")
+
+
+class _Plain(pickle.Unpickler):
+    """Reads dictionaries, lists, numbers, texts and arrays of bytes; anything else that a pickle names is refused."""
+
+    known: ClassVar[dict[tuple[str, str], Any]] = {
+        ("numpy.core.multiarray", "_reconstruct"): _Pixels,
+        ("numpy._core.multiarray", "_reconstruct"): _Pixels,
+        ("numpy", "ndarray"): _Pixels,
+        ("numpy", "dtype"): _Pixels,
         ("_codecs", "encode"): _latin1,
     }
 

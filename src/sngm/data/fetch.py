@@ -28,15 +28,17 @@ TIMEOUT = 30.0  # seconds without a byte
 TRIES = 3  # of a mirror, without a byte gained
 BACKOFF = 1.0  # seconds before the second try, doubled for each after it
 
-Show = Callable[[int, int | None], None]  # bytes so far, and of all where the server says so
+Show = Callable[[int, int], None]  # how many so far, and of how many
+Say = Callable[[str], None]
 
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """A published file, with the checksum published beside it."""
+    """A published file, with the checksum published beside it and its length in bytes."""
 
     name: str
     md5: str
+    size: int
     folder: str
     files: tuple[str, ...]
     base: str = "https://www.cs.toronto.edu/~kriz/"
@@ -55,10 +57,10 @@ def archive_of(dataset: str, form: str) -> Archive:
     from .cifar import LAYOUTS  # torch, which a command's help does not wait for
 
     names = {
-        ("cifar10", "binary"): ("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530"),
-        ("cifar10", "python"): ("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a"),
-        ("cifar100", "binary"): ("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8"),
-        ("cifar100", "python"): ("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85"),
+        ("cifar10", "binary"): ("cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171),
+        ("cifar10", "python"): ("cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", 170_498_071),
+        ("cifar100", "binary"): ("cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733),
+        ("cifar100", "python"): ("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
     }
     if (dataset, form) not in names:
         known = ", ".join(sorted({name for name, _ in names}))
@@ -67,18 +69,26 @@ def archive_of(dataset: str, form: str) -> Archive:
     return Archive(*names[dataset, form], layout.folder, layout.files)
 
 
-def get(archive: Archive, root: Path, show: Show = lambda done, total: None) -> Path:
+def tell(text: str) -> None:
+    """For people: on stderr, where it spoils no data."""
+    print(f"sngm: {text}", file=sys.stderr, flush=True)
+
+
+def get(archive: Archive, root: Path, show: Show = lambda done, total: None, say: Say = tell) -> Path:
     """The archive's folder in `root`, fetched if it is not there. Of two processes one waits for the other.
 
     An archive that already lies in `root` is used, and kept. A folder that is there but not whole is the user's to
-    delete.
+    delete. `show` is told of each piece that comes, `say` what people should know meanwhile.
     """
     folder = root / archive.folder
     if _whole(folder, archive.files):
         return folder
     urls = archive.urls()
-    root.mkdir(parents=True, exist_ok=True)
-    with locked(root, f".{archive.name}.lock", waiting=lambda: _say(f"another process is fetching {archive.name}")):
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError):
+        raise UsageError(f"{root} is no folder; name another with --data-dir") from None
+    with locked(root, f".{archive.name}.lock", waiting=lambda: say(f"another process is fetching {archive.name}")):
         if _whole(folder, archive.files):
             return folder
         if folder.exists():
@@ -89,7 +99,7 @@ def get(archive: Archive, root: Path, show: Show = lambda done, total: None) -> 
             if (found := digest(file, "md5")) != archive.md5:
                 raise Failed(f"{file} has the MD5 {found}, not {archive.md5}; delete it, and it is fetched anew")
         else:
-            download(urls, file, md5=archive.md5, show=show)
+            download(urls, file, md5=archive.md5, size=archive.size, show=show, say=say)
         unpack(file, archive.folder, root, archive.files)
         if not brought:
             file.unlink()
@@ -106,10 +116,6 @@ def digest(path: Path, algorithm: str) -> str:
         return hashlib.file_digest(file, lambda: hashlib.new(algorithm, usedforsecurity=False)).hexdigest()
 
 
-def _say(text: str) -> None:
-    print(f"sngm: {text}", file=sys.stderr, flush=True)
-
-
 # ---------------------------------------------------------------- from the network to a file
 
 
@@ -121,23 +127,25 @@ class _Refused(Exception):
     """A mirror that does not have it: the next one, then."""
 
 
-def download(urls: list[str], to: Path, *, md5: str, show: Show = lambda done, total: None) -> None:
+def download(
+    urls: list[str], to: Path, *, md5: str, size: int, show: Show = lambda done, total: None, say: Say = tell
+) -> None:
     """Fetch a file from the first of these that gives the right one.
 
     What has come stays in a .part file beside `to`, whatever happens, and the next call goes on from there. There is
     no need to know which version of a file a part is of: a whole that has not the right sum is fetched from its
-    beginning once.
+    beginning once. No reply makes a part shorter.
     """
     part = to.with_name(f"{to.name}.part")
     why: list[str] = []
     for url in urls:
         resumed = part.exists()
         try:
-            _fetch(url, part, show)
+            _fetch(url, part, size, show, say)
             found = digest(part, "md5")
             if found != md5 and resumed:
                 part.unlink()
-                _fetch(url, part, show)
+                _fetch(url, part, size, show, say)
                 found = digest(part, "md5")
             if found == md5:
                 os.replace(part, to)
@@ -152,19 +160,21 @@ def download(urls: list[str], to: Path, *, md5: str, show: Show = lambda done, t
     )
 
 
-def _fetch(url: str, part: Path, show: Show) -> None:
+def _fetch(url: str, part: Path, size: int, show: Show, say: Say) -> None:
     """Bring a part to its whole length, with as many tries as that takes while each gains something."""
+    if _size(part) > size:  # of something else
+        part.unlink()
     tries, most = 0, _size(part)
-    while True:
+    while _size(part) < size:
         try:
-            return _request(url, part, show)
+            _request(url, part, size, show, have=_size(part))
         except _Lost as error:
             tries = tries + 1 if _size(part) <= most else 1
             most = max(most, _size(part))
             if tries >= TRIES:
                 raise
             pause = BACKOFF * 2 ** (tries - 1)
-            _say(f"{url}: {error}; trying again in {pause:g} s")
+            say(f"{url}: {error}; trying again in {pause:g} s")
             time.sleep(pause)
 
 
@@ -172,9 +182,8 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _request(url: str, part: Path, show: Show) -> None:
-    """Ask once for what a part lacks, and append it; a server that will not go on from there sends all."""
-    have = _size(part)
+def _request(url: str, part: Path, size: int, show: Show, have: int) -> None:
+    """Ask once for what comes after the first `have` bytes; a server that will not go on from there sends all."""
     headers = {"User-Agent": f"sngm/{__version__}", "Accept-Encoding": "identity"}
     if have:
         headers["Range"] = f"bytes={have}-"
@@ -182,11 +191,10 @@ def _request(url: str, part: Path, show: Show) -> None:
         response = urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=TIMEOUT)
     except urllib.error.HTTPError as error:
         error.close()
-        if error.code == 416 and have:  # nothing after what there is: all of it, or a part of something longer
-            if error.headers.get("Content-Range") == f"bytes */{have}":
-                return
-            part.unlink()
-            return _request(url, part, show)
+        if error.code == 416 and have:  # it has no more than that
+            of = re.fullmatch(r"bytes \*/(\d+)", error.headers.get("Content-Range", ""))
+            _right(int(of[1]) if of else None, size)
+            return _request(url, part, size, show, have=0)
         kind = _Lost if error.code >= 500 or error.code in (408, 425, 429) else _Refused
         raise kind(f"HTTP {error.code} {error.reason}") from None
     except urllib.error.URLError as error:
@@ -195,27 +203,44 @@ def _request(url: str, part: Path, show: Show) -> None:
     except (OSError, http.client.HTTPException) as error:
         raise _Lost(_reason(error)) from None
     with response:
-        length = response.headers.get("Content-Length", "")
-        total = int(length) if length.isdigit() else None
-        done = 0
         if response.status == 206:
-            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+)", response.headers.get("Content-Range", ""))
+            span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))
             if not span or int(span[1]) != have:  # other bytes than those asked for
                 if not have:
                     raise _Refused("HTTP 206, for no range that was asked for")
-                part.unlink()
-                return _request(url, part, show)
-            done, total = have, int(span[2])
-        elif response.status not in (None, 200):  # None: of a file: URL
+                return _request(url, part, size, show, have=0)
+            _right(int(span[2]) if span[2] != "*" else None, size)
+            return _receive(response, part, have, size, show)
+        if response.status not in (None, 200):  # None: of a file: URL
             raise _Refused(f"HTTP {response.status}")
-        with open(part, "ab" if done else "wb") as file:
-            show(done, total)
-            while chunk := _read(response):
+        length = response.headers.get("Content-Length", "")
+        _right(int(length) if length.isdigit() else None, size)
+        _receive(response, part, 0, size, show)
+
+
+def _right(length: int | None, size: int) -> None:
+    """Refuse another file, such as a network's page to sign in at, before it takes the place of anything."""
+    if length not in (None, size):
+        raise _Refused(f"what it sends has {length:,} bytes, not {size:,}")
+
+
+def _receive(response: http.client.HTTPResponse, part: Path, done: int, size: int, show: Show) -> None:
+    """Append to a part; or, from the beginning, write beside it until there is more than it holds."""
+    new, have, aside = part.with_name(f"{part.name}.new"), _size(part), not done
+    try:
+        with open(new if aside else part, "wb" if aside else "ab") as file:
+            show(done, size)
+            while done < size and (chunk := _read(response)[: size - done]):
                 file.write(chunk)
                 done += len(chunk)
-                show(done, total)
-        if total is not None and done < total:
-            raise _Lost(f"the connection ended at {done:,} of {total:,} bytes")
+                if aside and done > have:
+                    os.replace(new, part)  # which goes on growing
+                    aside = False
+                show(done, size)
+    finally:
+        new.unlink(missing_ok=True)
+    if done < size:
+        raise _Lost(f"the connection ended at {done:,} of {size:,} bytes")
 
 
 def _read(response: http.client.HTTPResponse) -> bytes:

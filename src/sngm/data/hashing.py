@@ -35,15 +35,15 @@ def mix(*values: int | Tensor) -> int | Tensor:
         raise ValueError("mix wants at least one value")
     state: Any = 0
     for value in values:
-        state = _wrapped((state ^ _wrapped(value)) + GOLDEN)
-        state = _wrapped((state ^ _shifted(state, 30)) * FIRST)
-        state = _wrapped((state ^ _shifted(state, 27)) * SECOND)
+        state = wrapped((state ^ wrapped(value)) + GOLDEN)
+        state = wrapped((state ^ _shifted(state, 30)) * FIRST)
+        state = wrapped((state ^ _shifted(state, 27)) * SECOND)
         state = state ^ _shifted(state, 31)
     result: int | Tensor = state & ((1 << BITS) - 1)
     return result
 
 
-def _wrapped(value: Any) -> Any:
+def wrapped(value: Any) -> Any:
     """What is left in a signed 64-bit number; tensors wrap by themselves."""
     if isinstance(value, Tensor):
         return value if value.dtype == torch.int64 else value.long()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import math
 import os
@@ -34,6 +35,7 @@ SCALE = (0.08, 1.0)  # of the picture's area, that a training crop takes
 RATIO = (3 / 4, 4 / 3)  # of its width to its height
 TRIES = 10  # to find a crop within the picture
 DRAWS = 4  # random numbers a try
+WANTED = "imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"  # in a data folder
 SETTLED = 2.0  # seconds after which a folder's time tells two states of it apart, on any file system
 
 
@@ -43,7 +45,10 @@ def find_imagenet(root: Path | None) -> Path:
         for folder in (place / "imagenet", place):
             if all((folder / split).is_dir() for split in SPLITS):
                 return folder
-    raise missing("ImageNet", root, ["imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"])
+        lacking = [split for split in SPLITS if not (place / "imagenet" / split).is_dir()]
+        if len(lacking) == 1:
+            raise DataMissing(f"{place / 'imagenet'} lacks the folder {lacking[0]}, with a folder for each class")
+    raise missing("ImageNet", root, [WANTED])
 
 
 class ImageFolder:
@@ -65,7 +70,6 @@ class ImageFolder:
             raise ValueError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         if not 1 <= size <= resize:
             raise ValueError(f"size must be at least 1 and at most resize, got size={size}, resize={resize}")
-        _pillow()  # not found missing only in a worker
         folder = find_imagenet(root)
         self.folder = folder / split
         self.size, self.resize = size, resize
@@ -85,10 +89,18 @@ class ImageFolder:
     def __len__(self) -> int:
         return len(self.labels)
 
+    def fingerprint(self) -> str:
+        """Short, and another for other files or classes; what is in them is not read."""
+        return hashlib.sha256(repr((self.classes, self.size, self.resize)).encode() + self._names).hexdigest()[:12]
+
     def path(self, index: int) -> Path:
         """The file of a sample."""
+        return Path(self.file(index))
+
+    def file(self, index: int) -> str:
+        """As `path`, without making a Path, which takes longer than all the rest."""
         name = self._names[self._begins[index] : self._begins[index + 1] - 1]
-        return self.folder / self.classes[int(self.labels[index])] / os.fsdecode(name)
+        return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(name))
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         """Images, uint8 of shape (n, 3, size, size), and labels: the view for evaluation."""
@@ -103,14 +115,21 @@ class ImageFolder:
         if len(chosen) and not -len(self) <= int(chosen.min()) <= int(chosen.max()) < len(self):
             raise IndexError(f"there are {len(self)} images, got indices {int(chosen.min())} to {int(chosen.max())}")
         chosen = chosen % len(self)
-        pillow = _pillow()
+        pillow = need_pillow()
         images = np.empty((len(chosen), 3, self.size, self.size), np.uint8)
         for row, index in enumerate(chosen.tolist()):
-            path = self.path(index)
+            path = self.file(index)
             try:
                 with pillow.open(path) as image:
                     images[row] = np.asarray(view(index, image)).transpose(2, 0, 1)
+            except FileNotFoundError as error:
+                raise DataMissing(f"{path} is no longer there; fetch it again") from error
+            except MemoryError:
+                raise
             except Exception as error:  # Pillow has many, of struct and zlib too
+                if isinstance(error, OSError) and error.errno is not None:  # of the disk or the system: no picture's
+                    error.filename = error.filename or path
+                    raise
                 raise DataMissing(
                     f"{path} cannot be read as a picture: {error}; fetch it again or delete it"
                 ) from error
@@ -120,12 +139,12 @@ class ImageFolder:
         width, height = image.size
         short = min(width, height)
         width, height = int(self.resize * width / short), int(self.resize * height / short)
-        image = _rgb(image).resize((width, height), _pillow().Resampling.BILINEAR)
+        image = _rgb(image).resize((width, height), need_pillow().Resampling.BILINEAR)
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
         return image.crop((left, top, left + self.size, top + self.size))
 
     def _crop(self, image: Image, seed: int, epoch: int, index: int) -> Image:
-        pillow = _pillow()
+        pillow = need_pillow()
         left, top, width, height = crop_box(*image.size, seed, epoch, index)
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in a fraction of the time. That happens where the crop
         # still has a pixel for each that is asked for, so that no detail of the result is made up. It averages squares
@@ -171,7 +190,8 @@ def _rgb(image: Image) -> Image:
     return image.convert("RGB")
 
 
-def _pillow() -> Any:
+def need_pillow() -> Any:
+    """Pillow's Image, or an error that says how to install it."""
     try:
         from PIL import Image
     except ImportError as error:

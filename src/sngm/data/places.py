@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -31,7 +32,10 @@ def missing(title: str, chosen: Path | None, wanted: Iterable[str], command: str
         wanted: what was looked for in it, any of which would have done.
         command: what fetches it; where nothing can, the user has to put it there.
     """
+    for place in data_roots(chosen):
+        if place.exists() and not place.is_dir():
+            return DataMissing(f"{place} is a file; name the folder that holds {title} with --data-dir")
     places, names = " and ".join(map(str, data_roots(chosen))), " or ".join(wanted)
-    fetch = f"run '{command} --data-dir {data_root(chosen)}', or " if command else ""
+    fetch = f"run '{command} --data-dir {shlex.quote(str(data_root(chosen)))}', or " if command else ""
     other = "" if chosen else ", or name the folder that holds it with --data-dir or SNGM_DATA"
     return DataMissing(f"no {title} in {places}; {fetch}put {names} there{other}")

@@ -16,8 +16,8 @@ class Conv3x3(nn.Conv2d):
         if kernels.serve(x) and in_bfloat16(x):
             from .kernels import conv
 
-            if conv.fits(self.weight, self.stride):
-                x = x.to(torch.bfloat16, memory_format=torch.channels_last)
+            if conv.fits(x, self.weight, self.stride):
+                x = x.to(torch.bfloat16).contiguous(memory_format=torch.channels_last)
                 return conv.Convolve.apply(x, self.weight)  # type: ignore[no-any-return,no-untyped-call]
         return super().forward(x)
 

@@ -14,7 +14,8 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm that normalises `group` samples at a time, and may add a shortcut and take a ReLU in the same go.
 
     A pass of N samples is N / group neighbouring groups, each with its own mean and variance, as if each had gone
-    through the model alone. Parameters, buffers and evaluation are those of :class:`torch.nn.BatchNorm2d`.
+    through the model alone. Parameters, buffers and evaluation are those of :class:`torch.nn.BatchNorm2d`. On a GPU a
+    layer is to be called on one stream at a time.
 
     Attributes:
         group: samples that share statistics; None for all of a pass.
@@ -34,8 +35,11 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     weights: Tensor | None = None
     keep: float = 0.0
     batches: int | None = None
-    _usual: tuple[Any, Tensor, float] | None = None
-    _counters: Tensor | None = None  # of the kernels
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._usual: dict[Any, tuple[Tensor, float]] = {}
+        self._counters: list[Tensor] = []  # of the kernels
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
         """Normalise, add `shortcut`, take a ReLU if asked to."""
@@ -50,18 +54,28 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         group = self.group or len(x)
         if len(x) % group:
             raise ValueError(f"a pass of {len(x)} samples is not made of groups of {group}")
+        if group * x[0, 0].numel() == 1:
+            raise ValueError(f"expected more than one value a channel and group to train on, got {tuple(x.shape)}")
         return len(x) // group
 
     def _counts(self, groups: int, device: torch.device) -> tuple[Tensor, float, int]:
         """What each group counts for in the running statistics, what is kept of them, and how many batches it is."""
         batches = groups if self.batches is None else self.batches
         if self.weights is not None:
+            if len(self.weights) != groups:
+                raise ValueError(f"weights are of {len(self.weights)} groups, and this pass has {groups}")
             return self.weights, self.keep, batches
-        key = groups, self.momentum or 0.0, device
-        if self._usual is None or self._usual[0] != key:  # kept: a copy to a device is no part of a CUDA graph
-            weights, keep = one_after_another(groups, self.momentum or 0.0)
-            self._usual = key, weights.to(device), keep
-        return *self._usual[1:], batches
+        if self.momentum is None:
+            raise ValueError("GhostBatchNorm2d has no cumulative mean: momentum must be a number")
+        key = groups, self.momentum, device
+        if key not in self._usual:  # kept: a copy to a device is no part of a CUDA graph
+            weights, keep = one_after_another(groups, self.momentum)
+            self._usual[key] = weights.to(device), keep
+        return *self._usual[key], batches
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies count for themselves."""
+        return {**self.__dict__, "_usual": {}, "_counters": []}
 
     def _has_kernels(self, x: Tensor) -> bool:
         if not (kernels.serve(x) and self.affine and x.is_contiguous(memory_format=torch.channels_last)):
@@ -76,15 +90,17 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
         groups = self._groups(x)
         if shortcut is not None:
-            shortcut = shortcut.to(x.dtype, memory_format=torch.channels_last)
+            shortcut = shortcut.to(x.dtype).expand_as(x).contiguous(memory_format=torch.channels_last)
         running = None
         if self.track_running_stats:
             running = self.running_mean, self.running_var, self.num_batches_tracked, *self._counts(groups, x.device)
         needed = (groups + 1) * -(-self.num_features // 64)
-        if self._counters is None or len(self._counters) < needed or self._counters.device != x.device:
-            self._counters = torch.zeros(needed, dtype=torch.int32, device=x.device)
+        usable = [c for c in self._counters if len(c) >= needed and c.device == x.device]
+        if not usable:  # the others stay: a CUDA graph may have their addresses
+            usable = [torch.zeros(needed, dtype=torch.int32, device=x.device)]
+            self._counters.append(usable[0])
         y: Tensor = Normalise.apply(  # type: ignore[no-untyped-call]
-            x, shortcut, self.weight, self.bias, groups, relu, self.eps, self._counters, running
+            x, shortcut, self.weight, self.bias, groups, relu, self.eps, usable[0], running
         )
         return y
 
@@ -113,8 +129,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         weights, keep, batches = self._counts(len(means), means.device)
         weights = weights.to(means)
         unbiased = variances * (count / max(count - 1, 1))
-        self.running_mean.mul_(keep).add_((weights[:, None] * means).sum(0).to(self.running_mean.dtype))
-        self.running_var.mul_(keep).add_((weights[:, None] * unbiased).sum(0).to(self.running_var.dtype))
+        for running, found in ((self.running_mean, means), (self.running_var, unbiased)):
+            # a group of no weight may hold anything
+            moved = torch.where(weights[:, None] != 0, weights[:, None] * found, 0.0).sum(0)
+            running.mul_(keep).add_(moved.to(running.dtype))
         self.num_batches_tracked.add_(batches)
 
 

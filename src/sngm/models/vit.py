@@ -36,6 +36,12 @@ class ViT(nn.Module):
         self.register_buffer("std", torch.tensor(std).view(-1, 1, 1))
 
     @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers in training; some versions keep a rate of dropout where no layer shows it."""
+        config = self.network.config
+        return any(getattr(config, f"{part}_dropout_prob", 0.0) > 0 for part in ("hidden", "attention_probs"))
+
+    @property
     def patch(self) -> int:
         """Pixels a side of what becomes one token."""
         return _side(self.network.config.patch_size)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -20,7 +21,7 @@ import torch
 
 from .. import tasks
 from ..errors import Failed, Interrupted, UsageError
-from ..tasks import Task
+from ..tasks import Splits
 from ..train.config import RunConfig
 from ..train.files import locked, read_json, write_json
 from ..train.loop import Options, train
@@ -60,19 +61,27 @@ def compare(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a study starts its own processes; run it without torchrun, and with WORLD_SIZE unset")
     cells = study.cells()
-    check(study, cells, options)
+    data = check(study, cells, options, load_data(study, options))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         _claim(folder, study)
-        return _Launcher(study, cells, folder, options, jobs, show).run()
+        return _Launcher(study, cells, folder, options, jobs, show, data).run()
 
 
-def check(study: Study, cells: list[Cell], options: Options) -> None:
-    """Refuse what could not be run before anything is: every method, batch and setting."""
+def load_data(study: Study, options: Options) -> Splits:
+    """The data of a study, to be checked with all its cells."""
+    return tasks.build(study.task, study.task_settings, options.data_dir).data()
+
+
+def check(study: Study, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
+    """Refuse what could not be run before anything is: every method, batch and setting. Returns each part's data."""
     alone = Processes(0, 1, choose_device(options.device))
+    data: dict[str, Record] = {}
     for cell in cells:
-        for part in ("select", "full"):
-            prepare(cell.config(cell.grid[0], part, 0), alone, options.data_dir, **how(options))
+        for part in ("select", "full") if len(cell.grid) > 1 else ("full",):
+            config = cell.config(cell.grid[0], part, 0)
+            data[part] = prepare(config, alone, options.data_dir, splits=splits, **how(options)).data
+    return data
 
 
 def how(options: Options) -> dict[str, Any]:
@@ -80,7 +89,7 @@ def how(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("step", "loaders", "pass_size")}
 
 
-def default_jobs(task: type[Task], batches: Sequence[int], device: torch.device) -> int:
+def default_jobs(batches: Sequence[int], device: torch.device) -> int:
     """Runs at a time where the user says nothing: one a core, and one on a GPU, which a single run can fill."""
     return 1 if device.type == "cuda" else len(os.sched_getaffinity(0))
 
@@ -108,11 +117,12 @@ class _Launcher:
         options: Options,
         jobs: int | None,
         show: Callable[[Progress], None],
+        data: dict[str, Record],
     ) -> None:
-        self.study, self.folder, self.options, self.show = study, folder, options, show
+        self.study, self.folder, self.options, self.show, self.data = study, folder, options, show, data
         device = choose_device(options.device)
         self.on_gpu = device.type == "cuda"
-        self.jobs = jobs or default_jobs(tasks.find(study.task), study.batches, device)
+        self.jobs = jobs or default_jobs(study.batches, device)
         self.task = tasks.build(study.task, study.task_settings)
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
@@ -158,7 +168,7 @@ class _Launcher:
         options = {name: getattr(self.options, name) for name in kept} | how(self.options)
         for config in configs:
             path = self.folder / "runs" / run_name(config)
-            finished = _finished(path, config)
+            finished = _finished(path, config, self.data[config.part])
             if finished:
                 self.progress.repeated += 1
                 self._finish(pool, cell, config, finished)
@@ -206,11 +216,12 @@ class _Launcher:
         write_json(self.folder / "study.json", study)
 
 
-def _finished(path: Path, config: RunConfig) -> Record | None:
+def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     folder = RunFolder(path)
     if not folder.file.exists():
         return None
     record = folder.open(config)
+    folder.check_data(data)
     return record if record["status"] in FINISHED else None
 
 
@@ -221,6 +232,8 @@ _stop = _end = _busy = False
 
 def _warm_up() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
+    # told of by the parent, which has loaded the same data
+    warnings.filterwarnings("ignore", message=".*does not hold the official records")
     torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
     signal.signal(signal.SIGINT, _ask_to_stop)
     signal.signal(signal.SIGTERM, _ask_to_stop)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +49,15 @@ class Tensors:
     def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
         """Where samples lie: the tensors that hold them, and the rows there."""
         return self.tensors, indices.to(self.device)
+
+    def fingerprint(self) -> str:
+        """Short, and another for other samples: of their number and shape, and of rows spread over all of them."""
+        digest = hashlib.sha256()
+        for t in self.tensors:
+            rows = torch.arange(min(len(t), 256)) * max(1, len(t) // 256)
+            digest.update(f"{tuple(t.shape)} {t.dtype}".encode())
+            digest.update(t[rows.to(t.device)].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()[:12]
 
     def to(self, device: torch.device | str) -> Tensors:
         """The same samples on a device."""

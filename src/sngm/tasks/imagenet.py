@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..data.imagenet import CLASSES, ImageFolder
+from ..data.imagenet import CLASSES, ImageFolder, need_pillow
 from ..errors import DataMissing
 from ..models.resnet import resnet50
 from .base import Batch, Samples, Splits, Task
@@ -84,6 +84,7 @@ class ImageNetResNet50(Task):
         return {**super().usual(batch), "warmup": 14.0 if batch >= 32768 else 10 * batch / 32768}
 
     def data(self) -> Splits:
+        need_pillow()  # not found missing only in a worker
         train, test = (
             ImageFolder(self.data_dir, split, size=self.size, resize=self.resize) for split in ("train", "val")
         )

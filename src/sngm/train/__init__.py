@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,10 @@ from ..errors import UsageError
 from . import checkpoint
 from .batch import BatchPlan
 from .config import RunConfig, resolve
-from .evaluate import evaluate, samples_of
+from .evaluate import data_of, evaluate, samples_of
 from .loop import Options, train
-from .record import RunFolder
+from .processes import set_numerics
+from .record import RunFolder, differences
 
 __all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
 
@@ -41,9 +43,15 @@ def load(
 
 def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> dict[str, float]:
     """The scores of a run's trained model, computed anew."""
+    set_numerics(device)
     model, config = _load(folder, device, data_dir)
     task = config.build_task(data_dir)
-    _, held_out = samples_of(task, config)
+    training, held_out = samples_of(task, config)
+    there, here = RunFolder(folder).read().get("data"), data_of(training, held_out)
+    if there not in (None, here):
+        warnings.warn(
+            f"{folder}: the run's data were others than these: {'; '.join(differences(there, here))}", stacklevel=2
+        )
     return evaluate(task, model, held_out, config)
 
 

@@ -98,11 +98,11 @@ class BatchPlan:
         """In words, for people.
 
         >>> BatchPlan.of(batch=512, workers=8, micro=32).describe()
-        '512 = 8 workers x 2 passes of 32; BatchNorm over 32; 1 process'
+        '512 = 8 workers x 2 groups of 32; BatchNorm over 32; 1 process'
         """
-        passes = self.share // self.bn_group
+        groups = self.share // self.bn_group
         return (
-            f"{self.batch} = {self.workers} worker{'s' * (self.workers > 1)} x {passes} pass{'es' * (passes > 1)} "
+            f"{self.batch} = {self.workers} worker{'s' * (self.workers > 1)} x {groups} group{'s' * (groups > 1)} "
             f"of {self.bn_group}; BatchNorm over {self.bn_group}; {self.ranks} process{'es' * (self.ranks > 1)}"
         )
 

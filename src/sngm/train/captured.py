@@ -45,9 +45,9 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, else
     if elsewhere:
         return f"{elsewhere}, where a graph cannot get them"
     if task.pass_size is None:
-        return "the task's loss may draw random numbers (it sets no pass_size), which a graph would repeat"
+        return "the task's loss may draw random numbers (it sets no pass_size), which a graph cannot seed for each step"
     if draws(task, model):
-        return "the model has dropout, whose random numbers a graph would repeat"
+        return "the model has dropout, whose random numbers a graph cannot seed for each step"
     return ""
 
 

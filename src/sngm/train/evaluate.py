@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,9 +12,10 @@ from ..errors import UsageError
 from ..tasks import Batch, Samples, Schedule, Splits, Task
 from . import rng
 from .config import RunConfig
-from .feed import to_device
+from .feed import Loader, loaders_of, to_device
 
 EVAL_BATCH = 1024
+LOADED_BATCH = 128
 HeldOut = dict[str, Samples]
 
 
@@ -39,15 +41,22 @@ class Part:
         found: tuple[Batch, Tensor] = self.samples.rows(self.indices.to(indices.device)[indices])  # type: ignore[attr-defined]
         return found
 
+    def fingerprint(self) -> str | None:
+        """That of the samples it is a part of, if they have one."""
+        return fingerprint(self.samples)
+
     def to(self, device: torch.device | str) -> Part:
         """The same samples on a device, where those they are a part of can be moved."""
         move = getattr(self.samples, "to", None)
         return self if move is None else Part(move(device), self.indices.to(device))
 
 
-def samples_of(task: Task, config: RunConfig) -> tuple[Samples, HeldOut]:
-    """What to train on, and what to score, by name. A run that selects a learning rate never sees the test set."""
-    splits = task.data()
+def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> tuple[Samples, HeldOut]:
+    """What to train on, and what to score, by name. A run that selects a learning rate never sees the test set.
+
+    `splits` are the task's data, if they have been loaded already.
+    """
+    splits = task.data() if splits is None else splits
     if not isinstance(splits, Splits):
         raise UsageError(f"task {config.task}: data() must return sngm.tasks.Splits, got {type(splits).__name__}")
     if config.part == "full":
@@ -60,11 +69,26 @@ def samples_of(task: Task, config: RunConfig) -> tuple[Samples, HeldOut]:
     return Part(splits.train, order[:-held]), {"validation": Part(splits.train, order[-held:])}
 
 
+def fingerprint(samples: Samples) -> str | None:
+    """What tells samples from others, where they can say."""
+    say = getattr(samples, "fingerprint", None)
+    return None if say is None else str(say())
+
+
+def data_of(training: Samples, held_out: HeldOut) -> dict[str, Any]:
+    """What a run's record says of its data."""
+    return {
+        name: {"samples": len(samples), "fingerprint": fingerprint(samples)}
+        for name, samples in {"training": training, **held_out}.items()
+    }
+
+
 def steps_per_epoch(config: RunConfig, count: int) -> int:
     """Whole batches in `count` samples; the rest of an epoch's order is left out."""
     if config.batch > count:
         most = count // config.workers * config.workers or count
-        raise UsageError(f"batch={config.batch} is more than the {count} samples to train on; at most {most}")
+        rest = ", the rest being held out to choose a learning rate by" if config.part == "select" else ""
+        raise UsageError(f"batch={config.batch} is more than the {count} samples to train on{rest}; at most {most}")
     return count // config.batch
 
 
@@ -81,20 +105,27 @@ def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
 
 @torch.no_grad()
 def evaluate(
-    task: Task, model: nn.Module, held_out: HeldOut, config: RunConfig, pass_size: int | None = None
+    task: Task,
+    model: nn.Module,
+    held_out: HeldOut,
+    config: RunConfig,
+    pass_size: int | None = None,
+    loaders: int | None = None,
 ) -> dict[str, float]:
     """All scores, such as ``test_accuracy``, with every layer left in the mode it was in."""
     device = next(model.parameters()).device
     size = EVAL_BATCH
     if device.type == "cuda":  # where small batches leave it idle
-        size = max(size, 1 << (pass_size or task.pass_size or 1).bit_length() - 1)
+        size = max(size, 1 << (task.pass_size or 1).bit_length() - 1)
+    size = size if pass_size is None else min(size, pass_size)
+    count = loaders_of(task, loaders) if task.loaders or loaders else 0
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         scores: dict[str, float] = {}
         for name, samples in held_out.items():
             with config.autocast(device):
-                found = task.evaluate(model, batches(samples, device, config.dtype, size))
+                found = task.evaluate(model, batches(samples, device, config.dtype, size, count))
             if task.metric not in found:
                 raise UsageError(
                     f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
@@ -107,8 +138,19 @@ def evaluate(
             module.training = flag
 
 
-def batches(samples: Samples, device: torch.device, dtype: torch.dtype, size: int = EVAL_BATCH) -> Iterator[Batch]:
-    """All samples in order."""
+def batches(
+    samples: Samples, device: torch.device, dtype: torch.dtype, size: int = EVAL_BATCH, loaders: int = 0
+) -> Iterator[Batch]:
+    """All samples in order; those that have to be loaded, by as many other processes ahead of time."""
     place = getattr(samples, "device", None)  # samples on a device are picked there
-    for indices in torch.split(torch.arange(len(samples), device=place), size):
-        yield to_device(samples[indices], device, dtype)
+    if not loaders or place is not None:
+        for indices in torch.split(torch.arange(len(samples), device=place), size):
+            yield to_device(samples[indices], device, dtype)
+        return
+    loader = Loader(lambda indices: samples[indices], loaders, device)
+    try:
+        # small ones: each process holds several
+        for batch in loader.over(list(torch.split(torch.arange(len(samples)), min(size, LOADED_BATCH)))):
+            yield to_device(batch, device, dtype)
+    finally:
+        loader.close()

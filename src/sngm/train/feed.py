@@ -34,12 +34,15 @@ OURS = {kind.__name__: kind for kind in (DataMissing, Failed, UsageError)}
 def place(samples: Samples, device: torch.device) -> Samples:
     """The samples on the device, if they are tensors in memory and there is room; else as they are."""
     move = getattr(samples, "to", None)
-    if move is None or device.type != "cuda":
-        return samples
-    if size_of(samples) > ROOM * torch.cuda.mem_get_info(device)[0]:
+    if move is None or device.type != "cuda" or not fits(samples, device):
         return samples
     moved: Samples = move(device)
     return moved
+
+
+def fits(samples: Samples, device: torch.device) -> bool:
+    """Whether there is room for the samples on the device, and as much for all else."""
+    return device.type != "cuda" or size_of(samples) <= ROOM * torch.cuda.mem_get_info(device)[0]
 
 
 def size_of(samples: Any) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..errors import Interrupted
+from ..errors import DataMissing, Interrupted
 from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .clock import Clock
 from .config import RunConfig
-from .evaluate import evaluate
+from .evaluate import data_of, evaluate, samples_of
 from .feed import place
 from .files import locked
 from .optimizer import set_rates
-from .processes import Processes, join
+from .processes import Processes, join, set_numerics
 from .record import FINISHED, RunFolder, describe, final
 from .setup import Setup, prepare
 from .sinks import open_sink
@@ -84,19 +83,15 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         folder = RunFolder(path)
         record = processes.share(folder.open(config) if processes.first else None)
         if record.get("status") in FINISHED:
+            with contextlib.suppress(DataMissing):  # which a finished run can do without
+                folder.check_data(data_of(*samples_of(config.build_task(options.data_dir), config)))
             return dict(record)
-        backends: Any = torch.backends
-        for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-            backend.fp32_precision = "ieee"  # float32 means float32: no rounding of inputs to TF32
-        if options.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.use_deterministic_algorithms(True)
-        else:
-            torch.backends.cudnn.benchmark = processes.device.type == "cuda"
+        set_numerics(processes.device, options.deterministic)
         how = {"step": options.step, "loaders": options.loaders, "pass_size": options.pass_size}
         setup = prepare(config, processes, options.data_dir, **how)  # type: ignore[arg-type]
         if not processes.first:
             return _run(config, setup, folder, options, processes)
+        folder.check_data(setup.data)
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
             return _run(config, setup, folder, options, processes)
@@ -106,7 +101,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
     state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), model, optimizer)
-    record = describe(config, model, processes)
+    record = describe(config, model, processes, setup.data)
     journal = Journal(config, folder, record, state, options) if processes.first else None
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
     held_out = {name: place(samples, processes.device) for name, samples in setup.held_out.items()}
@@ -153,9 +148,9 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": config.lr * factor}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
-                    metrics |= processes.share(
-                        evaluate(task, model, held_out, config, options.pass_size) if processes.first else None
-                    )
+                    how = options.pass_size, options.loaders
+                    scored = evaluate(task, model, held_out, config, *how) if processes.first else None
+                    metrics |= processes.share(scored)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)

@@ -17,6 +17,7 @@ from ..optim import CLARS, ExtrapSGD
 from .config import RunConfig
 from .feed import loaders_of, place, size_of, to_device
 from .optimizer import build_optimizer
+from .processes import set_numerics
 from .setup import Setup
 
 MOST_ON_CPU = 128  # samples of the pass that is measured there
@@ -51,6 +52,7 @@ class Measured:
 
 def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int | None = None) -> Measured:
     """Take one pass of a run that has been prepared, with a copy of its model: the run is left as it is."""
+    set_numerics(device)
     model = copy.deepcopy(setup.model).train()
     optimizer = build_optimizer(config, model)
     on_gpu = device.type == "cuda"

@@ -6,6 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -54,6 +55,17 @@ class Processes:
         return bool(said.item())
 
 
+def set_numerics(device: torch.device, deterministic: bool = False) -> None:
+    """How this process computes, for training, scoring and measuring alike."""
+    backends: Any = torch.backends
+    for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        backend.fp32_precision = "ieee"  # float32 means float32: no rounding of inputs to TF32
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = device.type == "cuda" and not deterministic
+
+
 @contextlib.contextmanager
 def join(device: str | None = None) -> Iterator[Processes]:
     """Join the other processes if torchrun started this one; else be the only one."""
@@ -70,7 +82,8 @@ def join(device: str | None = None) -> Iterator[Processes]:
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
     own = chosen if chosen.type == "cuda" else None
-    dist.init_process_group("nccl" if own else "gloo", device_id=own)
+    # the others wait while the first one evaluates
+    dist.init_process_group("nccl" if own else "gloo", device_id=own, timeout=timedelta(hours=2))
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:

@@ -46,6 +46,15 @@ class RunFolder:
             )
         return record
 
+    def check_data(self, data: dict[str, Any]) -> None:
+        """Refuse to go on, on other data than the run began with; records of older versions say nothing of it."""
+        there = self.read().get("data", data) if self.file.exists() else data
+        if lines := differences(there, data):
+            raise UsageError(
+                f"{self.path} holds a run on other data; name another folder with --out, or delete it. They differ:\n  "
+                + "\n  ".join(lines)
+            )
+
     def read(self) -> dict[str, Any]:
         record: dict[str, Any] = read_json(self.file)
         if not isinstance(record, dict) or record.get("format") != 1 or not isinstance(record.get("config"), dict):
@@ -83,7 +92,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     return lines
 
 
-def describe(config: RunConfig, model: nn.Module, processes: Processes) -> dict[str, Any]:
+def describe(config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any]) -> dict[str, Any]:
     """The record of a run that begins."""
     return {
         "format": 1,
@@ -93,6 +102,7 @@ def describe(config: RunConfig, model: nn.Module, processes: Processes) -> dict[
         "hash": config.hash,
         "parameters": sum(p.numel() for p in model.parameters()),
         "processes": processes.ranks,
+        "data": data,
         "result": {},
         "timing": {},
         **provenance(processes.device),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageError
-from ..tasks import Samples, Schedule, Task
+from ..tasks import Samples, Schedule, Splits, Task
 from . import rng
 from .batch import BatchPlan
 from .captured import Captured, choose, without_capture
 from .config import RunConfig
-from .evaluate import HeldOut, samples_of, schedule_of, steps_per_epoch
-from .feed import Resident, Streamed, loaders_of
+from .evaluate import HeldOut, data_of, samples_of, schedule_of, steps_per_epoch
+from .feed import Resident, Streamed, fits, loaders_of
 from .optimizer import build_optimizer, captures
 from .processes import Processes
 from .statistics import Ghost, OneByOne, may_merge
@@ -31,6 +33,7 @@ class Setup:
     task: Task
     training: Samples
     held_out: HeldOut
+    data: dict[str, Any]  # what the record says of them
     per_epoch: int  # steps
     steps: int
     schedule: Schedule
@@ -49,17 +52,23 @@ def prepare(
     step: str = "auto",
     loaders: int | None = None,
     pass_size: int | None = None,
+    splits: Splits | None = None,
 ) -> Setup:
     """Data, batch plan, schedule, model and optimizer of a run, and how its steps are made."""
     config.check_source()
     task = config.build_task(data_dir)
-    training, held_out = samples_of(task, config)
+    training, held_out = samples_of(task, config, splits)
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
     model = build_model(config, task, processes.device)
+    if plan.bn_group == 1 and any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
+        raise UsageError(
+            "BatchNorm over a single sample: take a larger --batch, fewer --workers, or a larger --bn-group"
+        )
     streams = task.loaders > 0 or bool(loaders)
-    mode = choose(step, task, model, processes.device, processes.ranks, why_elsewhere(training, streams))
+    elsewhere = why_elsewhere(training, streams, processes.device)
+    mode = choose(step, task, model, processes.device, processes.ranks, elsewhere)
     optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
     if "captured" in mode and not captures(optimizer):
         if step != "auto":
@@ -81,7 +90,8 @@ def prepare(
     )
     stepper = Captured(plain, config.batch, processes.device) if "captured" in mode else plain
     steps = per_epoch * config.epochs
-    return Setup(task, training, held_out, per_epoch, steps, schedule, plan, model, optimizer, feed, stepper)
+    data = data_of(training, held_out)
+    return Setup(task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, feed, stepper)
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
@@ -93,11 +103,13 @@ def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Modul
     return model
 
 
-def why_elsewhere(samples: Samples, streams: bool) -> str:
+def why_elsewhere(samples: Samples, streams: bool, device: torch.device) -> str:
     """What keeps samples from a GPU's memory, in words; empty if nothing does."""
     if streams:
         return "batches come from other processes"
-    return "" if getattr(samples, "device", None) is not None else "samples are not tensors in memory"
+    if getattr(samples, "device", None) is None:
+        return "samples are not tensors in memory"
+    return "" if fits(samples, device) else "samples take more than half of the GPU's free memory"
 
 
 def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:

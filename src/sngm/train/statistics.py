@@ -26,9 +26,9 @@ def may_merge(task: Task, model: nn.Module) -> bool:
 
 
 def draws(task: Task, model: nn.Module) -> bool:
-    """Whether the loss may draw random numbers."""
+    """Whether the loss may draw random numbers: a model may say so by an attribute `draws`, beside its layers."""
     dropout = any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in model.modules())
-    return task.pass_size is None or dropout
+    return task.pass_size is None or dropout or bool(getattr(model, "draws", False))
 
 
 class OneByOne:

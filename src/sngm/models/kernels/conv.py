@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...kernels import LARGEST
+
 CHANNELS = (16, 32, 64)
 
 
@@ -148,11 +150,12 @@ PROGRAMS = 528  # for a gradient of weights: four for each processor of a large 
 MANY = 1 << 18  # pixels from which cuDNN is faster with 32 channels; with 64 it always is
 
 
-def fits(weight: Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether the kernels know a convolution with this weight."""
+def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether the kernels know a convolution of this input with this weight."""
     outputs, inputs, *kernel = weight.shape
     known = outputs in CHANNELS and (inputs in CHANNELS or inputs <= 3)
-    return known and kernel == [3, 3] and stride == (1, 1) and weight.dtype == torch.float32
+    few_enough = x.numel() // inputs * max(inputs, outputs) < LARGEST
+    return known and few_enough and kernel == [3, 3] and stride == (1, 1) and weight.dtype == torch.float32
 
 
 def forward(x: Tensor, weight: Tensor, by_library: bool) -> Tensor:

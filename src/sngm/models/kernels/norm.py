@@ -207,7 +207,7 @@ class Plan:
         columns = channels // block_channels
         # programs enough for a GPU of some hundred cores, each with rows enough to be worth its start
         most = max(1, self.rows // (2 * self.shape["BLOCK"]))
-        self.parts = min(32, power_below(most), power_below(max(1, 2048 // (groups * columns))))
+        self.parts = min(128, power_below(most), power_below(max(1, 1024 // (groups * columns))))
         self.tiles = min(128, power_below(most), power_below(max(1, 4096 // (groups * columns))))
         self.columns = columns
 

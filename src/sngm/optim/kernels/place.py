@@ -147,7 +147,7 @@ class Place:
     def numbers(self, values: Sequence[Any] | Tensor) -> Tensor:
         """Numbers, or tensors of one element, as one tensor here; numbers are copied without waiting."""
         if isinstance(values, Tensor):
-            return values.to(self.device, torch.float64)
+            return values.to(self.device, torch.float64).contiguous()  # the kernels know no strides
         there = torch.empty(len(values), dtype=torch.float64, device=self.device)
         if any(isinstance(value, Tensor) for value in values):
             for place, value in zip(there.unbind(), values, strict=True):

@@ -21,6 +21,7 @@ import torch
 
 ENABLED = True  # a switch for measurements and tests, read when a plan is made
 MOST = 4  # graphs of one plan: addresses of a loss scale or of mean norms take turns; more than that are launched
+STALE = 100  # steps without a graph after which another may take its place: more than MOST in turns make none anew
 NON_BLOCKING, RELAXED = 1, 2
 FUNCTIONS: dict[str, tuple[Any, ...]] = {
     "cuThreadExchangeStreamCaptureMode": (c_void_p,),
@@ -125,18 +126,35 @@ class Replays:
     def __init__(self) -> None:
         self.graphs: dict[tuple[int, ...], Graph] = {}
         self.recent: deque[tuple[int, ...]] = deque(maxlen=MOST)
+        self.steps = 0
+        self.used: dict[tuple[int, ...], int] = {}  # at which step a graph was last of use
 
     def run(self, addresses: tuple[int, ...], stream: int | None) -> bool:
         """Replay the step with these addresses, if there is a graph of it."""
+        self.steps += 1
         graph = self.graphs.get(addresses)
-        return graph is not None and graph(stream)
+        if graph is None or not graph(stream):
+            return False
+        self.used[addresses] = self.steps
+        return True
 
     def learn(self, addresses: tuple[int, ...], launches: Sequence[Any], pool: dict[str, Any]) -> None:
         """Make a graph of launches just made, if a step shortly before had the same addresses."""
         if addresses not in self.recent:
             self.recent.append(addresses)
-        elif launches and addresses not in self.graphs and len(self.graphs) < MOST and Graph.working:
+        elif launches and addresses not in self.graphs and Graph.working and self._room():
             try:
                 self.graphs[addresses] = Graph(launches, pool)
+                self.used[addresses] = self.steps
             except Exception:  # the step itself has been launched, and so will be those to come
                 Graph.working = False
+
+    def _room(self) -> bool:
+        """Whether there is room for one more graph, which one that is long out of use makes."""
+        if len(self.graphs) < MOST:
+            return True
+        oldest = min(self.graphs, key=self.used.__getitem__)
+        if self.steps - self.used[oldest] < STALE:
+            return False
+        del self.graphs[oldest], self.used[oldest]
+        return True
