@@ -41,7 +41,7 @@ from sngm.tasks.cifar import MEAN, STD
 from sngm.train import Options, resolve, train
 
 EXAMPLES = """examples:
-  python benchmarks/epoch.py --data-dir .data --out build/bench            all of it, some five minutes on one GPU
+  python benchmarks/epoch.py --data-dir .data --out build/bench            all of it, some ten minutes on one GPU
   python benchmarks/epoch.py --batches 1024 --modes captured --only cifar  one number
   python benchmarks/epoch.py --write-docs build/bench/epoch.json           put results into docs/speed.md
 """
@@ -283,38 +283,70 @@ def milliseconds(function: Callable[[], Any], times: int = 20) -> float:
     return start.elapsed_time(end) / times
 
 
-def cifar(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {"modes": {}, "methods": {}, "plain": {}, "resident": {}, "without_kernels": {}}
-    for batch in args.batches:
-        found["modes"][batch] = {
-            mode: measure("cifar10-resnet20", "sngm", batch, mode, args.data_dir, args.epochs) for mode in args.modes
-        }
-        found["methods"][batch] = {
-            method: measure("cifar10-resnet20", method, batch, "auto", args.data_dir, 3) for method in args.methods
-        }
+def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All there is to measure, by name, what limits are for first."""
+
+    def resnet20(batch: int, method: str = "sngm", step: str = "captured", epochs: int = args.epochs) -> Any:
+        return measure("cifar10-resnet20", method, batch, step, args.data_dir, epochs)
+
+    def plain(batch: int, resident: bool) -> float:
+        return statistics.median(plain_loop(args.data_dir, batch, 3, resident)[1:])
+
+    def torchs(batch: int) -> Any:
         with without_kernels():
-            found["without_kernels"][batch] = measure("cifar10-resnet20", "sngm", batch, "captured", args.data_dir, 3)
-        for name, resident in (("plain", False), ("resident", True)):
-            progress(f"plain loop, batch {batch}{', images on the GPU' if resident else ''}")
-            found[name][batch] = statistics.median(plain_loop(args.data_dir, batch, 3, resident)[1:])
-    bandwidth = copy_bandwidth(torch.device("cuda"))
-    found["bound_seconds"] = 50_000 * CONV_OUTPUTS * 2 * PASSES / bandwidth
-    found["bandwidth"] = bandwidth
-    found["convolutions"] = convolutions()
-    return found
+            return resnet20(batch, epochs=3)
 
-
-def pictures(args: argparse.Namespace) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, task in (("resnet50", "ResNet50"), ("vit_b16", "ViTB16")):
+    of = functools.partial
+    if args.only != "pictures":
+        yield "bandwidth", of(copy_bandwidth, torch.device("cuda"))
+        for batch in args.batches:
+            yield f"mode/{batch}/captured", of(resnet20, batch)
+            yield f"plain/{batch}", of(plain, batch, False)
+            yield f"resident/{batch}", of(plain, batch, True)
+            yield f"torchs/{batch}", of(torchs, batch)
+        yield "convolutions", convolutions
+        for method in args.methods:
+            for batch in args.batches:
+                yield f"method/{batch}/{method}", of(resnet20, batch, method, "auto", 3)
+    if args.only != "cifar":
         for mode in args.modes:
-            spec = f"{HERE}:{task}"
-            result = measure(spec, "sngm", 256, mode, None, 4, workers=1, micro=128)
-            if result.get("seconds_per_epoch"):
-                result["images_a_second"] = 2048 / result["seconds_per_epoch"]
-                peak = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
-                result["utilisation"] = peak and result["images_a_second"] * FLOPS[name] / peak
-            found.setdefault(name, {})[mode] = result
+            for name in ("resnet50", "vit_b16"):
+                yield f"pictures/{name}/{mode}", of(pictures, name, mode)
+    if args.only != "pictures":
+        for mode in args.modes:
+            for batch in args.batches:
+                yield f"mode/{batch}/{mode}", of(resnet20, batch, step=mode)
+
+
+def pictures(name: str, mode: str) -> dict[str, Any]:
+    """Images a second of one of the large models."""
+    task = {"resnet50": "ResNet50", "vit_b16": "ViTB16"}[name]
+    result: dict[str, Any] = measure(f"{HERE}:{task}", "sngm", 256, mode, None, 4, workers=1, micro=128)
+    if "failed" not in result:
+        result["images_a_second"] = 2048 / result["seconds_per_epoch"]
+        peak = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
+        result["utilisation"] = peak and result["images_a_second"] * FLOPS[name] / peak
+    return result
+
+
+def take(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:
+    """Measure what a file does not hold yet, and keep each number as soon as it is there."""
+    record: dict[str, Any] = {"about": about(sys.argv[1:]), "cells": {}}
+    if path and path.exists():
+        there = json.loads(path.read_text())
+        if all(there["about"][key] == record["about"][key] for key in ("commit", "device", "torch")):
+            record = there
+    for name, work in cells(args):
+        if name in record["cells"]:
+            continue
+        progress(name)
+        start = time.perf_counter()
+        record["cells"][name] = work()
+        progress(f"{name}: {time.perf_counter() - start:.0f} s", passing=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=2))
+    found: dict[str, Any] = json.loads(json.dumps(record))  # as --write-docs will have it
     return found
 
 
@@ -337,91 +369,89 @@ def about(arguments: list[str]) -> dict[str, Any]:
 # ---------------------------------------------------------------- the page
 
 
-def verdicts(record: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
     """What must hold on one H200, the limit, what was measured, and whether it holds."""
 
     def row(what: str, limit: str, value: float | None, holds: Callable[[float], bool], text: str) -> Any:
-        known = value is not None
-        return what, limit, text.format(value) if known else "not measured", "yes" if known and holds(value) else "NO"
+        if value is None:
+            return what, limit, "not measured", ""
+        return what, limit, text.format(value), "yes" if holds(value) else "NO"
 
-    ours = record.get("cifar")
-    if ours:
-        best = {int(b): modes.get("captured", {}) for b, modes in ours["modes"].items()}
-        for batch, limit in LIMITS.items():
-            took = best.get(batch, {}).get("seconds_per_epoch")
-            yield row(f"ResNet20, SNGM, batch {batch}", f"{limit} s", took, lambda v, m=limit: v <= m, "{:.3f} s")
-            plain = {int(b): v for b, v in ours["plain"].items()}.get(batch)
-            times = plain / took if plain and took else None
-            yield row(
-                f"against the plain loop, batch {batch}",
-                f"{TIMES_PLAIN:g} x",
-                times,
-                lambda v: v >= TIMES_PLAIN,
-                "{:.1f} x",
-            )
-        memory = best.get(8192, {}).get("peak_gib")
-        yield row("peak memory, batch 8192", f"{GIB:g} GiB", memory, lambda v: v < GIB, "{:.2f} GiB")
+    for batch, limit in LIMITS.items():
+        ours = found.get(f"mode/{batch}/captured", {}).get("seconds_per_epoch")
+        plain = found.get(f"plain/{batch}")
+        yield row(f"ResNet20, SNGM, batch {batch}", f"at most {limit} s", ours, lambda v, m=limit: v <= m, "{:.3f} s")
+        times = plain / ours if plain and ours else None
+        limit_text = f"at least {TIMES_PLAIN:g} x"
+        yield row(f"the plain loop to it, batch {batch}", limit_text, times, lambda v: v >= TIMES_PLAIN, "{:.1f} x")
+    memory = found.get("mode/8192/captured", {}).get("peak_gib")
+    yield row("peak memory, batch 8192", f"below {GIB:g} GiB", memory, lambda v: v < GIB, "{:.2f} GiB")
     for name, least in IMAGES_A_SECOND.items():
-        modes = record.get("pictures", {}).get(name, {})
-        rates = [m["images_a_second"] for m in modes.values() if "images_a_second" in m]
-        yield row(
-            f"{name}, images a second", f"{least:g}", max(rates, default=None), lambda v, m=least: v >= m, "{:.0f}"
-        )
+        rates = [
+            v["images_a_second"] for k, v in found.items() if k.startswith(f"pictures/{name}/") and "failed" not in v
+        ]
+        best = max(rates, default=None)
+        yield row(f"{name}, images a second", f"at least {least:g}", best, lambda v, m=least: v >= m, "{:.0f}")
 
 
 def page(record: dict[str, Any]) -> str:
     """The results in Markdown."""
-    where = record["about"]
+    where, found = record["about"], record["cells"]
     lines = [
         f"One {where['device']}, torch {where['torch']}, {where['cpus']} CPU cores, commit {where['commit']}:",
         f"`{where['command']}`", "",
         "| what | limit | measured | holds |", "|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in verdicts(record)), "",
+        *("| " + " | ".join(row) + " |" for row in verdicts(found)), "",
     ]  # fmt: skip
-    if ours := record.get("cifar"):
-        modes = list(next(iter(ours["modes"].values())))
+    split = [key.split("/") for key in found]
+    batches = list(dict.fromkeys(parts[1] for parts in split if parts[0] == "mode"))
+    if batches:
+        modes = list(dict.fromkeys(parts[2] for parts in split if parts[0] == "mode"))
         lines += ["Seconds per epoch of ResNet20 with SNGM, by step mode; peak memory in GiB in brackets:", ""]
-        heads = ["batch", *modes, "captured, torch's operations", "plain loop", "plain loop, images on the GPU"]
-        lines += ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-        for batch, found in ours["modes"].items():
-            cells = [cell(found[mode]) for mode in modes] + [cell(ours["without_kernels"][batch])]
-            cells += [f"{ours['plain'][batch]:.2f}", f"{ours['resident'][batch]:.2f}"]
-            lines.append(f"| {batch} | " + " | ".join(cells) + " |")
-        bound, bandwidth = ours["bound_seconds"], ours["bandwidth"] / 1e12
-        lines += ["", f"Bound: {PASSES} passes over {CONV_OUTPUTS:,} outputs of bfloat16 a picture at the measured "
-                      f"{bandwidth:.2f} TB/s are {bound:.3f} s.", ""]  # fmt: skip
+        heads = [*modes, "captured, torch's operations", "plain loop", "plain loop, images on the GPU"]
+        keys = [*(f"mode/{{}}/{mode}" for mode in modes), "torchs/{}", "plain/{}", "resident/{}"]
+        lines += table(found, batches, heads, keys)
+        bound = 50_000 * CONV_OUTPUTS * 2 * PASSES / found["bandwidth"]
+        lines += [f"Bound: {PASSES} passes over {CONV_OUTPUTS:,} outputs of bfloat16 a picture at the measured "
+                  f"{found['bandwidth'] / 1e12:.2f} TB/s are {bound:.3f} s.", ""]  # fmt: skip
+    if methods := list(dict.fromkeys(parts[2] for parts in split if parts[0] == "method")):
+        lines += ["Seconds per epoch of other methods, in the mode that `--step auto` takes:", ""]
+        lines += table(found, batches, methods, [f"method/{{}}/{method}" for method in methods])
+    if times := found.get("convolutions"):
         lines += [
             "A 3 x 3 convolution of 4096 images, forward, gradient of the input, gradient of the weights, in ms:",
             "",
         ]
         lines += ["| channels | cuDNN | ours | bytes alone, each |", "|---|---|---|---|"]
-        for channels, times in ours["convolutions"].items():
-            both = [", ".join(f"{t:.3f}" for t in times[who]) for who in ("cuDNN", "ours")]
-            lines.append(f"| {channels} | {both[0]} | {both[1]} | {times['bound']:.3f} |")
+        for channels, of in times.items():
+            both = [", ".join(f"{t:.3f}" for t in of[who]) for who in ("cuDNN", "ours")]
+            lines.append(f"| {channels} | {both[0]} | {both[1]} | {of['bound']:.3f} |")
         lines.append("")
-        methods = list(next(iter(ours["methods"].values())))
-        if methods:
-            lines += ["Seconds per epoch of the other methods, in the mode that `--step auto` takes:", ""]
-            lines += ["| batch | " + " | ".join(methods) + " |", "|---" * (len(methods) + 1) + "|"]
-            for batch, found in ours["methods"].items():
-                lines.append(f"| {batch} | " + " | ".join(cell(found[method]) for method in methods) + " |")
-            lines.append("")
-    if others := record.get("pictures"):
+    if large := [parts for parts in split if parts[0] == "pictures"]:
         lines += ["Pictures of 224 x 224, made up, batch 256, bfloat16, SNGM:", ""]
         lines += ["| model | mode | images/s | of the peak | GiB | first epoch, s |", "|---|---|---|---|---|---|"]
-        for name, modes in others.items():
-            for mode, m in modes.items():
-                if "images_a_second" not in m:
-                    lines.append(f"| {name} | {mode} | failed: {m.get('failed')} | | | |")
-                    continue
-                used = f"{m['utilisation']:.0%}" if m["utilisation"] else ""
-                lines.append(f"| {name} | {mode} | {m['images_a_second']:.0f} | {used} | {m['peak_gib']} "
-                             f"| {m['first_epoch_seconds']} |")  # fmt: skip
+        for _, name, mode in large:
+            m = found[f"pictures/{name}/{mode}"]
+            if "failed" in m:
+                lines.append(f"| {name} | {mode} | failed: {m['failed']} | | | |")
+                continue
+            used = f"{m['utilisation']:.0%}" if m["utilisation"] else ""
+            lines.append(f"| {name} | {mode} | {m['images_a_second']:.0f} | {used} | {m['peak_gib']} "
+                         f"| {m['first_epoch_seconds']} |")  # fmt: skip
         lines.append("")
     return "\n".join(lines)
 
 
-def cell(found: dict[str, Any]) -> str:
+def table(found: dict[str, Any], batches: list[str], heads: list[str], keys: list[str]) -> list[str]:
+    """A line a batch, a column a key."""
+    lines = ["| batch | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
+    lines += ["| " + " | ".join([b, *(cell(found.get(key.format(b))) for key in keys)]) + " |" for b in batches]
+    return [*lines, ""]
+
+
+def cell(found: Any) -> str:
+    if found is None or isinstance(found, float):
+        return "" if found is None else f"{found:.2f}"
     if "failed" in found:
         return "failed"
     return f"{found['seconds_per_epoch']:.3f} ({found['peak_gib']})"
@@ -448,7 +478,7 @@ def main() -> None:
     parser.add_argument("--methods", **words, default=list(METHODS), help="methods beside SNGM, by commas")
     parser.add_argument("--epochs", type=int, default=6, help="of each run; the first is not counted")
     parser.add_argument("--only", choices=("cifar", "pictures"), help="one part of it")
-    parser.add_argument("--out", type=Path, help="folder for epoch.json")
+    parser.add_argument("--out", type=Path, help="folder for epoch.json; what is in it is not measured again")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/speed.md, run nothing")
     args = parser.parse_args()
@@ -462,17 +492,9 @@ def main() -> None:
     unknown = set(args.modes) - set(MODES)
     if unknown or args.epochs < 2:
         parser.error(f"modes are {', '.join(MODES)}, got {', '.join(unknown)}" if unknown else "--epochs: at least 2")
-    record: dict[str, Any] = {"about": about(sys.argv[1:])}
-    if args.only != "pictures":
-        record["cifar"] = cifar(args)
-    if args.only != "cifar":
-        record["pictures"] = pictures(args)
-    record = json.loads(json.dumps(record))  # as --write-docs will have it
+    record = take(args, args.out and args.out / "epoch.json")
     print(page(record))
-    if args.out:
-        args.out.mkdir(parents=True, exist_ok=True)
-        (args.out / "epoch.json").write_text(json.dumps(record, indent=2))
-    if args.check and any(row[-1] == "NO" for row in verdicts(record)):
+    if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
         sys.exit(1)
 
 
