@@ -46,9 +46,12 @@ class Archive:
     def urls(self) -> list[str]:
         """Where it may be had, the user's own mirrors first."""
         bases = [*os.environ.get("SNGM_MIRRORS", "").split(), self.base]
+        bases = [Path(base).resolve().as_uri() if Path(base).is_dir() else base for base in bases]
         for base in bases:
             if urlsplit(base).scheme not in ("http", "https", "file"):
-                raise UsageError(f"SNGM_MIRRORS wants base URLs, as https://example.org/data/; got {base!r}")
+                raise UsageError(
+                    f"SNGM_MIRRORS wants base URLs, as https://example.org/data/, or folders; got {base!r}"
+                )
         return [f"{base.rstrip('/')}/{self.name}" for base in bases]
 
 

@@ -195,9 +195,10 @@ def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int)
     if workers is None:
         workers = math.ceil(usual["workers"] / processes) * processes
         if batch % workers and processes == 1:
+            below = batch // workers * workers
             raise UsageError(
                 f"batch={batch} cannot be shared out over the task's {workers} workers; say --workers, "
-                f"or take a batch of {batch // workers * workers or workers}"
+                f"or take a batch of {f'{below} or ' if below else ''}{below + workers}"
             )
     if micro is None and bn_group is None and usual["micro"] is not None and workers > 0 and batch >= workers:
         micro = largest_divisor(batch // workers, usual["micro"])
