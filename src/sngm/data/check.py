@@ -8,11 +8,12 @@ from pathlib import Path
 
 from ..errors import UsageError
 from .cifar import Layout, find_cifar, layouts, read
+from .criteo import find_criteo, load_criteo, verify
 from .fetch import Show, digest
 from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
 from .places import data_roots
 
-NAMES = ("cifar10", "cifar100", "imagenet")
+NAMES = ("cifar10", "cifar100", "imagenet", "criteo")
 
 SUMS = {  # of unpacked files
     "cifar-10-batches-bin": (
@@ -75,6 +76,8 @@ def find(dataset: str, root: Path | None) -> Path:
     """The folder of a dataset, by its name; `DataMissing` if it is not there. Nothing is read."""
     if dataset not in NAMES:
         raise UsageError(f"no dataset is called {dataset!r}; there are {', '.join(NAMES)}")
+    if dataset == "criteo":
+        return find_criteo(root)[0].parent
     return find_imagenet(root) if dataset == "imagenet" else find_cifar(root, int(dataset[5:]))[1]
 
 
@@ -88,6 +91,8 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
         there = [(layout, place / layout.folder) for layout, place in every if (place / layout.folder).is_dir()]
         if there:
             return [_cifar(layout, folder) for layout, folder in there]
+    if dataset == "criteo":
+        return [_criteo(root)]
     return [_imagenet(find(dataset, root), show)]  # of a CIFAR that is not there, find raises the error
 
 
@@ -120,6 +125,17 @@ def _cifar(layout: Layout, folder: Path) -> Finding:
     total = sum(counts.values())
     if not finding.wrong:
         finding.seen = f"{total:,} images, each class equally often, {algorithm.upper()} sums as on record"
+    return finding
+
+
+def _criteo(root: Path | None) -> Finding:
+    """The sample that tasks take by default, converted; there is no published sum to hold it against."""
+    finding = Finding("criteo", str(find("criteo", root)))
+    found = load_criteo(root)
+    finding.wrong = verify(found.folder)
+    if not finding.wrong:
+        rows, malformed = sum(found.facts["rows"].values()), found.facts["malformed"]["rows"]
+        finding.seen = f"{rows:,} rows, {malformed:,} malformed, converted arrays as their sums say"
     return finding
 
 

@@ -49,6 +49,7 @@ from .criteo_convert import (
     say,
 )  # fmt: skip
 from .fetch import digest
+from .fingerprint import fingerprint
 from .hashing import BITS, mix
 from .places import data_roots, missing
 
@@ -84,6 +85,10 @@ class Rows:
     def rows(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
         """Where samples lie: the tensors that hold them, and the rows there."""
         return self.tensors, indices.to(self.device)
+
+    def fingerprint(self) -> str:
+        """What tells these samples from others."""
+        return fingerprint(self.tensors)
 
     def to(self, device: torch.device | str) -> Rows:
         """The same samples in memory, on a device."""

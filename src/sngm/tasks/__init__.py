@@ -35,6 +35,7 @@ TASKS = {
     "cifar10-resnet20": "sngm.tasks.cifar:Cifar10ResNet20",
     "cifar10-vit": "sngm.tasks.vit:Cifar10ViT",
     "cifar100-vit": "sngm.tasks.vit:Cifar100ViT",
+    "criteo-deepfm": "sngm.tasks.criteo:CriteoDeepFM",
     "digits": "sngm.tasks.digits:Digits",
     "imagenet-resnet50": "sngm.tasks.imagenet:ImageNetResNet50",
 }

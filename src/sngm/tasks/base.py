@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any, ClassVar, Protocol
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
+
+from ..data.fingerprint import fingerprint
 
 Batch = tuple[Tensor, ...]
 
@@ -51,13 +52,8 @@ class Tensors:
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:
-        """Short, and another for other samples: of their number and shape, and of rows spread over all of them."""
-        digest = hashlib.sha256()
-        for t in self.tensors:
-            rows = torch.arange(min(len(t), 256)) * max(1, len(t) // 256)
-            digest.update(f"{tuple(t.shape)} {t.dtype}".encode())
-            digest.update(t[rows.to(t.device)].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()[:12]
+        """What tells these samples from others."""
+        return fingerprint(self.tensors)
 
     def to(self, device: torch.device | str) -> Tensors:
         """The same samples on a device."""
@@ -157,6 +153,13 @@ class Task:
         """The mean loss over the samples of a batch, to call `backward` on."""
         inputs, labels = batch
         return cross_entropy(model(inputs), labels)
+
+    def scale(self, batch: int) -> float:
+        """What the mean loss of a batch is multiplied by before its gradient is taken: the batch, if it shall be a sum.
+
+        Methods that divide by the gradient's norm do not notice, but for their weight decay. Records have the mean.
+        """
+        return 1.0
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         """For each sample, what is averaged over the test set: at least "loss" and `metric`."""

@@ -70,6 +70,7 @@ class Stepper:
         self.mode, self.asked = mode, asked  # asked: for this mode, so that another will not do
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.draws = draws(task, model)
+        self.scale = task.scale(config.batch)  # of gradients, not of the loss that is recorded
 
     def __call__(self, indices: Tensor, *, epoch: int | Tensor, step: int) -> Tensor:
         """Take a step on the samples of the global batch; return their mean loss."""
@@ -85,9 +86,9 @@ class Stepper:
                     weight = (piece.stop - piece.start) / self.plan.batch
                     part = self._loss(self.feed.take(indices[piece]), piece, epoch, (step, turn.worker, i))
                     if apart is None:
-                        (part * weight).backward()
+                        (part * (weight * self.scale)).backward()
                     else:
-                        part.backward()  # type: ignore[no-untyped-call]
+                        (part * self.scale).backward()  # type: ignore[no-untyped-call]
                         apart.take(weight)
                     loss += part.detach() * weight
         mean_norms = apart.give_back() if apart is not None else None
@@ -115,7 +116,7 @@ class Stepper:
                 for i, (piece, taken) in enumerate(zip(turn.passes, seen[turn.worker], strict=True)):
                     weight = (piece.stop - piece.start) / self.plan.share
                     part = self._loss(taken, piece, epoch, (step, turn.worker, i))
-                    (part * weight).backward()
+                    (part * (weight * self.scale)).backward()
                     loss += part.detach() * weight
             if second:
                 seen[turn.worker] = []
