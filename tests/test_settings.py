@@ -373,6 +373,7 @@ def test_bfloat16_computes_products_in_it_and_keeps_weights_and_state_in_float32
     assert {p.dtype for p in model.parameters()} == {torch.float32}
 
 
+@pytest.mark.slow
 def test_bfloat16_learns_and_is_scored_as_it_was_trained():
     shown = sngm("train digits --precision bfloat16 --batch 128 --lr 0.1 --epochs 3 --out run --json")
     assert shown.code == 0
