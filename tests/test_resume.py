@@ -17,8 +17,8 @@ import runs
 from runs import assert_same_end, config, ended, metrics, record, run, state, strict_json
 
 from sngm.errors import Interrupted, UsageError
+from sngm.files import locked
 from sngm.train.checkpoint import KEEP
-from sngm.train.files import locked
 
 PLATEAU = ["--method", "adam", "--lr", 0.02, "--schedule", "plateau(factor=2)"]
 WARM = ["--method", "sngm", "--lr", 0.1, "--warmup", 2.5, "--set", "norm=true", "--set", "dropout=0.3"]

@@ -212,8 +212,8 @@ def evaluate(
     as_json: JSON = False,
 ) -> None:
     """Test the trained model of a run again, and hold it against the record."""
+    from .files import finite
     from .train import RunFolder, score
-    from .train.files import finite
     from .train.processes import choose_device
 
     scores = score(folder, choose_device(device), data_dir)

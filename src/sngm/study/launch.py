@@ -21,9 +21,9 @@ import torch
 
 from .. import tasks
 from ..errors import Failed, Interrupted, UsageError
+from ..files import locked, read_json, write_json
 from ..tasks import Splits
 from ..train.config import RunConfig
-from ..train.files import locked, read_json, write_json
 from ..train.loop import Options, train
 from ..train.processes import Processes, choose_device
 from ..train.record import FINISHED, RunFolder, command, differences

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .files import read_json, write_atomically, write_json
+from ..files import read_json, write_atomically, write_json
 
 KEEP = 2
 INDEX = "checkpoints.json"

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import DataMissing, Interrupted
+from ..files import locked
 from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .clock import Clock
 from .config import RunConfig
 from .evaluate import data_of, evaluate, samples_of
 from .feed import place
-from .files import locked
 from .optimizer import set_rates
 from .processes import Processes, join, set_numerics
 from .record import FINISHED, RunFolder, describe, final

@@ -17,8 +17,8 @@ from torch import nn
 import sngm
 
 from ..errors import UsageError
+from ..files import finite, read_json, write_atomically, write_json
 from .config import RunConfig, completed
-from .files import finite, read_json, write_atomically, write_json
 from .processes import Processes
 
 FINISHED = ("finished", "diverged")
