@@ -58,6 +58,15 @@ CONV_OUTPUTS = 188_416  # elements a picture, in ResNet20
 # and output; a mask can be computed again), the gradients of input and weights 2 and 2.
 PASSES = 15
 FLOPS = {"resnet50": 3 * 2 * 4.09e9, "vit_b16": 3 * 2 * 17.56e9}  # a picture, forward and backward
+KINDS = {  # of kernels, by what their names contain; the first that fits
+    "attention": ("flash", "fmha", "attention"),
+    "convolutions and matrix products": ("gemm", "conv", "xmma", "cutlass", "nvjet", "cudnn", "wgrad", "dgrad"),
+    "normalisation": ("sum_rows", "normalise", "sum_gradients", "differentiate", "norm"),
+    "optimizer": ("_squares", "_heavy_ball"),
+    "copies": ("Memcpy", "copy", "Memset", "FillFunctor"),
+    "sums": ("reduce",),
+    "one element at a time": ("elementwise", "gelu", "pool", "softmax", "index", "cat"),
+}
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # multiply-adds of bfloat16 a second, by data sheet, times two
 
 
@@ -312,6 +321,8 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
         for mode in args.modes:
             for name in ("resnet50", "vit_b16"):
                 yield f"pictures/{name}/{mode}", of(pictures, name, mode)
+        for name in ("resnet50", "vit_b16"):
+            yield f"profile/{name}", of(profile, name)
     if args.only != "pictures":
         for mode in args.modes:
             for batch in args.batches:
@@ -327,6 +338,19 @@ def pictures(name: str, mode: str) -> dict[str, Any]:
         peak = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
         result["utilisation"] = peak and result["images_a_second"] * FLOPS[name] / peak
     return result
+
+
+def profile(name: str) -> dict[str, float]:
+    """Milliseconds of a step in each kind of kernel; "busy": of all, "wall": from one step to the next, unprofiled."""
+    found: dict[str, float] = dict.fromkeys([*KINDS, "other"], 0.0)
+    wall = pictures(name, "eager")["seconds_per_epoch"]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
+        pictures(name, "eager")  # as many epochs again, and as many steps in each
+    steps = 4 * 2048 // 256
+    for event in kernels.key_averages():
+        kind = next((k for k, parts in KINDS.items() if any(part in event.key for part in parts)), "other")
+        found[kind] += event.self_device_time_total / 1e3 / steps
+    return found | {"busy": sum(found.values()), "wall": 1e3 * wall / (2048 // 256)}
 
 
 def take(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:
@@ -438,6 +462,17 @@ def page(record: dict[str, Any]) -> str:
             used = f"{m['utilisation']:.0%}" if m["utilisation"] else ""
             lines.append(f"| {name} | {mode} | {m['images_a_second']:.0f} | {used} | {m['peak_gib']} "
                          f"| {m['first_epoch_seconds']} |")  # fmt: skip
+        lines.append("")
+    if profiles := [parts[1] for parts in split if parts[0] == "profile"]:
+        lines += [
+            "Where the time of an eager step of 256 pictures goes, in ms:",
+            "",
+            "| | " + " | ".join(profiles) + " |",
+        ]
+        lines += ["|---" * (len(profiles) + 1) + "|"]
+        rows = sorted(found[f"profile/{profiles[0]}"])
+        for kind in [*(row for row in rows if row not in ("busy", "wall")), "busy", "wall"]:
+            lines.append(f"| {kind} | " + " | ".join(f"{found[f'profile/{n}'][kind]:.1f}" for n in profiles) + " |")
         lines.append("")
     return "\n".join(lines)
 
