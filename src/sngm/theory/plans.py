@@ -1,0 +1,124 @@
+"""What to set for a budget of gradients: Corollaries 1 and 2, Table 1, and the orders stated for EXTRAP-SGD."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from .bounds import kappa
+from .sums import ROUNDING, Floats, Number, largest, number, read, within
+
+
+class Plan(NamedTuple):
+    """A batch size, a learning rate and a number of steps for a budget of gradients, and the bound they lead to.
+
+    `batch` is the paper's real number; `whole_batch` and `whole_steps` are for a run. `bound` is for the mean of
+    E||grad F||, with MSGD too.
+    """
+
+    batch: Number
+    lr: Number
+    steps: Number
+    """ceil(gradients / batch), as the corollaries have it: up to a batch more than the budget."""
+    bound: Number
+    least_gradients: Number
+    """From this budget on, lr meets the condition of the bound; 0 where every budget will do."""
+    gradients: Number
+
+    @property
+    def proved(self) -> Any:
+        """Whether lr meets the condition of the bound, without which the bound is a formula and not a theorem."""
+        enough = np.asarray(self.gradients) >= np.asarray(self.least_gradients) * (1 - 4 * ROUNDING)
+        return bool(enough) if enough.ndim == 0 else enough
+
+    @property
+    def whole_batch(self) -> Any:
+        """`batch` rounded down, since it is the largest the statement allows, but at least 1."""
+        return _whole(np.maximum(1.0, np.floor(self.batch)))
+
+    @property
+    def whole_steps(self) -> Any:
+        """The steps of `whole_batch` that use up the budget."""
+        return _whole(np.ceil(np.divide(self.gradients, self.whole_batch)))
+
+
+def plan(
+    gradients: Floats,
+    method: str,
+    *,
+    gap: Floats = 1.0,
+    L: Floats = 1.0,
+    sigma: Floats = 1.0,
+    beta: Floats = 0.9,
+    lam: Floats = 0.0,
+) -> Plan:
+    """Table 1 for a budget of C gradients and the method "msgd" or "sngm".
+
+    - "sngm": ``batch = sqrt(C)``, ``lr = sqrt(batch / C) = C^(-1/4)``, and the bound of Corollary 1; where lam is above
+      0 that of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`) and is refused below it.
+    - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))``, ``lr = batch / sqrt(C)``, and the square root of `msgd_bound`'s
+      formula there. Table 1 gives orders. With their constants taken as 1, as here, lr is above the bound's condition
+      ``eta <= 1 / (kappa L)`` unless beta = 0 or ``C >= (kappa L)^4``; `proved` says whether it is met.
+
+    Assumes what the theorems behind them do; for "msgd" that includes lam = 0.
+
+    >>> found = plan(10**8, "sngm", gap=1, L=2, sigma=3, beta=0)
+    >>> found.batch, found.lr, found.steps, found.bound
+    (10000.0, 0.01, 10000.0, 0.08)
+    >>> plan(10**8, "msgd", gap=1, L=2, sigma=3, beta=0).batch
+    100.0
+    """
+    gradients, gap, L, sigma, beta, lam = read(gradients=gradients, gap=gap, L=L, sigma=sigma, beta=beta, lam=lam)
+    root = np.sqrt(gradients)
+    fourth = np.sqrt(root)  # not ** 0.25, which misses whole numbers
+    if method.lower() == "sngm":
+        batch, lr = root, 1 / fourth
+        least = least_gradients(beta, lam)
+        enough = f"at least {float(np.max(least))} gradients (Corollary 2)"
+        within(lr, largest(8 * kappa(beta) * lam), f"8 * eta * kappa * lam <= 1, that is {enough}")
+        smooth = (1 - beta) * gap + L * (1 + beta) / (2 * (1 - beta) ** 2) + 2 * sigma
+        relaxed = 2 * (1 - beta) * gap + 8 * L * (1 + beta) / (1 - beta) ** 2 + 4 * sigma
+        bound = np.where(lam > 0, relaxed, smooth) / fourth
+    elif method.lower() == "msgd":
+        if np.any(lam > 0):
+            raise ValueError("the bound of MSGD is for L-smooth functions: lam must be 0")
+        with np.errstate(divide="ignore", over="ignore"):
+            batch = np.minimum(root / L, fourth)
+        lr = batch / root
+        # The condition is eta <= 1 / (kappa L), and lr is at most 1/L.
+        least = np.where(kappa(beta) <= 1 + ROUNDING, 0.0, (kappa(beta) * L) ** 4)
+        noise = L * sigma**2 / root + 4 * L**2 * sigma**2 * lr**2
+        bound = np.sqrt(2 * (1 - beta) * gap / root + noise / (1 - beta) ** 2)
+    else:
+        raise ValueError(f"there is a plan for msgd and one for sngm, not for {method!r}")
+    steps = np.ceil(gradients / batch)
+    return Plan(*map(number, (batch, lr, steps, bound, least, gradients)))
+
+
+def least_gradients(beta: Floats, lam: Floats) -> Number:
+    """The fewest gradients Corollary 2 holds for, ``(8 kappa lam)^4``, where its lr, C^(-1/4), meets its condition.
+
+    >>> least_gradients(beta=0.0, lam=1.25)
+    10000.0
+    """
+    beta, lam = read(beta=beta, lam=lam)
+    return number((8 * kappa(beta) * lam) ** 4)
+
+
+def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Number:
+    """What Section 3 states for EXTRAP-SGD, ``B / (eta C) + (eta + eta^2) / B`` if ``eta <= 1 / L``.
+
+    An order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, also that of the
+    condition. With eta = B / sqrt(C) it is of order 1 / sqrt(C), up to the batch sqrt(C) / L where the condition ends.
+
+    >>> extrap_order(gradients=10_000, eta=0.1, batch=10, L=1)
+    0.021
+    """
+    gradients, eta, batch, L = read(gradients=gradients, eta=eta, batch=batch, L=L)
+    within(eta, largest(L), "eta <= 1 / L")
+    return number(batch / (eta * gradients) + (eta + eta**2) / batch)
+
+
+def _whole(value: Number) -> Any:
+    return int(value) if np.ndim(value) == 0 else value.astype(np.int64)
