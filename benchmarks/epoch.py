@@ -10,21 +10,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
-import json
-import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from arena import copy_bandwidth, progress
+from arena import copy_bandwidth
+from cells import DOCS, by_kind, heading, measure, take, verdict, write_docs
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -38,7 +33,6 @@ from sngm.models.resnet_cifar import resnet20
 from sngm.models.vit import vit_b16
 from sngm.tasks import Splits, Task, Tensors
 from sngm.tasks.cifar import MEAN, STD
-from sngm.train import Options, resolve, train
 
 EXAMPLES = """examples:
   python benchmarks/epoch.py --data-dir .data --out build/bench            all of it, some ten minutes on one GPU
@@ -46,7 +40,7 @@ EXAMPLES = """examples:
   python benchmarks/epoch.py --write-docs build/bench/epoch.json           put results into docs/speed.md
 """
 HERE = Path(__file__).resolve()
-PAGE = HERE.parents[1] / "docs" / "speed.md"
+PAGE = DOCS / "speed.md"
 MODES = ("captured", "compiled+captured", "compiled", "eager")
 METHODS = ("msgd", "lars-unscaled", "clars", "extrap-sgd")
 LIMITS = {8192: 0.20, 1024: 0.26, 128: 0.50}  # seconds per epoch of SNGM on one H200
@@ -216,31 +210,6 @@ def plain_shortcut(block: Any, x: Tensor) -> Tensor:
 # ---------------------------------------------------------------- measuring
 
 
-def measure(task: str, method: str, batch: int, step: str, data_dir: Path | None, epochs: int, **more: Any) -> Any:
-    """What `sngm train` says of a short run, and the most memory it took."""
-    progress(f"{task}, {method}, batch {batch}, {step}")
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    precision = "bfloat16"
-    config = resolve(task, method, lr=0.1, batch=batch, epochs=epochs, precision=precision, **more)
-    start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            record = train(config, Path(folder) / "run", Options(data_dir=data_dir, step=step))
-        except Exception as error:
-            return {"failed": f"{type(error).__name__}: {error}"[:200]}
-    if record["status"] != "finished":
-        return {"failed": record["status"]}
-    timing = record["timing"]
-    return {
-        "seconds_per_epoch": timing["seconds_per_epoch"],
-        "mode": timing["step"],
-        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
-        "first_epoch_seconds": round(timing["training_seconds"] - (epochs - 1) * timing["seconds_per_epoch"], 1),
-        "all_seconds": round(time.perf_counter() - start, 1),
-    }
-
-
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """By torch's own operations."""
@@ -342,91 +311,40 @@ def pictures(name: str, mode: str) -> dict[str, Any]:
 
 def profile(name: str) -> dict[str, float]:
     """Milliseconds of a step in each kind of kernel; "busy": of all, "wall": from one step to the next, unprofiled."""
-    found: dict[str, float] = dict.fromkeys([*KINDS, "other"], 0.0)
     wall = pictures(name, "eager")["seconds_per_epoch"]
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
-        pictures(name, "eager")  # as many epochs again, and as many steps in each
-    steps = 4 * 2048 // 256
-    for event in kernels.key_averages():
-        kind = next((k for k, parts in KINDS.items() if any(part in event.key for part in parts)), "other")
-        found[kind] += event.self_device_time_total / 1e3 / steps
-    return found | {"busy": sum(found.values()), "wall": 1e3 * wall / (2048 // 256)}
-
-
-def take(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:
-    """Measure what a file does not hold yet, and keep each number as soon as it is there."""
-    record: dict[str, Any] = {"about": about(sys.argv[1:]), "cells": {}}
-    if path and path.exists():
-        there = json.loads(path.read_text())
-        if all(there["about"][key] == record["about"][key] for key in ("commit", "device", "torch")):
-            record = there
-    for name, work in cells(args):
-        if name in record["cells"]:
-            continue
-        progress(name)
-        start = time.perf_counter()
-        record["cells"][name] = work()
-        progress(f"{name}: {time.perf_counter() - start:.0f} s", passing=True)
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(record, indent=2))
-    found: dict[str, Any] = json.loads(json.dumps(record))  # as --write-docs will have it
-    return found
-
-
-def about(arguments: list[str]) -> dict[str, Any]:
-    """Where and of what this was measured."""
-    commit = (
-        os.environ.get("SNGM_COMMIT")
-        or subprocess.run(
-            ["git", "-C", str(HERE.parent), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-    )
-    device = torch.cuda.get_device_name()
-    command = shlex.join(["python", "benchmarks/epoch.py", *arguments])
-    return {
-        "device": device, "torch": torch.__version__, "python": platform.python_version(), "commit": commit,
-        "command": command, "cpus": len(os.sched_getaffinity(0)),
-    }  # fmt: skip
+    # profiled: as many epochs again, and as many steps in each
+    return by_kind(KINDS, lambda: pictures(name, "eager"), 4 * 2048 // 256) | {"wall": 1e3 * wall / (2048 // 256)}
 
 
 # ---------------------------------------------------------------- the page
 
 
-def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """What must hold on one H200, the limit, what was measured, and whether it holds."""
-
-    def row(what: str, limit: str, value: float | None, holds: Callable[[float], bool], text: str) -> Any:
-        if value is None:
-            return what, limit, "not measured", ""
-        return what, limit, text.format(value), "yes" if holds(value) else "NO"
 
     for batch, limit in LIMITS.items():
         ours = found.get(f"mode/{batch}/captured", {}).get("seconds_per_epoch")
         plain = found.get(f"plain/{batch}")
-        yield row(f"ResNet20, SNGM, batch {batch}", f"at most {limit} s", ours, lambda v, m=limit: v <= m, "{:.3f} s")
+        yield verdict(
+            f"ResNet20, SNGM, batch {batch}", f"at most {limit} s", ours, lambda v, m=limit: v <= m, "{:.3f} s"
+        )
         times = plain / ours if plain and ours else None
         limit_text = f"at least {TIMES_PLAIN:g} x"
-        yield row(f"the plain loop to it, batch {batch}", limit_text, times, lambda v: v >= TIMES_PLAIN, "{:.1f} x")
+        yield verdict(f"the plain loop to it, batch {batch}", limit_text, times, lambda v: v >= TIMES_PLAIN, "{:.1f} x")
     memory = found.get("mode/8192/captured", {}).get("peak_gib")
-    yield row("peak memory, batch 8192", f"below {GIB:g} GiB", memory, lambda v: v < GIB, "{:.2f} GiB")
+    yield verdict("peak memory, batch 8192", f"below {GIB:g} GiB", memory, lambda v: v < GIB, "{:.2f} GiB")
     for name, least in IMAGES_A_SECOND.items():
         rates = [
             v["images_a_second"] for k, v in found.items() if k.startswith(f"pictures/{name}/") and "failed" not in v
         ]
         best = max(rates, default=None)
-        yield row(f"{name}, images a second", f"at least {least:g}", best, lambda v, m=least: v >= m, "{:.0f}")
+        yield verdict(f"{name}, images a second", f"at least {least:g}", best, lambda v, m=least: v >= m, "{:.0f}")
 
 
 def page(record: dict[str, Any]) -> str:
     """The results in Markdown."""
-    where, found = record["about"], record["cells"]
-    lines = [
-        f"One {where['device']}, torch {where['torch']}, {where['cpus']} CPU cores, commit {where['commit']}:",
-        f"`{where['command']}`", "",
-        "| what | limit | measured | holds |", "|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in verdicts(found)), "",
-    ]  # fmt: skip
+    found = record["cells"]
+    lines = heading(record, verdicts(found))
     split = [key.split("/") for key in found]
     batches = list(dict.fromkeys(parts[1] for parts in split if parts[0] == "mode"))
     if batches:
@@ -439,7 +357,8 @@ def page(record: dict[str, Any]) -> str:
         lines += [f"Bound: {PASSES} passes over {CONV_OUTPUTS:,} outputs of bfloat16 a picture at the measured "
                   f"{found['bandwidth'] / 1e12:.2f} TB/s are {bound:.3f} s.", ""]  # fmt: skip
     if methods := list(dict.fromkeys(parts[2] for parts in split if parts[0] == "method")):
-        lines += ["Seconds per epoch of other methods, in the mode that `--step auto` takes:", ""]
+        taken = dict.fromkeys(v.get("mode", "failed") for k, v in found.items() if k.startswith("method/"))
+        lines += [f"Seconds per epoch of other methods, in the mode that `--step auto` takes ({', '.join(taken)}):", ""]
         lines += table(found, batches, methods, [f"method/{{}}/{method}" for method in methods])
     if times := found.get("convolutions"):
         lines += [
@@ -465,14 +384,17 @@ def page(record: dict[str, Any]) -> str:
         lines.append("")
     if profiles := [parts[1] for parts in split if parts[0] == "profile"]:
         lines += [
-            "Where the time of an eager step of 256 pictures goes, in ms:",
+            "Where the time of an eager step of 256 pictures goes, in ms. Busy: all kernels, also those of tests, of",
+            "256 pictures after every 2,048; wall: from one step to the next, without tests and profiler:",
             "",
             "| | " + " | ".join(profiles) + " |",
         ]
         lines += ["|---" * (len(profiles) + 1) + "|"]
         rows = sorted(found[f"profile/{profiles[0]}"])
         for kind in [*(row for row in rows if row not in ("busy", "wall")), "busy", "wall"]:
-            lines.append(f"| {kind} | " + " | ".join(f"{found[f'profile/{n}'][kind]:.1f}" for n in profiles) + " |")
+            times = [found[f"profile/{n}"][kind] for n in profiles]
+            words = ["not seen" if kind == "optimizer" and not t else f"{t:.1f}" for t in times]  # it does run
+            lines.append(f"| {kind} | " + " | ".join(words) + " |")
         lines.append("")
     return "\n".join(lines)
 
@@ -490,15 +412,6 @@ def cell(found: Any) -> str:
     if "failed" in found:
         return "failed"
     return f"{found['seconds_per_epoch']:.3f} ({found['peak_gib']})"
-
-
-def write_docs(path: Path) -> None:
-    """Put results between the marks of the page."""
-    text = PAGE.read_text()
-    head, rest = text.split("<!-- results -->\n", 1)
-    tail = rest.split("<!-- end of results -->", 1)[1]
-    record = json.loads(path.read_text())
-    PAGE.write_text(f"{head}<!-- results -->\n{page(record)}<!-- end of results -->{tail}")
 
 
 def main() -> None:
@@ -520,14 +433,14 @@ def main() -> None:
     if args.write_docs:
         if not args.write_docs.is_file():
             parser.error(f"no file {args.write_docs}")
-        write_docs(args.write_docs)
+        write_docs(PAGE, args.write_docs, page)
         return
     if not torch.cuda.is_available():
         parser.exit(2, "this measures a GPU, and torch sees none here\n")
     unknown = set(args.modes) - set(MODES)
     if unknown or args.epochs < 2:
         parser.error(f"modes are {', '.join(MODES)}, got {', '.join(unknown)}" if unknown else "--epochs: at least 2")
-    record = take(args, args.out and args.out / "epoch.json")
+    record = take(cells(args), args.out and args.out / "epoch.json")
     print(page(record))
     if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
         sys.exit(1)

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from console import OWN_TASK, SCRIPT, finish, refused, sngm, start
 
 import sngm as package
@@ -185,6 +186,54 @@ def test_a_dry_run_of_compare_says_all_and_does_nothing(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_dry_run_of_compare_says_how_long_it_takes(monkeypatch):
+    measured = []
+
+    class Known:
+        memory, samples, largest = {"total": 1}, 8, 8
+
+        def __init__(self, config, *_):
+            measured.append((config.method, config.batch, torch.get_num_threads()))
+
+        def epoch_seconds(self, setup):
+            return 3200.0 / setup.plan.batch
+
+    monkeypatch.setattr("sngm.train.measure.measure", Known)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
+    line = "compare --methods msgd,sngm --batches 32,512 --seeds 2 --epochs 3 --dry-run"
+    threads = torch.get_num_threads()
+    time = sngm(f"{line} --json").json["time"]
+    assert measured == [("msgd", 32, 1), ("msgd", 512, 1)], "one cell a batch, as workers of a study compute"
+    assert torch.get_num_threads() == threads
+    assert time["seconds_of_a_run"] == {"32": 300.0, "512": 18.75}
+    assert (time["method"], time["runs_at_once"]) == ("msgd", 2)
+    assert time["seconds"] == 2 * (4 + 2) * (300.0 + 18.75) / 2
+    assert sngm(f"{line} --jobs 1 --json").json["time"]["seconds"] == 2 * time["seconds"]
+    said = "time: about 32 min of training on this machine (cpu), 2 runs at a time; from one pass of msgd at each batch"
+    assert said in sngm(line).out
+    assert "about 64 min of training on this machine (cpu), one run after another; " in sngm(f"{line} --jobs 1").out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("", ""),
+        ("--precision float64 --step eager", ""),
+        ("--precision bfloat16", "sngm: --precision bfloat16: made for GPUs"),
+        ("--step compiled", "sngm: --step compiled: made for GPUs"),
+        ("--precision bfloat16 --step compiled", "sngm: --precision bfloat16 and --step compiled: made for GPUs"),
+    ],
+)
+def test_what_is_slow_on_a_cpu_is_warned_of_in_one_line(flags, said, monkeypatch):
+    for verb in (f"train {write(OWN_TASK)}", f"compare {write(OWN_TASK)} --methods msgd"):
+        shown = sngm(f"{verb} --device cpu {flags} -n")
+        assert shown.code == 0
+        assert shown.err.startswith(said)
+        assert shown.err.count("\n") == bool(said)
+    monkeypatch.setenv("RANK", "1")
+    assert sngm(f"train own.py:Line --device cpu {flags} -n").err == "", "the first process has said it"
+
+
 def test_train_eval_and_report_give_one_json_document():
     record = sngm(f"train digits {QUICK} --out run --json").json
     assert record["status"] == "finished"
@@ -201,7 +250,7 @@ def test_what_there_is_comes_as_json_and_as_text(verb):
     assert found.json
     said = sngm(verb)
     assert said.code == 0
-    assert "{" not in said.out
+    assert not said.out.startswith(("{", "["))
 
 
 def test_the_lists_name_every_task_and_method():

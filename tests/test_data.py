@@ -1,6 +1,7 @@
 """Datasets: fetched over HTTP, read from their files, checked; and the hash that augmentation draws from."""
 
 import errno
+import gzip
 import hashlib
 import io
 import json
@@ -26,8 +27,9 @@ import torch
 from console import finish, refused, sngm, start
 
 from sngm import cli_data, tasks
-from sngm.data import check, cifar, fetch, imagenet, places
+from sngm.data import check, cifar, fetch, imagenet, places, wikitext
 from sngm.data.cifar import find_cifar, load_cifar
+from sngm.data.criteo import CriteoLike
 from sngm.data.fetch import Archive
 from sngm.data.hashing import mix
 from sngm.data.imagenet import ImageFolder, crop_box
@@ -1181,6 +1183,55 @@ def test_data_check_names_what_is_wrong(tree):
     shown = sngm("data check imagenet --data-dir data --json")
     assert shown.code == 3
     assert len(shown.json[0]["wrong"]) == 5
+
+
+def test_a_folder_of_cifar_itself_is_checked_as_it_is_read():
+    folder = make("data")
+    refused(sngm(f"data check cifar10 --data-dir {folder}"), "data_batch_1.bin holds 12 records, not 10,000", code=3)
+
+
+def test_half_of_imagenet_is_not_passed_over(tree):
+    shutil.rmtree(tree / "val")
+    refused(sngm("data check --data-dir data"), "data/imagenet lacks the folder val", code=3)
+
+
+def test_clicks_that_were_cut_short_are_named():
+    rows = CriteoLike(60).text(0, 60)
+    Path("data/criteo").mkdir(parents=True)
+    file = Path("data/criteo/dac_sample_80k.tsv")
+    file.write_bytes(rows)
+    shown = sngm("data check --data-dir data")
+    assert shown.code == 0
+    assert "60 rows, 0 malformed (the sample has 80,000)" in shown.out
+    file.write_bytes(rows[:-200])
+    for line in ("data check --data-dir data", "data check criteo --data-dir data"):
+        shown = sngm(line)
+        assert (shown.code, shown.out) == (3, "")
+        assert f"1 of {len(rows[:-200].splitlines())} rows malformed" in shown.err
+        assert f"of {file}: fewer than 40 fields" in shown.err
+    file.write_bytes(gzip.compress(rows)[:-20])
+    for line in ("data check --data-dir data", "data check criteo --data-dir data"):
+        shown = sngm(line)
+        assert shown.code == 3
+        assert f"{file} is broken: it cannot be unpacked to its end" in shown.err
+
+
+def test_words_that_were_cut_short_are_named(monkeypatch):
+    folder = Path("data/wikitext-2")
+    folder.mkdir(parents=True)
+    for split in wikitext.SPLITS:
+        (folder / f"{split}.txt").write_text("a b c\nd e\n")
+    monkeypatch.setattr(check, "TOKENS", dict.fromkeys(wikitext.SPLITS, 7))
+    monkeypatch.setattr(check, "WORDS", 6)
+    shown = sngm("data check --data-dir data")
+    assert (shown.code, shown.err) == (0, "")
+    assert shown.out == f"wikitext2: {folder}: 21 words, a vocabulary of 6, as published\n"
+    (folder / "valid.txt").write_text("a b c\nd")
+    refused(sngm("data check --data-dir data"), f"{folder}: valid holds 6 words, not 7", code=3)
+    (folder / "valid.txt").write_bytes(b"\xff")
+    refused(sngm("data check wikitext2 --data-dir data"), "valid.txt is broken: it is not UTF-8", code=3)
+    (folder / "valid.txt").unlink()
+    refused(sngm("data check --data-dir data"), f"{folder} lacks valid.txt", code=3)
 
 
 def test_every_picture_is_looked_at_and_those_cut_short_are_named(tree, monkeypatch):

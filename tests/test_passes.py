@@ -313,12 +313,13 @@ CUDA = torch.device("cuda")
 def test_what_steps_are_made_of_by_default():
     task, model = Pictures(), Pictures().model()
 
-    def chosen(task=task, model=model, device=CUDA, ranks=1, elsewhere=""):
-        return choose("auto", task, model, device, ranks, elsewhere)
+    def chosen(task=task, model=model, device=CUDA, ranks=1, elsewhere="", passes=8):
+        return choose("auto", task, model, device, ranks, elsewhere, passes)
 
     assert chosen() == "captured"
     assert chosen(device=torch.device("cpu")) == "eager"
     assert chosen(ranks=2) == chosen(elsewhere="on disk") == chosen(model=Pictures(dropout=0.5).model()) == "eager"
+    assert chosen(model=Pictures(dropout=0.5).model(), passes=1) == "captured", "one seed a step will do"
     assert chosen(task=runs.Blobs()) == "eager"
     task.step = "compiled+captured"
     assert chosen() == "compiled+captured"
@@ -336,7 +337,7 @@ def test_what_steps_are_made_of_by_default():
     ],
 )
 def test_capture_that_is_asked_for_and_cannot_be_is_refused(given, told):
-    usual = {"task": Pictures(), "model": Pictures().model(), "device": CUDA, "ranks": 1, "elsewhere": ""}
+    usual = {"task": Pictures(), "model": Pictures().model(), "device": CUDA, "ranks": 1, "elsewhere": "", "passes": 8}
     with pytest.raises(UsageError, match=told):
         choose("captured", **(usual | given))
 

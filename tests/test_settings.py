@@ -458,6 +458,16 @@ def test_a_dry_run_says_how_the_batch_is_computed_and_what_it_takes(tmp_path):
     assert not any(tmp_path.iterdir())
 
 
+def test_a_dry_run_of_a_model_without_batchnorm_names_no_groups_of_it(monkeypatch):
+    shown = sngm(f"train {runs.TASK} --lr 0.1 --batch 32 --workers 2 -n")
+    assert "batch plan: 32 = 2 workers x 1 group of 16; 1 process\n" in shown.out
+    assert "bn groups: none, no BatchNorm\n" in shown.out
+    assert sngm(f"train {runs.TASK} --lr 0.1 --batch 32 -n --json").json["bn_groups"] is None
+    shown = sngm(f"train {runs.TASK} --lr 0.1 --batch 32 --workers 2 --set norm=true -n")
+    assert "of 16; BatchNorm over 16; 1 process\n" in shown.out
+    assert "bn groups: 2 of 16\n" in shown.out
+
+
 def test_a_dry_run_of_all_decayed_and_of_none():
     assert "on 9978 of 9978 parameters: all parameters\n" in sngm("train digits --decay-on all -n").out
     assert "weight decay: none\n" in sngm("train digits --set weight_decay=0 -n").out
@@ -571,6 +581,30 @@ def test_other_ranks_say_nothing(monkeypatch, capsys):
 def test_jobs_are_one_a_core_or_one_on_a_gpu_unless_said():
     assert launch.default_jobs((16,), CPU) == len(os.sched_getaffinity(0))
     assert launch.default_jobs((16,), torch.device("cuda", 0)) == 1
+
+
+def test_small_runs_share_a_gpu_where_mps_runs(tmp_path, monkeypatch):
+    gpu, file = torch.device("cuda", 0), tmp_path / "nvidia-cuda-mps-control.pid"
+    monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
+    (tmp_path / "control").touch()  # which stays when MPS ends
+    assert launch.default_jobs((128,), gpu) == 1
+    file.write_text(f"{os.getpid()}\n")
+    assert launch.default_jobs((16, 128), gpu) == 4
+    assert launch.default_jobs((16, 129), gpu) == 1, "a large batch fills the GPU"
+    assert launch.default_jobs((16,), CPU) == len(os.sched_getaffinity(0))
+    for text in ("", "no number", str(2**22 + 1), str(2**70)):  # more than the processes that Linux can have
+        file.write_text(text)
+        assert launch.default_jobs((128,), gpu) == 1, text
+    file.write_text("1")  # another user's, unless this is root
+    assert launch.default_jobs((128,), gpu) == 4
+
+
+def test_a_study_that_cannot_be_measured_says_so():
+    line = "compare test_settings:Unmeasurable --methods msgd --batches 16 --lrs 0.1 -n"
+    plan = sngm(f"{line} --json").json
+    assert (plan["not_measured"], plan["runs_at_least"]) == ("RuntimeError: no such", 3)
+    assert "time" not in plan
+    assert sngm(line).out.endswith("time: not measured, RuntimeError: no such\n")
 
 
 def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):

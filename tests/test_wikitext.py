@@ -11,7 +11,7 @@ from torch.nn.functional import cross_entropy, linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from sngm.data import wikitext
-from sngm.data.wikitext import find_wikitext2, load_wikitext2, streams, window, windows
+from sngm.data.wikitext import Windows, find_wikitext2, load_wikitext2, streams, windows
 from sngm.errors import DataMissing, UsageError
 from sngm.models.lstm import WordLSTM
 from sngm.models.vocabulary_loss import vocabulary_loss
@@ -205,6 +205,15 @@ def get_batch(source, i, bptt):
     return source[i : i + length], source[i + 1 : i + 1 + length].view(-1)
 
 
+def window(rows, i, bptt=35):
+    """The i-th step's inputs and targets, without what the last window is filled up with."""
+    inputs, targets = Windows(rows, bptt)[torch.arange(i * len(rows), (i + 1) * len(rows))]
+    assert inputs.shape == targets.shape == (len(rows), bptt)
+    seen = int((targets[0] >= 0).sum())
+    assert (targets[:, seen:] == -1).all()
+    return inputs[:, :seen], targets[:, :seen]
+
+
 def test_streams_by_hand():
     letters = torch.arange(26)
     rows = streams(letters, 4)  # the example in word_language_model's words: a..f, g..l, m..r, s..x; y, z are dropped
@@ -224,6 +233,7 @@ def test_windows_are_those_of_word_language_model(length, batch, bptt):
     source, rows = batchify(tokens, batch), streams(tokens, batch)
     places = range(0, source.size(0) - 1, bptt)
     assert windows(rows, bptt) == len(places)
+    assert len(Windows(rows, bptt)) == len(places) * batch
     for number, i in enumerate(places):
         data, target = get_batch(source, i, bptt)
         inputs, targets = window(rows, number, bptt)
@@ -255,11 +265,8 @@ def test_streams_and_windows_refuse_what_cannot_be():
         streams(tokens.view(2, 5), 1)
     rows = streams(tokens, 5)
     assert windows(rows) == 1
-    for i in (-1, 1):
-        with pytest.raises(IndexError, match=f"window {i} of 1"):
-            window(rows, i)
     with pytest.raises(UsageError, match="bptt must be at least 1, got 0"):
-        window(rows, 0, bptt=0)
+        Windows(rows, 0)
 
 
 # ---------------------------------------------------------------- the loss
@@ -381,7 +388,8 @@ def test_no_logits_are_kept_nor_ever_all_there():
             loss = vocabulary_loss(*tensors, chunk=chunk)
             loss.backward()
     assert by_torch >= 4 * n * words
-    assert sum(kept) <= 4 * (n * width + words * width + words)  # 84 KB, where the logits take 4 MB
+    # 84 KB, where the logits take 4 MB; and the number of targets
+    assert sum(kept) <= 4 * (n * width + words * width + words) + 8
     assert largest.bytes <= 4 * max(chunk * words, n * width, words * width)
 
 
@@ -473,10 +481,31 @@ def test_wrong_arguments_of_the_loss_are_refused(change, word):
         vocabulary_loss(**{**given, **change})
 
 
-@pytest.mark.parametrize("target", [-100, -1, 11])
-def test_no_target_is_ignored(target):
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@pytest.mark.parametrize("target", [-100, -1])
+def test_rows_of_negative_targets_are_left_out(target, reduction):
     *tensors, targets = example()
-    targets[3] = target
+    targets[[0, 3, 4, 12]] = target
+    counts = targets >= 0
+    wanted = cross_entropy(linear(*tensors)[counts], targets[counts], reduction=reduction)
+    for chunk in (2, None):
+        found = vocabulary_loss(*tensors, targets, reduction=reduction, chunk=chunk)
+        grads = [torch.autograd.grad(loss, tensors, retain_graph=True) for loss in (wanted, found)]
+        assert worst([[wanted.detach(), *grads[0]], [found.detach(), *grads[1]]]) < 1e-12
+        assert not grads[1][0][~counts].any()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_if_no_target_counts_there_is_no_loss(reduction):
+    *tensors, targets = example()
+    loss = vocabulary_loss(*tensors, targets - 11, reduction=reduction, chunk=4)
+    assert loss == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(loss, tensors))
+
+
+def test_a_target_that_is_no_word_is_refused():
+    *tensors, targets = example()
+    targets[3] = 11
     with pytest.raises(RuntimeError, match="out of bounds"):
         vocabulary_loss(*tensors, targets)
 

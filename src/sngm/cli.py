@@ -136,7 +136,7 @@ def train(
     dry_run: DRY = False,
 ) -> None:
     """Train once. The same command again goes on where a run stopped, and does not repeat a finished one."""
-    from .show import outcome, show_plan, step_progress, stop_on_signal
+    from .show import outcome, show_plan, step_progress, stop_on_signal, warn_of_slow
     from .study.grid import split_settings
     from .train import Options, resolve
     from .train import train as run
@@ -166,6 +166,7 @@ def train(
         deterministic=deterministic, should_stop=stop_on_signal(), progress=step_progress(on_cpu=place.type == "cpu"),
         **step_options(step, loaders, pass_size),
     )  # fmt: skip
+    warn_of_slow(place, precision, step)
     if dry_run:
         show_plan(config, folder, options, as_json)
         return
@@ -260,7 +261,9 @@ def compare(
     step: STEP = "auto",
     loaders: LOADERS = None,
     pass_size: PASS_SIZE = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs at a time. Default: one a core, or one on a GPU.")] = None,
+    jobs: Annotated[
+        int | None, typer.Option(help="Runs at a time. Default: one a core; one on a GPU, four small ones with MPS.")
+    ] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
@@ -280,7 +283,8 @@ def compare(
     names = split_list(methods)
     of_methods, of_task = split_settings(task, names, parse_settings(settings or []))
     sizes = tuple(whole_numbers("--batches", batches)) if batches is not None else cls.batches
-    usual = usual_precision(task, sizes[0], choose_device(device))
+    place = choose_device(device)
+    usual = usual_precision(task, sizes[0], place)
     if precision is None and usual != "float32":  # said, so that runs on a CPU and on a GPU do not mix
         precision = usual
     given = {
@@ -306,10 +310,11 @@ def compare(
     options = Options(
         device=device, data_dir=data_dir, deterministic=deterministic, **step_options(step, loaders, pass_size)
     )  # fmt: skip
-    from .show import interrupt_on_signal, show_study, study_progress
+    from .show import interrupt_on_signal, show_study, study_progress, warn_of_slow
 
+    warn_of_slow(place, precision, step)
     if dry_run:
-        show_study(study, folder, options, as_json)
+        show_study(study, folder, options, as_json, jobs)
         return
     from . import report
 

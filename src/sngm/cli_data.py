@@ -102,7 +102,9 @@ def get(
 )
 def check(
     context: typer.Context,
-    dataset: Annotated[str, typer.Argument(help="cifar10, cifar100, imagenet, or all that are there.")] = "all",
+    dataset: Annotated[
+        str, typer.Argument(help="cifar10, cifar100, imagenet, criteo, wikitext2, or all that are there.")
+    ] = "all",
     data_dir: OWN_DATA = None,
     as_json: JSON = False,
 ) -> None:

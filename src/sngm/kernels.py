@@ -10,8 +10,8 @@ from .optim.kernels import DEVICES, installed
 LARGEST = 2**31  # elements: they are counted in 32 bits
 
 
-def serve(x: Tensor) -> bool:
-    """Whether kernels can work on these images."""
-    if torch.compiler.is_compiling() or x.ndim != 4 or x.numel() >= LARGEST:
+def serve(x: Tensor, ndim: int = 4) -> bool:
+    """Whether kernels can work on these images, or on activations of so many dimensions."""
+    if torch.compiler.is_compiling() or x.ndim != ndim or x.numel() >= LARGEST:
         return False  # a compiler fuses torch's operations by itself
     return x.device.type in DEVICES and installed()

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     from .study import Study
+    from .study.grid import Cell
     from .study.launch import Progress
     from .tasks import Splits
     from .train import Options, RunConfig
@@ -97,6 +98,14 @@ def duration(seconds: float) -> str:
 def note(text: str) -> None:
     """For people: on stderr, where it spoils no data."""
     print(text, file=sys.stderr, flush=True)
+
+
+def warn_of_slow(device: torch.device, precision: str | None, step: str) -> None:
+    """Say so where what was asked for is made for GPUs."""
+    asked = {"--precision bfloat16": precision == "bfloat16", "--step compiled": step == "compiled"}
+    slow = [option for option, there in asked.items() if there]
+    if slow and device.type == "cpu" and os.environ.get("RANK", "0") == "0":
+        note(f"sngm: {' and '.join(slow)}: made for GPUs; on most CPUs this is slower than the default, often by far")
 
 
 def outcome(record: dict[str, Any], folder: Path) -> str:
@@ -203,6 +212,8 @@ def plan_of(
     config: RunConfig, options: Options, *, measured: bool = False, splits: Splits | None = None
 ) -> dict[str, Any]:
     """What a run would do, and with `measured` what time and memory it would take. What could not be run is refused."""
+    from torch.nn.modules.batchnorm import _BatchNorm
+
     from .study.launch import how
     from .tasks import Moment
     from .train.processes import Processes, choose_device
@@ -215,14 +226,16 @@ def plan_of(
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
     rates = {p: config.lr * setup.schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
     decayed = [p for group in setup.optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
+    normalises = any(isinstance(module, _BatchNorm) for module in setup.model.modules())
     found = {
         "parameters": sum(p.numel() for p in setup.model.parameters()),
         "training_samples": len(setup.training),
-        "batch_plan": plan.describe(),
+        **setup.task.facts(),
+        "batch_plan": plan.describe(normalises),
         "workers": plan.workers,
         "micro_batches": {"count": plan.batch // plan.micro, "of_each_worker": plan.share // plan.micro,
                           "samples": plan.micro},
-        "bn_groups": {"count": plan.batch // plan.bn_group, "samples": plan.bn_group},
+        "bn_groups": {"count": plan.batch // plan.bn_group, "samples": plan.bn_group} if normalises else None,
         "weight_decay": {"on": config.decay_on, "parameters": sum(p.numel() for p in decayed),
                          "value": config.method_settings.get("weight_decay", 0.0)},
         "precision": config.precision,
@@ -298,7 +311,7 @@ def _time(value: dict[str, Any], plan: dict[str, Any]) -> str:
 
 IN_WORDS: dict[str, Callable[[Any, dict[str, Any]], str]] = {
     "micro_batches": _micro_batches,
-    "bn_groups": lambda value, _: f"{value['count']} of {value['samples']}",
+    "bn_groups": lambda value, _: f"{value['count']} of {value['samples']}" if value else "none, no BatchNorm",
     "weight_decay": _weight_decay,
     "memory": _memory,
     "time": _time,
@@ -314,20 +327,21 @@ def size(count: int) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{max(count, 1000) / 1e6:.3g} MB"
 
 
-def show_study(study: Study, folder: Path, options: Options, as_json: bool) -> None:
+def show_study(study: Study, folder: Path, options: Options, as_json: bool, jobs: int | None = None) -> None:
     """Say what a study would do."""
     from .study.launch import check, load_data
 
     cells = study.cells()
     splits = load_data(study, options)
     check(study, cells, options, splits)
-    runs = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
     plans: list[dict[str, Any]] = []
     for cell in cells:
         config = cell.config(cell.grid[0], "full", 0)
         said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
         plans.append({**said, **plan_of(config, options, splits=splits)})
-    found = {"study": study.as_dict(), "cells": plans, "runs_at_least": runs, "folder": str(folder)}
+    runs = sum(map(_runs, cells))
+    time = _study_time(study, cells, options, splits, jobs)
+    found = {"study": study.as_dict(), "cells": plans, "runs_at_least": runs, **time, "folder": str(folder)}
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -337,3 +351,45 @@ def show_study(study: Study, folder: Path, options: Options, as_json: bool) -> N
         rates = ", ".join(f"{rate / plan['lrs'][0]:.3g} at {step}" for step, rate in plan["lr_at_step"].items())
         print(f"    {plan['steps']} steps of {plan['batch_plan']}; {plan['parameters']} parameters")
         print(f"    of lr, by step: {rates}")
+    print(f"time: {_study_time_in_words(found)}")
+
+
+def _runs(cell: Cell) -> int:
+    """That it takes at least: a seed each, and a rate each where there is something to choose."""
+    return cell.study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0)
+
+
+def _study_time(
+    study: Study, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
+) -> dict[str, dict[str, Any] | str]:
+    """Seconds of training, or why they are not known: as for one run, measured at each batch with the first method.
+
+    Every method at every batch would take too long. Runs on a GPU are counted one after another, whatever shares it.
+    """
+    from .study.launch import default_jobs, one_thread
+    from .train.processes import choose_device
+
+    device = choose_device(options.device)
+    one: dict[int, float] = {}  # seconds of a run, by batch
+    for cell in cells[: len(study.batches)]:  # those of the first method
+        with one_thread():
+            plan = plan_of(cell.config(cell.grid[0], "full", 0), options, measured=True, splits=splits)
+        if "not_measured" in plan:
+            return {"not_measured": plan["not_measured"]}
+        one[cell.batch] = plan["time"]["seconds"]
+    cores = len(os.sched_getaffinity(0))
+    at_once = 1 if device.type == "cuda" else min(jobs or default_jobs(study.batches, device), cores)
+    seconds = sum(_runs(cell) * one[cell.batch] for cell in cells) / at_once
+    return {"time": {"seconds": seconds, "runs_at_once": at_once, "method": cells[0].label, "seconds_of_a_run": one}}
+
+
+def _study_time_in_words(found: dict[str, Any]) -> str:
+    if "not_measured" in found:
+        return f"not measured, {found['not_measured']}"
+    time, device = found["time"], found["cells"][0]["device"]
+    pace = f"{time['runs_at_once']} runs at a time" if time["runs_at_once"] > 1 else "one run after another"
+    pace += "" if device == "cpu" else ", in eager steps: captured and compiled ones are faster"
+    return (
+        f"about {duration(time['seconds'])} of training on this machine ({device}), {pace}; from one pass of "
+        f"{time['method']} at each batch; tests, and rates beyond the grid, come on top"
+    )

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..errors import UsageError
+from ..errors import DataMissing, UsageError
 from .cifar import Layout, find_cifar, layouts, read
 from .criteo import find_criteo, load_criteo, verify
 from .fetch import Show, digest
 from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
 from .places import data_roots
+from .wikitext import FOLDER, TOKENS, WORDS, find_wikitext2, load_wikitext2
 
-NAMES = ("cifar10", "cifar100", "imagenet", "criteo")
+NAMES = ("cifar10", "cifar100", "imagenet", "wikitext2", "criteo")
+OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # where there is one, it is meant to hold the dataset
+CRITEO_ROWS = 80_000  # of the sample, as its name has it
 
 SUMS = {  # of unpacked files
     "cifar-10-batches-bin": (
@@ -78,6 +82,8 @@ def find(dataset: str, root: Path | None) -> Path:
         raise UsageError(f"no dataset is called {dataset!r}; there are {', '.join(NAMES)}")
     if dataset == "criteo":
         return find_criteo(root)[0].parent
+    if dataset == "wikitext2":
+        return find_wikitext2(root)[0].parent
     return find_imagenet(root) if dataset == "imagenet" else find_cifar(root, int(dataset[5:]))[1]
 
 
@@ -87,13 +93,21 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
     `show` is told how many files have been looked at, where they are many.
     """
     if dataset in ("cifar10", "cifar100"):
-        every = [(layout, place) for place in data_roots(root) for layout in layouts(int(dataset[5:]))]
-        there = [(layout, place / layout.folder) for layout, place in every if (place / layout.folder).is_dir()]
-        if there:
-            return [_cifar(layout, folder) for layout, folder in there]
-    if dataset == "criteo":
-        return [_criteo(root)]
-    return [_imagenet(find(dataset, root), show)]  # of a CIFAR that is not there, find raises the error
+        forms = layouts(int(dataset[5:]))
+        every = [(form, r if r.name == form.folder else r / form.folder) for r in data_roots(root) for form in forms]
+        if there := [(form, folder) for form, folder in every if folder.is_dir()]:
+            return [_cifar(form, folder) for form, folder in there]
+    try:
+        folder = find(dataset, root)
+    except DataMissing as error:
+        own = OWN_FOLDERS.get(dataset)
+        begun = [place / own for place in data_roots(root) if own and (place / own).is_dir()]
+        if not begun:
+            raise
+        return [Finding(dataset, str(begun[0]), wrong=[_words(error)])]  # some of it is there
+    if dataset == "imagenet":
+        return [_imagenet(folder, show)]
+    return [_criteo(folder, root) if dataset == "criteo" else _wikitext2(folder, root)]
 
 
 def _cifar(layout: Layout, folder: Path) -> Finding:
@@ -128,14 +142,45 @@ def _cifar(layout: Layout, folder: Path) -> Finding:
     return finding
 
 
-def _criteo(root: Path | None) -> Finding:
+def _criteo(folder: Path, root: Path | None) -> Finding:
     """The sample that tasks take by default, converted; there is no published sum to hold it against."""
-    finding = Finding("criteo", str(find("criteo", root)))
-    found = load_criteo(root)
-    finding.wrong = verify(found.folder)
+    finding = Finding("criteo", str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it warns of is said below
+            found = load_criteo(root)
+        finding.wrong = verify(found.folder)
+    except OSError as error:
+        finding.wrong.append(_words(error))
+        return finding
+    rows, bad = sum(found.facts["rows"].values()), found.facts["malformed"]
+    if bad["rows"]:  # training leaves them out; a file that was cut short has one
+        first = bad["first"][0]
+        where = f"line {first['line']:,} of {folder / first['file']}"
+        finding.wrong.append(f"{bad['rows']:,} of {rows + bad['rows']:,} rows malformed, first {where}: {first['why']}")
     if not finding.wrong:
-        rows, malformed = sum(found.facts["rows"].values()), found.facts["malformed"]["rows"]
-        finding.seen = f"{rows:,} rows, {malformed:,} malformed, converted arrays as their sums say"
+        odd = "" if rows == CRITEO_ROWS else f" (the sample has {CRITEO_ROWS:,})"
+        finding.seen = f"{rows:,} rows, 0 malformed{odd}, converted arrays as their sums say"
+    return finding
+
+
+def _wikitext2(folder: Path, root: Path | None) -> Finding:
+    """By the number of words in each file, as published."""
+    finding = Finding("wikitext2", str(folder))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # what it warns of is said below
+            found = load_wikitext2(root)
+    except OSError as error:
+        finding.wrong.append(_words(error))
+        return finding
+    for split, wanted in TOKENS.items():
+        if (count := len(getattr(found, split))) != wanted:
+            finding.wrong.append(f"{folder}: {split} holds {count:,} words, not {wanted:,}")
+    if len(found.words) != WORDS:
+        finding.wrong.append(f"{folder}: the vocabulary has {len(found.words):,} words, not {WORDS:,}")
+    if not finding.wrong:
+        finding.seen = f"{sum(TOKENS.values()):,} words, a vocabulary of {WORDS:,}, as published"
     return finding
 
 

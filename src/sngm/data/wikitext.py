@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, UsageError
+from .fingerprint import fingerprint
 from .places import data_roots, missing
 
 FOLDER = "wikitext-2"
@@ -144,19 +145,70 @@ def windows(rows: Tensor, bptt: int = BPTT) -> int:
     return math.ceil((rows.shape[1] - 1) / bptt)
 
 
-def window(rows: Tensor, i: int, bptt: int = BPTT) -> tuple[Tensor, Tensor]:
-    """Inputs and targets of the i-th window, views of shape (batch, bptt); a target is the token after its input.
+class Text:
+    """A text that is read in windows of `bptt` tokens, by as many streams as a batch has samples."""
 
-    A stream's first token is no target and its last no input. The last window holds what is left, from 1 to bptt
-    tokens: it is kept, as in word_language_model, and its mean loss is one step as any other's.
+    def __init__(self, tokens: Tensor, bptt: int = BPTT) -> None:
+        self.tokens, self.bptt = tokens, bptt
 
-    >>> inputs, targets = window(streams(torch.arange(12), 2), 1, bptt=3)
+    @property
+    def device(self) -> torch.device:
+        """Where the tokens are."""
+        return self.tokens.device
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, indices: Tensor) -> tuple[Tensor, ...]:
+        return (self.tokens[indices],)
+
+    def fingerprint(self) -> str:
+        """What tells this text from others."""
+        return fingerprint([self.tokens])
+
+    def in_streams(self, batch: int) -> Windows:
+        """What an epoch reads with this batch."""
+        return Windows(streams(self.tokens, batch), self.bptt)
+
+
+class Windows:
+    """The windows of streams, in the order in which they are read: sample ``i * batch + s`` is window i of stream s.
+
+    A window is inputs and targets of `bptt` tokens; a target is the token after its input. A stream's first token is no
+    target and its last no input. The last window holds what is left, from 1 to `bptt` tokens, and -1 for targets from
+    there on: it is kept, as in word_language_model, and its mean loss is one step as any other's.
+
+    >>> inputs, targets = Windows(streams(torch.arange(12), 2), bptt=3)[torch.tensor([2, 3])]
     >>> inputs.tolist(), targets.tolist()
-    ([[3, 4], [9, 10]], [[4, 5], [10, 11]])
+    ([[3, 4, 4], [9, 10, 10]], [[4, 5, -1], [10, 11, -1]])
     """
-    count = windows(rows, bptt)
-    if not 0 <= i < count:
-        raise IndexError(f"window {i} of {count}")
-    start = i * bptt
-    end = min(start + bptt, rows.shape[1] - 1)
-    return rows[:, start:end], rows[:, start + 1 : end + 1]
+
+    def __init__(self, rows: Tensor, bptt: int) -> None:
+        self.tensors, self.bptt = (rows,), bptt
+        self.batch, self.length = rows.shape
+        self.count = windows(rows, bptt)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the streams are."""
+        return self.tensors[0].device
+
+    def __len__(self) -> int:
+        return self.count * self.batch
+
+    def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
+        rows = self.tensors[0]
+        indices = indices.to(rows.device)
+        stream = (indices % self.batch)[:, None]
+        at = (indices // self.batch * self.bptt)[:, None] + torch.arange(self.bptt, device=rows.device)
+        last = self.length - 2  # the last token that is an input
+        inside, at = at <= last, at.clamp(max=last)
+        return rows[stream, at], torch.where(inside, rows[stream, at + 1], -1)
+
+    def fingerprint(self) -> str:
+        """What tells these windows from others."""
+        return fingerprint(self.tensors)
+
+    def to(self, device: torch.device | str) -> Windows:
+        """The same windows on a device."""
+        return Windows(self.tensors[0].to(device), self.bptt)

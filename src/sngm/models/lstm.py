@@ -5,9 +5,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from . import kernels
 from .vocabulary_loss import vocabulary_loss
 
 Hidden = tuple[Tensor, Tensor]  # outputs and cells, each of shape (layers, batch, width)
+
+
+class Layer(nn.LSTM):
+    """One layer of an LSTM, time first, by our own kernels where they know it: cuDNN's need some for each time step."""
+
+    def __init__(self, inputs: int, width: int) -> None:
+        super().__init__(inputs, width)
+
+    def forward(self, x: Tensor, hidden: Hidden) -> tuple[Tensor, Hidden]:  # type: ignore[override]
+        kind, weights = x.device.type, self.all_weights[0]
+        own = weights[0].dtype
+        if kernels.serve(x, ndim=3):
+            from .kernels import lstm
+
+            low = torch.is_autocast_enabled(kind) and own != torch.float64  # which autocast leaves alone
+            dtype = torch.get_autocast_dtype(kind) if low else own
+            # without autocast, inputs of another dtype are refused by torch's own
+            if lstm.fits(x, self.hidden_size, dtype) and (low or x.dtype == own):
+                self.check_forward_args(x, hidden, None)
+                outputs, cell = lstm.Recur.apply(x, hidden[0][0], hidden[1][0], *weights, dtype)  # type: ignore[no-untyped-call]
+                return outputs, (outputs[-1:], cell[None])
+        if x.is_cuda:
+            x, (h, c) = super().forward(x, hidden)
+            return x, (h.view_as(hidden[0]), c.view_as(hidden[1]))  # compiled by torch, they have a dimension more
+        # Not every CPU's oneDNN has an LSTM in bfloat16, and where it lacks one autocast fails.
+        with torch.autocast(kind, enabled=False):
+            return super().forward(x.to(own), (hidden[0].to(own), hidden[1].to(own)))
 
 
 class WordLSTM(nn.Module):
@@ -27,7 +55,7 @@ class WordLSTM(nn.Module):
         self.encoder = nn.Embedding(words, embedding)
         # One module a layer: in nn.LSTM(layers=2, dropout=0.2) cuDNN draws numbers of its own between the layers,
         # from a state that torch's seeds do not reach once it is made (pytorch/pytorch#74177, #104697).
-        self.rnn = nn.ModuleList(nn.LSTM(embedding if i == 0 else width, width) for i in range(layers))
+        self.rnn = nn.ModuleList(Layer(embedding if i == 0 else width, width) for i in range(layers))
         self.decoder = nn.Linear(width, words)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
@@ -50,7 +78,7 @@ class WordLSTM(nn.Module):
         x = self.drop(self.encoder(tokens.t()))  # the LSTM wants the time first: cheaper turned as numbers of words
         outputs, cells = [], []
         for layer, h, c in zip(self.rnn, *hidden, strict=True):
-            x, (h, c) = _through(layer, x, h[None], c[None])
+            x, (h, c) = layer(x, (h[None], c[None]))
             x = self.drop(x)
             outputs.append(h)
             cells.append(c)
@@ -69,12 +97,3 @@ class WordLSTM(nn.Module):
         return vocabulary_loss(
             rows, self.decoder.weight, self.decoder.bias, targets.t().reshape(-1), reduction=reduction, chunk=chunk
         )
-
-
-def _through(layer: nn.Module, x: Tensor, h: Tensor, c: Tensor) -> tuple[Tensor, Hidden]:
-    if x.is_cuda:
-        return layer(x, (h, c))  # type: ignore[no-any-return]
-    # Not every CPU's oneDNN has an LSTM in bfloat16, and where it lacks one autocast fails.
-    with torch.autocast(x.device.type, enabled=False):
-        dtype = layer.weight_hh_l0.dtype
-        return layer(x.to(dtype), (h.to(dtype), c.to(dtype)))  # type: ignore[no-any-return,arg-type]

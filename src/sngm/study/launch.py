@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -9,7 +10,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
@@ -89,9 +90,29 @@ def how(options: Options) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("step", "loaders", "pass_size")}
 
 
+SMALL, SHARING = 128, 4  # batches that do not fill a GPU, and runs that share one: measured, see docs/speed.md
+
+
 def default_jobs(batches: Sequence[int], device: torch.device) -> int:
-    """Runs at a time where the user says nothing: one a core, and one on a GPU, which a single run can fill."""
-    return 1 if device.type == "cuda" else len(os.sched_getaffinity(0))
+    """Runs at a time where the user says nothing: one a core; on a GPU one, or four small ones where MPS runs.
+
+    Without MPS processes take turns on a GPU, and nothing is won.
+    """
+    if device.type != "cuda":
+        return len(os.sched_getaffinity(0))
+    return SHARING if max(batches) <= SMALL and mps_runs() else 1
+
+
+def mps_runs() -> bool:
+    """Whether NVIDIA's Multi-Process Service runs here; of its files this is the one that goes when it ends."""
+    folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
+    try:
+        os.kill(int((folder / "nvidia-cuda-mps-control.pid").read_text()), 0)  # signal 0: only asks
+    except PermissionError:  # another user's process, or file, is there
+        return True
+    except (OSError, ValueError, OverflowError):
+        return False
+    return True
 
 
 def _claim(folder: Path, study: Study) -> None:
@@ -223,6 +244,17 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     record = folder.open(config)
     folder.check_data(data)
     return record if record["status"] in FINISHED else None
+
+
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute as a worker process does."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 # ---------------------------------------------------------------- in a worker process

@@ -17,7 +17,13 @@ Batch = tuple[Tensor, ...]
 
 
 class Samples(Protocol):
-    """Anything that has a length and gives the samples at a 1-d tensor of indices, as a tuple of tensors."""
+    """Anything that has a length and gives the samples at a 1-d tensor of indices, as a tuple of tensors.
+
+    Samples that follow one another, such as the words of a text, have a method `in_streams` besides: given a batch, it
+    returns the samples of an epoch in the order in which they are to be read, a step after the other. Sample i of each
+    step goes on where sample i of the step before it stopped. A split to be tested is of that second kind already; its
+    attribute `batch` says how many samples are read at a time.
+    """
 
     def __len__(self) -> int: ...
 
@@ -92,10 +98,11 @@ class Task:
         micro: the most samples of a micro-batch. The default is the largest divisor of a worker's share up to it;
             None is the whole share.
         warmup: epochs over which the learning rate first grows.
-        clip: the norm that gradients are clipped to, or None.
+        clip: the norm that gradients are clipped to, or None; or such a norm for each method that has one.
         decay_on: weight decay acts on "weights", which biases and normalisation layers are not, or on "all".
         bias_lr: LARS and CLARS train biases and normalisation layers at a "scaled" rate, or at the "full" one.
         running_stats: whose BatchNorm statistics are kept: of the "first" worker, or their "mean".
+        result_of: the scores of which epoch are the result: the "last", or the "best" by its validation score.
         precision_on_gpu: "float32", "float64" or "bfloat16"; on a CPU the default is always float32.
 
     And of how a run is made, which changes no more than the last digits:
@@ -120,10 +127,11 @@ class Task:
     workers: ClassVar[int] = 1
     micro: ClassVar[int | None] = None
     warmup: ClassVar[float] = 0.0
-    clip: ClassVar[float | None] = None
+    clip: ClassVar[float | Mapping[str, float] | None] = None
     decay_on: ClassVar[str] = "weights"
     bias_lr: ClassVar[str] = "scaled"
     running_stats: ClassVar[str] = "first"
+    result_of: ClassVar[str] = "last"
     precision_on_gpu: ClassVar[str] = "float32"
     pass_size: ClassVar[int | None] = None
     loaders: ClassVar[int] = 0
@@ -145,6 +153,10 @@ class Task:
         """The samples to train and test on. Raise :class:`sngm.errors.DataMissing` if they are not there."""
         raise NotImplementedError(f"{type(self).__name__} must define data()")
 
+    def facts(self) -> dict[str, Any]:
+        """What ``--dry-run`` says of the data, besides how many samples there are to train on."""
+        return {}
+
     def model(self) -> nn.Module:
         """A new model; torch's random numbers are seeded before this is called."""
         raise NotImplementedError(f"{type(self).__name__} must define model()")
@@ -153,6 +165,17 @@ class Task:
         """The mean loss over the samples of a batch, to call `backward` on."""
         inputs, labels = batch
         return cross_entropy(model(inputs), labels)
+
+    def start(self, model: nn.Module, batch: int) -> Batch:
+        """What streams carry from step to step, as it is before an epoch's first: tensors with a row a sample.
+
+        Most tasks carry nothing. Those that do write :meth:`follow` in place of :meth:`loss`.
+        """
+        return ()
+
+    def follow(self, model: nn.Module, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
+        """The mean loss of a batch that goes on from what was carried, and what it hands on to the next."""
+        return self.loss(model, batch), ()
 
     def scale(self, batch: int) -> float:
         """What the mean loss of a batch is multiplied by before its gradient is taken: the batch, if it shall be a sum.

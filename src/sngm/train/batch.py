@@ -94,16 +94,17 @@ class BatchPlan:
         ends = [start + self.bn_group * (groups * i // passes) for i in range(passes + 1)]
         return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
-    def describe(self) -> str:
-        """In words, for people.
+    def describe(self, normalises: bool = True) -> str:
+        """In words, for people; `normalises`: the model has BatchNorm.
 
         >>> BatchPlan.of(batch=512, workers=8, micro=32).describe()
         '512 = 8 workers x 2 groups of 32; BatchNorm over 32; 1 process'
         """
+        norm = f"BatchNorm over {self.bn_group}; " if normalises else ""
         groups = self.share // self.bn_group
         return (
             f"{self.batch} = {self.workers} worker{'s' * (self.workers > 1)} x {groups} group{'s' * (groups > 1)} "
-            f"of {self.bn_group}; BatchNorm over {self.bn_group}; {self.ranks} process{'es' * (self.ranks > 1)}"
+            f"of {self.bn_group}; {norm}{self.ranks} process{'es' * (self.ranks > 1)}"
         )
 
 

@@ -19,8 +19,17 @@ STEPS = ("auto", "eager", "compiled", "captured", "compiled+captured")
 WARM_UP = 3  # ordinary steps before the recording, which make state, tables and compiled code
 
 
-def choose(asked: str, task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str) -> str:
-    """How steps are made; what was asked for and cannot be is refused. `elsewhere`: why no GPU holds the samples."""
+def choose(
+    asked: str, task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str, passes: int
+) -> str:
+    """How steps are made; what was asked for and cannot be is refused.
+
+    Args:
+        asked: one of STEPS.
+        task, model, device, ranks: of the run.
+        elsewhere: why no GPU holds the samples, in words.
+        passes: that a step would take if each drew random numbers of its own.
+    """
     if asked not in STEPS:
         raise UsageError(f"step must be one of {', '.join(STEPS)}, got {asked!r}")
     mode = asked
@@ -30,13 +39,13 @@ def choose(asked: str, task: Task, model: nn.Module, device: torch.device, ranks
         mode = "eager" if task.pass_size is None else "captured"
     if "captured" not in mode:
         return mode
-    obstacle = why_not(task, model, device, ranks, elsewhere)
+    obstacle = why_not(task, model, device, ranks, elsewhere, passes)
     if obstacle and asked != "auto":
         raise UsageError(f"--step {asked}: {obstacle}")
     return without_capture(mode) if obstacle else mode
 
 
-def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str) -> str:
+def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str, passes: int) -> str:
     """What keeps steps of a run from being captured, in words; empty if nothing does."""
     if device.type != "cuda":
         return f"CUDA graphs are for GPUs, and this run is on {device.type}"
@@ -44,10 +53,10 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, else
         return f"a graph cannot hold the exchange between {ranks} processes"
     if elsewhere:
         return f"{elsewhere}, where a graph cannot get them"
-    if task.pass_size is None:
-        return "the task's loss may draw random numbers (it sets no pass_size), which a graph cannot seed for each step"
-    if draws(task, model):
-        return "the model has dropout, whose random numbers a graph cannot seed for each step"
+    if passes > 1 and draws(task, model):
+        source = "the task's loss may draw random numbers (it sets no pass_size)"
+        source = source if task.pass_size is None else "the model has dropout, which draws random numbers"
+        return f"{source}, and a graph of {passes} passes cannot seed each; take fewer --workers or a larger --micro"
     return ""
 
 
@@ -93,6 +102,7 @@ class Captured:
         if self.graph is None and not self.gave_up and self.taken == WARM_UP:
             self._capture(step)
         if self.graph is not None and self.loss is not None:
+            self.stepper.seed(step, self.stepper.turns[0].worker)
             self.graph.replay()
             return self.loss
         self.taken += 1

@@ -44,15 +44,13 @@ class Clock:
         self.evaluation += self._lap()
 
     def wrote(self) -> None:
-        """What went by since the last call was neither."""
+        """What went by since the last call was neither: a checkpoint was written."""
         self._lap()
+        self.saved = self.mark
 
     def due(self, every: int | None, step: int) -> bool:
-        now = time.perf_counter()
-        if step % every if every else now - self.saved < SECONDS_BETWEEN_CHECKPOINTS:
-            return False
-        self.saved = now
-        return True
+        """Whether to write a checkpoint: every so many steps, or about once a minute."""
+        return step % every == 0 if every else time.perf_counter() - self.saved >= SECONDS_BETWEEN_CHECKPOINTS
 
     def pack(self) -> dict[str, Any]:
         """For a checkpoint."""

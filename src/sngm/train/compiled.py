@@ -26,21 +26,22 @@ def compiled(
     model: nn.Module,
     samples: Samples,
     taken: Tensor | Batch,
+    carried: Batch,
     config: RunConfig,
     epoch: int | Tensor,
     device: torch.device,
-) -> Tensor:
-    """The loss of a pass: of the samples at some indices, or of a batch that is there.
+) -> tuple[Tensor, Batch]:
+    """The loss of a pass and what it hands on: of the samples at some indices, or of a batch that is there.
 
     A model of the same shape finds what was compiled for another: what differs between runs goes in as tensors.
     """
     dtype = config.dtype
     try:
         if not isinstance(taken, Tensor):
-            return _compile(_loss_of_batch)(task, model, to_device(taken, device, dtype))
+            return _compile(_loss_of_batch)(task, model, to_device(taken, device, dtype), carried)
         seed = _number("seed", config.seed, taken.device)
         epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, taken.device)
-        return _compile(_loss_of_samples)(task, model, samples, taken, seed, epoch, device, dtype)
+        return _compile(_loss_of_samples)(task, model, samples, taken, carried, seed, epoch, device, dtype)
     except torch._dynamo.exc.TorchDynamoException as error:
         raise NotCompiled(in_one_line(error)) from error
 
@@ -66,22 +67,25 @@ def _loss_of_samples(
     model: nn.Module,
     samples: Samples,
     indices: Tensor,
+    carried: Batch,
     seed: Any,
     epoch: Any,
     device: torch.device,
     dtype: torch.dtype,
-) -> Tensor:
-    return task.loss(model, to_device(task.batch(samples, indices, seed=seed, epoch=epoch), device, dtype))
+) -> tuple[Tensor, Batch]:
+    batch = to_device(task.batch(samples, indices, seed=seed, epoch=epoch), device, dtype)
+    return task.follow(model, batch, carried)
 
 
-def _loss_of_batch(task: Task, model: nn.Module, batch: Batch) -> Tensor:
-    return task.loss(model, batch)
+def _loss_of_batch(task: Task, model: nn.Module, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
+    return task.follow(model, batch, carried)
 
 
 @functools.cache
-def _compile(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tuple[Tensor, Batch]]:
     import torch._dynamo.config as dynamo
 
+    dynamo.allow_rnn = True
     dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
     # random numbers as in an eager step
     options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}

@@ -8,6 +8,7 @@ import hashlib
 import json
 import math
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -172,7 +173,8 @@ def resolve(
     for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
         settings.setdefault(name, usual[name])
     settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
-    settings.setdefault("clip", usual["clip"])
+    clip = usual["clip"]
+    settings.setdefault("clip", clip.get(method) if isinstance(clip, Mapping) else clip)
     if settings["clip"] == math.inf:  # how to say "no clipping" where the task has it
         settings["clip"] = None
     settings.setdefault("precision", usual_precision(task, settings["batch"], device))

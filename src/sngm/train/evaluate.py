@@ -69,6 +69,17 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
     return Part(splits.train, order[:-held]), {"validation": Part(splits.train, order[-held:])}
 
 
+def in_streams(samples: Samples, batch: int) -> Samples:
+    """Samples that follow one another, as they are read with this batch; others as they are."""
+    cut = getattr(samples, "in_streams", None)
+    return samples if cut is None else cut(batch)
+
+
+def order_of(samples: Samples, *key: int) -> Tensor:
+    """The order of an epoch: that of a text, where samples follow one another, or a random one."""
+    return torch.arange(len(samples)) if hasattr(samples, "batch") else rng.permutation(len(samples), *key)
+
+
 def fingerprint(samples: Samples) -> str | None:
     """What tells samples from others, where they can say."""
     say = getattr(samples, "fingerprint", None)
@@ -143,6 +154,7 @@ def batches(
 ) -> Iterator[Batch]:
     """All samples in order; those that have to be loaded, by as many other processes ahead of time."""
     place = getattr(samples, "device", None)  # samples on a device are picked there
+    size = getattr(samples, "batch", size)  # where each goes on from the one before
     if not loaders or place is not None:
         for indices in torch.split(torch.arange(len(samples), device=place), size):
             yield to_device(samples[indices], device, dtype)

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import DataMissing, Interrupted
 from ..files import locked
@@ -20,7 +20,7 @@ from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .clock import Clock
 from .config import RunConfig
-from .evaluate import data_of, evaluate, samples_of
+from .evaluate import data_of, evaluate, order_of, samples_of
 from .feed import place
 from .optimizer import set_rates
 from .processes import Processes, join, set_numerics
@@ -50,7 +50,7 @@ class Options:
 
 @dataclass(slots=True)
 class State:
-    """All that a run is in the middle of, besides model and optimizer."""
+    """All that a run is in the middle of, besides model, optimizer and what streams carry."""
 
     step: int = 0
     loss_sum: float = 0.0  # of this epoch's steps so far
@@ -62,17 +62,27 @@ class State:
         key = f"validation_{task.metric}"
         return [metrics[key] for metrics in self.history if key in metrics]
 
-    def pack(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> Record:
+    def best(self, task: Task) -> int:
+        """Where in the history the best validation score is, the first of equal ones; the last without any."""
+        scores = self.scores(task)
+        order = max if task.higher_is_better else min
+        # a score that is no number is never the best
+        known = [s for s in scores if not math.isnan(s)]
+        return scores.index(order(known)) if known else -1
+
+    def pack(self, setup: Setup, carried: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
-        return {"run": own, "model": model.state_dict(), "optimizer": optimizer.state_dict()}
+        lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
+        return {"run": own, **lasting}
 
     @classmethod
-    def unpack(cls, packed: Record | None, model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-        """Put model and optimizer back as they were, and say where the run is: at its start without a checkpoint."""
+    def unpack(cls, packed: Record | None, setup: Setup) -> State:
+        """Put all that lasts back as it was, and say where the run is: at its start without a checkpoint."""
         if packed is None:
             return cls()
-        model.load_state_dict(packed["model"])
-        optimizer.load_state_dict(packed["optimizer"])
+        setup.model.load_state_dict(packed["model"])
+        setup.optimizer.load_state_dict(packed["optimizer"])
+        setup.carried.put_back(packed.get("carried", []))  # older checkpoints are of tasks that carry nothing
         return cls(**packed["run"])
 
 
@@ -100,7 +110,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
 def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes) -> Record:
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
-    state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), model, optimizer)
+    state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), setup)
     record = describe(config, model, processes, setup.data)
     journal = Journal(config, folder, record, state, options) if processes.first else None
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
@@ -108,16 +118,22 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
     clock = Clock(state.seconds)
 
     @functools.lru_cache(maxsize=2)
-    def order_of(epoch: int) -> Tensor:
-        return rng.permutation(len(setup.training), config.seed, rng.ORDER, epoch)
+    def order_in(epoch: int) -> Tensor:
+        return order_of(setup.training, config.seed, rng.ORDER, epoch)
 
     def save() -> None:
         state.loss_sum = loss_sum.item()
         clock.trained()
         state.seconds = clock.pack()
+        carried = setup.carried.pack()
         if journal:
-            checkpoint.save(folder.path, state.step, state.pack(model, optimizer))
+            checkpoint.save(folder.path, state.step, state.pack(setup, carried))
         clock.wrote()
+
+    def due() -> bool:
+        """Whether to write a checkpoint, all processes at the same step, though each has a clock of its own."""
+        mine = clock.due(options.checkpoint_every, state.step)
+        return mine if options.checkpoint_every else processes.any(mine, state.step)
 
     def close(status: str, **more: Any) -> Record:
         record.update(status=status, timing=clock.timing() | {"step": setup.stepper.mode}, **more)
@@ -129,7 +145,9 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
         for epoch in range(state.step // per_epoch, config.epochs):
             first, scores = state.step % per_epoch, state.scores(task)
             clock.begin_epoch(whole=first == 0)
-            order = setup.feed.begin(order_of(epoch), epoch, first)
+            order = setup.feed.begin(order_in(epoch), epoch, first)
+            if first == 0:
+                setup.carried.begin_epoch()
             for i in range(first, per_epoch):
                 factor = setup.schedule(
                     Moment(state.step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
@@ -140,7 +158,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                 state.step += 1
                 ends = i + 1 == per_epoch
                 if ends:
-                    order_of(epoch + 1)  # while the device is at work
+                    order_in(epoch + 1)  # while the device is at work
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
                     clock.trained()
                     return close("diverged", diverged_at_step=state.step)
@@ -165,9 +183,10 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                     raise Interrupted(
                         f"stopped at step {state.step} of {setup.steps}; the same command goes on from there"
                     )
-                if state.step == setup.steps or clock.due(options.checkpoint_every, state.step):
+                if state.step == setup.steps or due():
                     save()
-        return close("finished", result=final(state.history[-1]))
+        counts = state.history[state.best(task) if task.result_of == "best" else -1]
+        return close("finished", result=final(counts), result_epoch=counts["epoch"])
     except Exception as error:
         if not isinstance(error, Interrupted):
             with contextlib.suppress(OSError):  # a full disk must not hide what went wrong

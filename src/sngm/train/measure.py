@@ -72,7 +72,7 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
             batch = task.batch(training, torch.arange(samples, device=here), seed=config.seed, epoch=0)
             batch = to_device(batch, device, config.dtype)
             preparing[0] = _now(device) - start
-            loss = task.loss(model, batch)
+            loss, _ = task.follow(model, batch, task.start(model, samples))
         loss.backward()  # type: ignore[no-untyped-call]
         return _now(device) - start
 

@@ -15,8 +15,9 @@ from ..tasks import Samples, Schedule, Splits, Task
 from . import rng
 from .batch import BatchPlan
 from .captured import Captured, choose, without_capture
+from .carried import Carried
 from .config import RunConfig
-from .evaluate import HeldOut, data_of, samples_of, schedule_of, steps_per_epoch
+from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
 from .feed import Resident, Streamed, fits, loaders_of
 from .optimizer import build_optimizer, captures
 from .processes import Processes
@@ -41,6 +42,7 @@ class Setup:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     feed: Resident | Streamed
+    carried: Carried
     stepper: Stepper | Captured
 
 
@@ -58,6 +60,8 @@ def prepare(
     config.check_source()
     task = config.build_task(data_dir)
     training, held_out = samples_of(task, config, splits)
+    data = data_of(training, held_out)
+    training = in_streams(training, config.batch)
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
@@ -68,7 +72,9 @@ def prepare(
         )
     streams = task.loaders > 0 or bool(loaders)
     elsewhere = why_elsewhere(training, streams, processes.device)
-    mode = choose(step, task, model, processes.device, processes.ranks, elsewhere)
+    # EXTRAP-SGD looks twice at each worker's samples
+    passes = plan.batch // plan.bn_group * (2 if config.method == "extrap-sgd" else 1)
+    mode = choose(step, task, model, processes.device, processes.ranks, elsewhere, passes)
     optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
     if "captured" in mode and not captures(optimizer):
         if step != "auto":
@@ -77,21 +83,23 @@ def prepare(
         optimizer = build_optimizer(config, model)
     most = most_of_a_pass(task, model, processes.device, pass_size)
     turns = turns_of(plan, processes.rank, optimizer, most)
-    passes = [piece for turn in turns for piece in turn.passes]
+    pieces = [piece for turn in turns for piece in turn.passes]
     statistics: Ghost | OneByOne = OneByOne(model, plan, config.running_stats)
     if most is not None:
-        statistics = Ghost(model, plan, config.running_stats, processes.rank, passes, config.dtype)
+        statistics = Ghost(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
     feed: Resident | Streamed = Resident(training, processes.device)
     if streams:
         count = loaders_of(task, loaders)
-        feed = Streamed(task, training, config.seed, passes, config.batch, processes.device, count)
+        feed = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
+    carried = Carried(task, model, plan, processes.rank)
     plain = Stepper(
-        config, task, feed, model, optimizer, plan, processes.device, turns, statistics, mode, step != "auto"
+        config, task, feed, model, optimizer, plan, processes.device, turns, statistics, carried, mode, step != "auto"
     )
     stepper = Captured(plain, config.batch, processes.device) if "captured" in mode else plain
     steps = per_epoch * config.epochs
-    data = data_of(training, held_out)
-    return Setup(task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, feed, stepper)
+    return Setup(
+        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, feed, carried, stepper
+    )
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:

@@ -16,6 +16,7 @@ from ..optim import CLARS, ExtrapSGD
 from ..tasks import Batch, Task
 from . import rng
 from .batch import BatchPlan
+from .carried import Carried
 from .compiled import NotCompiled, compiled
 from .config import RunConfig
 from .feed import Resident, Streamed, to_device
@@ -44,7 +45,7 @@ def turns_of(plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most:
 
 
 class Stepper:
-    """Takes the steps of one run. Nothing in here is state: all that lasts is in the model and the optimizer."""
+    """Takes the steps of one run. All that lasts is in the model, in the optimizer, and in `carried`."""
 
     def __init__(
         self,
@@ -57,6 +58,7 @@ class Stepper:
         device: torch.device,
         turns: list[Turn],
         statistics: OneByOne | Ghost,
+        carried: Carried,
         mode: str = "eager",
         asked: bool = False,
     ) -> None:
@@ -66,7 +68,7 @@ class Stepper:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it --workers or --micro")
         self.config, self.task, self.feed, self.model = config, task, feed, model
         self.optimizer, self.plan, self.device = optimizer, plan, device
-        self.turns, self.statistics = turns, statistics
+        self.turns, self.statistics, self.carried = turns, statistics, carried
         self.mode, self.asked = mode, asked  # asked: for this mode, so that another will not do
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.draws = draws(task, model)
@@ -103,7 +105,7 @@ class Stepper:
         return loss
 
     def _extrapolate(self, indices: Tensor, epoch: int | Tensor, step: int) -> Tensor:
-        """EXTRAP-SGD asks each worker for its gradient twice; BatchNorm's statistics follow the second look."""
+        """EXTRAP-SGD asks each worker for its gradient twice; statistics and hidden states follow the second look."""
         self.statistics.begin()
         seen: dict[int, list[Tensor | Batch]] = {}
 
@@ -115,7 +117,7 @@ class Stepper:
             with self.statistics.following(turn.worker if second else None):
                 for i, (piece, taken) in enumerate(zip(turn.passes, seen[turn.worker], strict=True)):
                     weight = (piece.stop - piece.start) / self.plan.share
-                    part = self._loss(taken, piece, epoch, (step, turn.worker, i))
+                    part = self._loss(taken, piece, epoch, (step, turn.worker, i), hands_on=second)
                     (part * (weight * self.scale)).backward()
                     loss += part.detach() * weight
             if second:
@@ -130,24 +132,41 @@ class Stepper:
         self.statistics.end()
         return loss
 
-    def _loss(self, taken: Tensor | Batch, piece: slice, epoch: int | Tensor, place: tuple[int, int, int]) -> Tensor:
+    def _loss(
+        self,
+        taken: Tensor | Batch,
+        piece: slice,
+        epoch: int | Tensor,
+        place: tuple[int, int, int],
+        hands_on: bool = True,
+    ) -> Tensor:
         """The mean loss of a pass, which holds this part of the batch; `place`: step, worker and pass."""
         self.statistics.at(piece)
         with self.config.autocast(self.device):
-            if self.mode.startswith("compiled"):
-                self._seed(place)
-                try:
-                    return compiled(self.task, self.model, self.feed.samples, taken, self.config, epoch, self.device)
-                except NotCompiled as error:
-                    self._do_without(error)
-            if isinstance(taken, Tensor):
-                taken = self.task.batch(self.feed.samples, taken, seed=self.config.seed, epoch=cast(int, epoch))
-            self._seed(place)
-            return self.task.loss(self.model, to_device(taken, self.device, self.config.dtype))
+            loss, after = self._forward(taken, self.carried.of(piece), epoch, place)
+        if hands_on:
+            self.carried.keep(piece, after)
+        return loss
 
-    def _seed(self, place: tuple[int, int, int]) -> None:
-        if self.draws:
-            rng.seed_torch(self.config.seed, rng.DROPOUT, *place)
+    def _forward(
+        self, taken: Tensor | Batch, carried: Batch, epoch: int | Tensor, place: tuple[int, int, int]
+    ) -> tuple[Tensor, Batch]:
+        if self.mode.startswith("compiled"):
+            self.seed(*place)
+            samples = self.feed.samples
+            try:
+                return compiled(self.task, self.model, samples, taken, carried, self.config, epoch, self.device)
+            except NotCompiled as error:
+                self._do_without(error)
+        if isinstance(taken, Tensor):
+            taken = self.task.batch(self.feed.samples, taken, seed=self.config.seed, epoch=cast(int, epoch))
+        self.seed(*place)
+        return self.task.follow(self.model, to_device(taken, self.device, self.config.dtype), carried)
+
+    def seed(self, step: int, worker: int, number: int = 0) -> None:
+        """Seed what a worker's pass of this number draws. A graph cannot: whoever replays it does."""
+        if self.draws and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
+            rng.seed_torch(self.config.seed, rng.DROPOUT, step, worker, number)
 
     def _do_without(self, error: NotCompiled) -> None:
         """Go on with eager passes, unless compiled ones were asked for."""

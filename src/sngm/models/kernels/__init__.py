@@ -1,4 +1,4 @@
-"""Triton kernels for what small convolutional networks spend their time on; imported where Triton is."""
+"""Triton kernels for what small networks spend their time on; imported where Triton is."""
 
 from ...kernels import serve
 

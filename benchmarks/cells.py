@@ -1,0 +1,121 @@
+"""Results of a benchmark: measured one by one, kept as soon as they are there, and put into a page of the docs."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from arena import progress
+
+from sngm.train import Options, resolve, train
+
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
+Cells = Iterable[tuple[str, Callable[[], Any]]]  # names, and what measures them
+
+
+def about() -> dict[str, Any]:
+    """Where and of what this is measured, and by which command."""
+    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
+    commit = os.environ.get("SNGM_COMMIT") or subprocess.run(git, capture_output=True, text=True, check=False).stdout
+    return {
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "commit": commit.strip(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
+        "cpus": len(os.sched_getaffinity(0)),
+    }
+
+
+def take(cells: Cells, path: Path | None) -> dict[str, Any]:
+    """Measure what a file does not hold yet, and keep each number as soon as it is there."""
+    record: dict[str, Any] = {"about": about(), "cells": {}}
+    if path and path.exists():
+        there = json.loads(path.read_text())
+        if all(there["about"][key] == record["about"][key] for key in ("commit", "device", "torch")):
+            record = there
+    for name, work in cells:
+        if name in record["cells"]:
+            continue
+        progress(name)
+        start = time.perf_counter()
+        record["cells"][name] = work()
+        progress(f"{name}: {time.perf_counter() - start:.0f} s", passing=True)
+        if path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(record, indent=2))
+    found: dict[str, Any] = json.loads(json.dumps(record))  # as --write-docs will have it
+    return found
+
+
+def measure(task: str, method: str, batch: int, step: str, data_dir: Path | None, epochs: int, **more: Any) -> Any:
+    """What `sngm train` says of a short run, and the most memory it took."""
+    progress(f"{task}, {method}, batch {batch}, {step}")
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    more = {"lr": 0.1, "precision": "bfloat16", **more}
+    config = resolve(task, method, batch=batch, epochs=epochs, **more)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            record = train(config, Path(folder) / "run", Options(data_dir=data_dir, step=step))
+        except Exception as error:
+            return {"failed": f"{type(error).__name__}: {error}"[:200]}
+    if record["status"] != "finished":
+        return {"failed": record["status"]}
+    timing = record["timing"]
+    return {
+        "seconds_per_epoch": timing["seconds_per_epoch"],
+        "mode": timing["step"],
+        "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+        "first_epoch_seconds": round(timing["training_seconds"] - (epochs - 1) * timing["seconds_per_epoch"], 1),
+        "all_seconds": round(time.perf_counter() - start, 1),
+    }
+
+
+def by_kind(kinds: dict[str, tuple[str, ...]], work: Callable[[], Any], steps: int) -> dict[str, float]:
+    """Milliseconds of a step in each kind of kernel, by what kernels' names contain; the first kind that fits."""
+    found: dict[str, float] = dict.fromkeys([*kinds, "other"], 0.0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
+        work()
+        torch.cuda.synchronize()
+    for event in kernels.key_averages():
+        kind = next((k for k, parts in kinds.items() if any(part in event.key for part in parts)), "other")
+        found[kind] += event.self_device_time_total / 1e3 / steps
+    return found | {"busy": sum(found.values())}
+
+
+def verdict(what: str, limit: str, value: float | None, holds: Callable[[float], bool], text: str) -> tuple[str, ...]:
+    """A line of the table of what must hold: the limit, what was measured, and whether it holds."""
+    if value is None:
+        return what, limit, "not measured", ""
+    return what, limit, text.format(value), "yes" if holds(value) else "NO"
+
+
+def heading(record: dict[str, Any], verdicts: Iterator[tuple[str, ...]]) -> list[str]:
+    """Where it was measured, by which command, and what of the limits holds."""
+    where = record["about"]
+    return [
+        f"One {where['device']}, torch {where['torch']}, {where['cpus']} CPU cores, commit {where['commit']}:",
+        "", "```", where["command"], "```", "",
+        "| what | limit | measured | holds |", "|---|---|---|---|",
+        *("| " + " | ".join(row) + " |" for row in verdicts), "",
+    ]  # fmt: skip
+
+
+def write_docs(page: Path, path: Path, text: Callable[[dict[str, Any]], str]) -> None:
+    """Put results between the marks of a page."""
+    head, rest = page.read_text().split(BEGIN, 1)
+    page.write_text(f"{head}{BEGIN}{text(json.loads(path.read_text()))}{END}{rest.split(END, 1)[1]}")

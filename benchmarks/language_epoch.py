@@ -1,0 +1,203 @@
+"""Seconds per epoch of the LSTM on WikiText-2, through the code that `sngm train` runs, beside a plain PyTorch loop.
+
+Evaluation and the first epoch, which compiles, are left out of every number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from cells import DOCS, by_kind, heading, measure, take, verdict, write_docs
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from sngm.data.wikitext import WORDS, Windows, load_wikitext2, streams
+from sngm.train import resolve
+from sngm.train.processes import Processes, set_numerics
+from sngm.train.setup import prepare
+
+EXAMPLES = """examples:
+  python benchmarks/language_epoch.py --data-dir .data --out build/bench       all of it, some minutes on one GPU
+  python benchmarks/language_epoch.py --data-dir .data --batches 20 --only ours
+  python benchmarks/language_epoch.py --write-docs build/bench/language_epoch.json   put results into docs/language.md
+"""
+PAGE = DOCS / "language.md"
+LIMITS = {20: 4.0, 1000: 1.5, 2000: 1.1}  # seconds per epoch on one H200
+PLAIN_SECONDS = 4.0  # that the plain loop is timed for, at the least
+KINDS = {
+    "LSTM, over time": ("recur", "_lstm", "LSTM", "rnn", "RNN"),
+    "softmax": ("softmax", "cross_entropy", "CrossEntropy"),
+    "optimizer": ("_squares", "_heavy_ball", "sgd", "SGD", "lamb", "foreach", "multi_tensor"),
+    "matrix products": ("gemm", "xmma", "cutlass", "nvjet", "splitK"),
+    "embedding": ("embedding", "index", "sort", "Sort"),
+    "dropout": ("dropout",),
+    "copies and zeros": ("Memcpy", "copy", "Memset", "FillFunctor"),
+}
+
+
+class PlainLSTM(nn.Module):
+    """As word_language_model has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.drop = nn.Dropout(0.2)
+        self.encoder = nn.Embedding(WORDS, 200)
+        self.rnn = nn.LSTM(200, 200, 2, dropout=0.2)
+        self.decoder = nn.Linear(200, WORDS)
+
+    def forward(self, tokens: Any, hidden: Any) -> Any:
+        x, hidden = self.rnn(self.drop(self.encoder(tokens)), hidden)
+        return self.decoder(self.drop(x)), hidden
+
+
+def plain_loop(data_dir: Path | None, batch: int, low: bool) -> dict[str, float]:
+    """Eager steps of cuDNN's LSTM with all logits at once, momentum SGD with clipping; from some steps of an epoch."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    rows = Windows(streams(load_wikitext2(data_dir).train, batch), 35).to("cuda")
+    model = PlainLSTM().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), 1.0, 0.9, fused=True)
+    hidden = None
+
+    def step(i: int) -> None:
+        nonlocal hidden
+        inputs, targets = rows[torch.arange(i * batch, (i + 1) * batch)]
+        optimizer.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16, enabled=low):
+            logits, hidden = model(inputs.t(), hidden)
+            hidden = tuple(h.detach() for h in hidden)
+            loss = cross_entropy(logits.flatten(0, 1).float(), targets.t().reshape(-1), ignore_index=-1)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 0.25)
+        optimizer.step()
+
+    for i in range(3):
+        step(i)
+    torch.cuda.synchronize()
+    start, taken = time.perf_counter(), 0
+    while time.perf_counter() - start < PLAIN_SECONDS and taken < rows.count:
+        step(taken)
+        taken += 1
+        if taken % 10 == 0:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+    seconds = (time.perf_counter() - start) / taken * rows.count
+    return {"seconds_per_epoch": seconds, "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2)}
+
+
+def profile(data_dir: Path | None, batch: int, steps: int = 20) -> dict[str, float]:
+    """Milliseconds of a captured step in each kind of kernel, and from one step to the next."""
+    device = torch.device("cuda")
+    set_numerics(device)
+    config = resolve("wikitext2-lstm", "sngm", lr=0.1, batch=batch, device=device)
+    setup = prepare(config, Processes(0, 1, device), data_dir)
+    order = setup.feed.begin(torch.arange(len(setup.training)), 0, 0)
+
+    def some() -> None:
+        for i in range(steps):
+            setup.stepper(order[i * batch : (i + 1) * batch], epoch=0, step=i)
+
+    some()
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    some()
+    torch.cuda.synchronize()
+    wall = (time.perf_counter() - start) * 1e3 / steps
+    return by_kind(KINDS, some, steps) | {"wall": wall}
+
+
+def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """All there is to measure, by name, what limits are for first."""
+    of = functools.partial
+    run = of(measure, "wikitext2-lstm", data_dir=args.data_dir, epochs=args.epochs)
+    for batch in args.batches:
+        yield f"ours/{batch}", of(run, "sngm", batch, "auto")
+    if args.only == "ours":
+        return
+    for batch in args.batches:
+        yield f"profile/{batch}", of(profile, args.data_dir, batch)
+        yield f"plain/{batch}", of(plain_loop, args.data_dir, batch, False)
+        yield f"plain-low/{batch}", of(plain_loop, args.data_dir, batch, True)
+    for batch in args.batches:
+        for method in args.methods:
+            yield f"{method}/{batch}", of(run, method, batch, "auto")
+    for batch in [b for b in args.batches if b > 100]:
+        yield f"eager/{batch}", of(run, "sngm", batch, "eager")
+
+
+def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    for batch, limit in LIMITS.items():
+        ours = found.get(f"ours/{batch}", {}).get("seconds_per_epoch")
+        yield verdict(f"an epoch, batch {batch}", f"at most {limit} s", ours, lambda v, m=limit: v <= m, "{:.2f} s")
+
+
+def page(record: dict[str, Any]) -> str:
+    """The results in Markdown."""
+    found = record["cells"]
+    lines = heading(record, verdicts(found))
+    kinds = list(dict.fromkeys(key.split("/")[0] for key in found if not key.startswith("profile/")))
+    names = {"ours": "SNGM, captured", "plain": "plain loop, float32", "plain-low": "plain loop, bfloat16",
+             "eager": "SNGM, eager"}  # fmt: skip
+    batches = list(dict.fromkeys(key.split("/")[1] for key in found))
+    lines += ["Seconds per epoch, in bfloat16 unless it says otherwise; peak memory in GiB in brackets:", ""]
+    lines += ["| batch | " + " | ".join(names.get(kind, kind) for kind in kinds) + " |"]
+    lines += ["|---" * (len(kinds) + 1) + "|"]
+    for batch in batches:
+        lines.append("| " + " | ".join([batch, *(cell(found.get(f"{kind}/{batch}")) for kind in kinds)]) + " |")
+    if profiles := [key.split("/")[1] for key in found if key.startswith("profile/")]:
+        lines += ["", "Where the time of a captured step goes, in ms. Busy: all kernels; wall: from step to step:", ""]
+        lines += [
+            "| | " + " | ".join(f"batch {batch}" for batch in profiles) + " |",
+            "|---" * (len(profiles) + 1) + "|",
+        ]
+        for kind in found[f"profile/{profiles[0]}"]:
+            times = (f"{found[f'profile/{batch}'][kind]:.2f}" for batch in profiles)
+            lines.append(f"| {kind} | " + " | ".join(times) + " |")
+    return "\n".join([*lines, "", ""])
+
+
+def cell(found: Any) -> str:
+    if found is None or "failed" in found:
+        return "" if found is None else f"failed: {found['failed']}"
+    return f"{found['seconds_per_epoch']:.2f} ({found['peak_gib']})"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    numbers = {"type": lambda text: [int(word) for word in text.split(",")]}
+    words = {"type": lambda text: [word for word in text.split(",") if word]}
+    parser.add_argument("--data-dir", type=Path, help="folder that holds wikitext-2/")
+    parser.add_argument("--batches", **numbers, default=list(LIMITS), help="streams, by commas")
+    parser.add_argument("--methods", **words, default=["msgd", "lars-unscaled"], help="beside SNGM, by commas")
+    parser.add_argument("--epochs", type=int, default=3, help="of each run; the first is not counted")
+    parser.add_argument("--only", choices=("ours",), help="a part of it")
+    parser.add_argument("--out", type=Path, help="folder for language_epoch.json; what is in it is not measured again")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
+    parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/language.md")
+    args = parser.parse_args()
+    if args.write_docs:
+        if not args.write_docs.is_file():
+            parser.error(f"no file {args.write_docs}")
+        write_docs(PAGE, args.write_docs, page)
+        return
+    if not torch.cuda.is_available():
+        parser.exit(2, "this measures a GPU, and torch sees none here\n")
+    if args.epochs < 2:
+        parser.error("--epochs: at least 2")
+    record = take(cells(args), args.out and args.out / "language_epoch.json")
+    print(page(record))
+    if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

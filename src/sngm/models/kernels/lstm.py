@@ -1,0 +1,352 @@
+"""One layer of an LSTM with one launch forward and one backward, however many time steps there are.
+
+Streams do not meet, so a program takes some of them through all steps alone. It reads the recurrent weights from the
+GPU's cache at each step; outputs go through memory, where a product finds them in pieces. What does not depend on the
+step before - the inputs' part of the gates, the gradients of the weights - is torch's, for all steps at once.
+
+Few streams would leave most of a GPU idle. They are shared: each of several programs has some hidden units of the same
+streams, keeps the weights of those, and waits at each step until the others have stored theirs.
+"""
+
+# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# mypy: ignore-errors
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ...kernels import LARGEST
+
+WIDEST = 256  # hidden units: the gates of all of them are in registers at once
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+class Cut(NamedTuple):
+    """How a launch is cut."""
+
+    rows: int  # streams a program; 16 is the least of a product
+    depth: int  # of the pieces in which a product is summed up
+    warps: int
+    stages: int  # pieces under way from the cache at once
+
+
+# By bytes an element. Forward, a piece of weights is depth x 1024 elements and four sums of 16 x 256 take 64 registers
+# of each thread of 8 warps; backward there is one sum, and a piece is depth x 256. Of a piece of outputs, rows x depth,
+# each thread must have 4 bytes at least, or it is not fetched ahead.
+FORWARD = {2: Cut(16, 32, 8, 3), 4: Cut(16, 16, 8, 2)}
+BACKWARD = {2: Cut(16, 64, 8, 4), 4: Cut(16, 16, 8, 4)}
+PRECISION = "ieee"  # of products in float32; on others it has no influence
+UNITS, WARPS = 32, 4  # of a program that shares its streams: a warp takes 8 units of each gate
+
+
+@triton.jit
+def tanh(x):
+    """To float32's precision near zero too, where the formula for large numbers loses digits; neither overflows."""
+    size = tl.abs(x)
+    z = tl.minimum(x * x, 1.0)
+    series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1  # Cephes'
+    near = x + x * z * (series * z - 3.33332819422e-1)
+    falling = tl.exp(-2.0 * size)
+    far = (1.0 - falling) / (1.0 + falling)
+    return tl.where(size < 0.625, near, tl.where(x < 0, -far, far))
+
+
+@triton.jit
+def four(gates, inside, H: tl.constexpr):
+    """What there is of the input, forget, cell and output gate."""
+    i, f = tl.load(gates, mask=inside, other=0.0), tl.load(gates + H, mask=inside, other=0.0)
+    g, o = tl.load(gates + 2 * H, mask=inside, other=0.0), tl.load(gates + 3 * H, mask=inside, other=0.0)
+    return i, f, g, o
+
+
+@triton.jit
+def plus(total, x, PRECISION: tl.constexpr):
+    """The sum of a product's result and of numbers from memory, which are spread over threads otherwise.
+
+    In 16 bits it is a product with ones on the diagonal, exact if all is finite: to spread them anew, threads would
+    wait for each other more.
+    """
+    if x.dtype == tl.float32:
+        return total + x
+    rows: tl.constexpr = x.shape[0]
+    ones = (tl.arange(0, rows)[:, None] == tl.arange(0, rows)[None, :]).to(x.dtype)
+    return tl.dot(ones, x, total, input_precision=PRECISION)
+
+
+@triton.jit(do_not_specialize=["steps", "streams"])
+def go_through(
+    gates, weight, outputs, cells, steps, streams,
+    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Outputs and cells of all steps, after those before the first.
+
+    `gates` is (steps, streams, 4 H) and what the inputs add to them, `weight` is (H, 4 H), the others are
+    (steps + 1, streams, H). HP is H or more.
+    """
+    row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
+    there, known = (row < streams)[:, None], (n < H)[None, :]
+    inside = there & known
+    at, at_gates = row[:, None] * H + n[None, :], row[:, None] * (4 * H) + n[None, :]
+    none = tl.zeros((ROWS, HP), tl.float32)
+    c = tl.load(cells + at, mask=inside, other=0.0)
+    given_i, given_f, given_g, given_o = four(gates + at_gates, inside, H)
+    for t in range(steps):
+        i, f = plus(none, given_i, PRECISION), plus(none, given_f, PRECISION)
+        g, o = plus(none, given_g, PRECISION), plus(none, given_o, PRECISION)
+        # of the next step, asked for before the product and not needed until after it; of the last there is none
+        to = tl.minimum(t + 1, steps - 1) * streams
+        given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
+        before = outputs + t * streams * H + row[:, None] * H
+        for start in tl.range(0, H, K, num_stages=STAGES):
+            unit = start + k
+            # past the first cache: other threads of this program have just written it
+            h = tl.load(before + unit[None, :], mask=there & (unit < H)[None, :], other=0.0, cache_modifier=".cg")
+            wi, wf, wg, wo = four(weight + unit[:, None] * (4 * H) + n[None, :], (unit < H)[:, None] & known, H)
+            i = tl.dot(h, wi, i, input_precision=PRECISION)
+            f = tl.dot(h, wf, f, input_precision=PRECISION)
+            g = tl.dot(h, wg, g, input_precision=PRECISION)
+            o = tl.dot(h, wo, o, input_precision=PRECISION)
+        c = tl.sigmoid(f) * c + tl.sigmoid(i) * tanh(g)
+        after = (t + 1) * streams * H + at
+        tl.store(outputs + after, (tl.sigmoid(o) * tanh(c)).to(outputs.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # the next step reads what all threads stored
+        tl.store(cells + after, c, mask=inside)
+
+
+@triton.jit(do_not_specialize=["steps", "streams"])
+def go_back(
+    gates, grad, weight, cells, of_output, of_cell, steps, streams,
+    H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the gates before their sigmoid or tanh, in the place of those; and of the first output and cell.
+
+    `grad` is that of the outputs, `weight` is (4 H, H); `of_cell` holds the gradient of the last cell at first.
+    """
+    row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
+    there, known = (row < streams)[:, None], (n < H)[None, :]
+    inside = there & known
+    at, at_gates = row[:, None] * H + n[None, :], row[:, None] * (4 * H) + n[None, :]
+    none = tl.zeros((ROWS, HP), tl.float32)
+    dc, dh = tl.load(of_cell + at, mask=inside, other=0.0), none
+    c = tl.load(cells + steps * streams * H + at, mask=inside, other=0.0)
+    last = steps - 1
+    given_i, given_f, given_g, given_o = four(gates + last * streams * (4 * H) + at_gates, inside, H)
+    given = tl.load(grad + last * streams * H + at, mask=inside, other=0.0)
+    c_before = tl.load(cells + last * streams * H + at, mask=inside, other=0.0)
+    for back in range(steps):
+        t = last - back
+        dh = plus(dh, given, PRECISION)
+        i, f = tl.sigmoid(plus(none, given_i, PRECISION)), tl.sigmoid(plus(none, given_f, PRECISION))
+        g, o = tanh(plus(none, given_g, PRECISION)), tl.sigmoid(plus(none, given_o, PRECISION))
+        squashed = tanh(c)
+        dc += dh * o * (1.0 - squashed * squashed)
+        step = gates + t * streams * (4 * H)
+        out = step + at_gates
+        tl.store(out, (dc * g * i * (1.0 - i)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # the product reads what all threads stored
+        dc *= f
+        c = c_before
+        # of the next step, asked for before the product and not needed until after it; of the last there is none
+        to = tl.maximum(t - 1, 0) * streams
+        given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
+        given = tl.load(grad + to * H + at, mask=inside, other=0.0)
+        c_before = tl.load(cells + to * H + at, mask=inside, other=0.0)
+        dh = none
+        for start in tl.range(0, 4 * H, K, num_stages=STAGES):
+            unit = start + k
+            stored, whole = step + row[:, None] * (4 * H) + unit[None, :], unit < 4 * H
+            a = tl.load(stored, mask=there & whole[None, :], other=0.0, cache_modifier=".cg")
+            b = tl.load(weight + unit[:, None] * H + n[None, :], mask=whole[:, None] & known, other=0.0)
+            dh = tl.dot(a, b, dh, input_precision=PRECISION)
+    tl.store(of_output + at, dh, mask=inside)
+    tl.store(of_cell + at, dc, mask=inside)
+
+
+@triton.jit
+def meet(counter, comers):
+    """Wait until the programs that share a counter have come here so often all together."""
+    tl.debug_barrier()  # what all threads of this one stored is to be seen by those that find its count
+    seen = tl.atomic_add(counter, 1, sem="acq_rel") + 1
+    while seen < comers:
+        seen = tl.atomic_add(counter, 0, sem="acquire")
+
+
+@triton.jit(do_not_specialize=["steps", "streams"])
+def go_through_together(
+    gates, weight, outputs, cells, counters, steps, streams,
+    H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`go_through`, by programs of UNITS hidden units each. `counters` are zeros, one for ROWS streams."""
+    row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    k = tl.arange(0, HP)
+    there, known = (row < streams)[:, None], (n < H)[None, :]
+    inside = there & known
+    at, at_gates = row[:, None] * H + n[None, :], row[:, None] * (4 * H) + n[None, :]
+    wi, wf, wg, wo = four(weight + k[:, None] * (4 * H) + n[None, :], (k < H)[:, None] & known, H)
+    c = tl.load(cells + at, mask=inside, other=0.0)
+    given_i, given_f, given_g, given_o = four(gates + at_gates, inside, H)
+    for t in range(steps):
+        before = outputs + t * streams * H + row[:, None] * H + k[None, :]
+        h = tl.load(before, mask=there & (k < H)[None, :], other=0.0, cache_modifier=".cg")
+        i, f = tl.dot(h, wi) + given_i.to(tl.float32), tl.dot(h, wf) + given_f.to(tl.float32)
+        g, o = tl.dot(h, wg) + given_g.to(tl.float32), tl.dot(h, wo) + given_o.to(tl.float32)
+        to = tl.minimum(t + 1, steps - 1) * streams
+        given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
+        c = tl.sigmoid(f) * c + tl.sigmoid(i) * tanh(g)
+        after = (t + 1) * streams * H + at
+        tl.store(outputs + after, (tl.sigmoid(o) * tanh(c)).to(outputs.dtype.element_ty), mask=inside)
+        tl.store(cells + after, c, mask=inside)
+        meet(counters + tl.program_id(0), (t + 1) * tl.num_programs(1))
+
+
+@triton.jit(do_not_specialize=["steps", "streams"])
+def go_back_together(
+    gates, grad, weight, cells, of_output, of_cell, counters, steps, streams,
+    H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
+    """As :func:`go_back`, by programs that have UNITS hidden units each."""
+    row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
+    k = tl.arange(0, HP)
+    there, known = (row < streams)[:, None], (n < H)[None, :]
+    inside, whole = there & known, there & (k < H)[None, :]
+    at, at_gates = row[:, None] * H + n[None, :], row[:, None] * (4 * H) + n[None, :]
+    wi, wf, wg, wo = four(weight + k[:, None] * H + n[None, :], (k < H)[:, None] & known, H * H)
+    dc, dh = tl.load(of_cell + at, mask=inside, other=0.0), tl.zeros((ROWS, UNITS), tl.float32)
+    c = tl.load(cells + steps * streams * H + at, mask=inside, other=0.0)
+    for back in range(steps):
+        t = steps - 1 - back
+        step = gates + t * streams * (4 * H)
+        out = step + at_gates
+        given_i, given_f, given_g, given_o = four(out, inside, H)
+        dh += tl.load(grad + t * streams * H + at, mask=inside, other=0.0).to(tl.float32)
+        c_before = tl.load(cells + t * streams * H + at, mask=inside, other=0.0)
+        i, f = tl.sigmoid(given_i.to(tl.float32)), tl.sigmoid(given_f.to(tl.float32))
+        g, o = tanh(given_g.to(tl.float32)), tl.sigmoid(given_o.to(tl.float32))
+        squashed = tanh(c)
+        dc += dh * o * (1.0 - squashed * squashed)
+        tl.store(out, (dc * g * i * (1.0 - i)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
+        meet(counters + tl.program_id(0), (back + 1) * tl.num_programs(1))
+        dc *= f
+        c = c_before
+        stored = step + row[:, None] * (4 * H) + k[None, :]
+        di = tl.load(stored, mask=whole, other=0.0, cache_modifier=".cg")
+        df = tl.load(stored + H, mask=whole, other=0.0, cache_modifier=".cg")
+        dg = tl.load(stored + 2 * H, mask=whole, other=0.0, cache_modifier=".cg")
+        do = tl.load(stored + 3 * H, mask=whole, other=0.0, cache_modifier=".cg")
+        dh = (tl.dot(di, wi) + tl.dot(df, wf)) + (tl.dot(dg, wg) + tl.dot(do, wo))
+    tl.store(of_output + at, dh, mask=inside)
+    tl.store(of_cell + at, dc, mask=inside)
+
+
+def fits(x: Tensor, width: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels know a layer of this width on inputs of (time, streams, features), in this dtype."""
+    if dtype not in DTYPES or not x.numel() or width > WIDEST or (len(x) + 1) * x.shape[1] * 4 * width >= LARGEST:
+        return False
+    if x.is_cuda:
+        return _memory(width, dtype) <= torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
+    return dtype != torch.bfloat16  # of which the interpreter knows no products
+
+
+def _memory(width: int, dtype: torch.dtype) -> int:
+    """Bytes that a program needs beside its registers, at most: for pieces under way, and to lay out a sum anew."""
+    units, most = _padded(width), 0
+    for cuts, sums in ((FORWARD, 4), (BACKWARD, 1)):
+        cut = cuts[dtype.itemsize]
+        most = max(most, cut.stages * cut.depth * (sums * units + cut.rows) * dtype.itemsize + 4 * cut.rows * units)
+    return most
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+class Recur(torch.autograd.Function):
+    """From inputs of (time, streams, features) to outputs in `dtype`, and to the last cells in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, h: Tensor, c: Tensor, of_input: Tensor, of_output: Tensor, bias: Tensor, bias_too: Tensor,
+        dtype: torch.dtype,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        steps, streams, width = len(x), x.shape[1], of_output.shape[1]
+        ctx.dtypes = [given.dtype for given in (x, h, c, of_input, of_output, bias, bias_too)]
+        x, of_input = x.to(dtype), of_input.to(dtype)
+        turned = x.new_empty((width, 4 * width)).copy_(of_output.t())  # so that neighbours in memory are read together
+        with torch.autocast(x.device.type, enabled=False):
+            gates = torch.addmm((bias + bias_too).to(dtype), x.flatten(0, 1), of_input.t())
+        outputs = x.new_empty((steps + 1, streams, width))
+        cells = x.new_empty((steps + 1, streams, width), dtype=torch.float32)
+        outputs[0], cells[0] = h, c
+        _launch(
+            (go_through, go_through_together), FORWARD, gates, turned, outputs, cells, shape=(steps, streams, width)
+        )
+        ctx.save_for_backward(x, of_input, turned, gates, outputs, cells)
+        return outputs[1:], cells[-1]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
+        x, of_input, turned, gates, outputs, cells = ctx.saved_tensors
+        with torch.autocast(x.device.type, enabled=False):  # cheap, for all steps at once
+            of_gates = torch.addmm(gates, outputs[:-1].flatten(0, 1), turned)
+        of_h, of_c = torch.empty_like(cells[0]), grad_cell.clone(memory_format=torch.contiguous_format)
+        _launch(
+            (go_back, go_back_together), BACKWARD, of_gates, grad.contiguous(), turned.t().contiguous(), cells, of_h,
+            of_c, shape=(len(x), *cells[0].shape),
+        )  # fmt: skip
+        wanted = ctx.needs_input_grad
+        grads: list[Tensor | None] = [None, of_h, of_c, None, None, None, None]
+        with torch.autocast(x.device.type, enabled=False):
+            if wanted[0]:
+                grads[0] = (of_gates @ of_input).view_as(x)
+            if wanted[3]:
+                grads[3] = _product(of_gates.t(), x.flatten(0, 1))
+            if wanted[4]:
+                grads[4] = _product(of_gates.t(), outputs[:-1].flatten(0, 1))
+        if wanted[5] or wanted[6]:
+            grads[5] = grads[6] = of_gates.sum(0, dtype=torch.float32)
+        kept = zip(grads, ctx.dtypes, wanted[:7], strict=True)
+        return *(one.to(dtype) if needed else None for one, dtype, needed in kept), None
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    """In float32, in which it is summed up; on a CPU it is rounded to the dtype of its factors."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a @ b
+
+
+def _launch(
+    kernels: tuple[Any, Any], cuts: dict[int, Cut], gates: Tensor, *tensors: Tensor, shape: tuple[int, int, int]
+) -> None:
+    """The first of the kernels, or the second if streams are so few that all programs of it are at work at once."""
+    steps, streams, width = shape
+    alone, together = kernels
+    cut = cuts[gates.element_size()]
+    tiles, parts = triton.cdiv(streams, cut.rows), triton.cdiv(width, UNITS)
+    sizes = {"H": width, "HP": _padded(width), "ROWS": cut.rows}
+    if gates.element_size() == 2 and tiles * parts <= _at_once(gates):
+        counters = gates.new_zeros(tiles, dtype=torch.int32)
+        together[(tiles, parts)](
+            gates, *tensors, counters, steps, streams, **sizes, UNITS=UNITS, num_warps=WARPS, num_stages=1
+        )
+        return
+    alone[(tiles,)](
+        gates, *tensors, steps, streams, **sizes, K=cut.depth, STAGES=cut.stages, PRECISION=PRECISION,
+        num_warps=cut.warps,
+    )  # fmt: skip
+
+
+def _at_once(x: Tensor) -> int:
+    """Programs that may wait for each other: one a multiprocessor; in the interpreter they run one after another."""
+    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
