@@ -25,7 +25,7 @@ from sngm.data import criteo, criteo_convert
 from sngm.data.criteo import CriteoLike, cardinalities, find_criteo, load_criteo, verify
 from sngm.data.criteo_convert import REASONS, parse, split_of
 from sngm.errors import DataMissing, Failed, UsageError
-from sngm.models.deepfm import DeepFM, fm, parameter_count
+from sngm.models.deepfm import DeepFM, fm, look_up, parameter_count
 from sngm.tasks.scores import auc, log_loss
 
 REAL = Path(__file__).parents[1] / ".data" / "criteo"
@@ -628,6 +628,7 @@ def test_a_million_rows_convert_at_two_million_a_minute_in_bounded_memory():
 
 
 SIZES = [5, 2, 9, 3]
+KINDS = ("weight", "bias")
 
 
 def batch(count=7, dtype=torch.float64):
@@ -651,29 +652,86 @@ def test_fm_is_the_sum_over_all_pairs():
     torch.testing.assert_close(fm(embeddings), wanted, rtol=1e-12, atol=1e-12)
 
 
-def test_deepfm_is_the_sum_of_its_three_parts_sample_by_sample():
-    model = net()
-    dense, categories, _ = batch()
-    begins = [0, 5, 7, 16]
-    weights = model.state_dict()
-    wanted = []
+def plain(weights, dense, categories):
+    """DeepFM by its formula, sample by sample, from a state dict."""
+    logits = []
     for numbers, ids in zip(dense, categories.tolist(), strict=True):
-        rows = [weights["table.weight"][begin + number] for begin, number in zip(begins, ids, strict=True)]
-        logit = weights["bias"][0] + sum(r[0] for r in rows) + weights["linear.weight"][0] @ numbers
-        logit = logit + sum(rows[i][1:] @ rows[j][1:] for i in range(4) for j in range(i))
-        layer = torch.cat([*(r[1:] for r in rows), numbers])
+        rows = [weights[f"embeddings.{field}"][number] for field, number in enumerate(ids)]
+        logit = weights["bias"][0] + weights["linear.weight"][0] @ numbers
+        logit = logit + sum(weights[f"weights.{field}"][number, 0] for field, number in enumerate(ids))
+        logit = logit + sum(rows[i] @ rows[j] for i in range(4) for j in range(i))
+        layer = torch.cat([*rows, numbers])
         for number in (0, 2):
             layer = (weights[f"dnn.{number}.weight"] @ layer + weights[f"dnn.{number}.bias"]).clamp(min=0)
-        wanted.append(logit + weights["head.weight"][0] @ layer)
-    torch.testing.assert_close(model(dense, categories), torch.stack(wanted), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(model(dense, categories.long()), torch.stack(wanted), rtol=1e-12, atol=1e-12)
+        logits.append(logit + weights["head.weight"][0] @ layer)
+    return torch.stack(logits)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_deepfm_is_the_sum_of_its_three_parts_sample_by_sample(compiled):
+    model = net()
+    weights = {name: value.clone().requires_grad_() for name, value in model.state_dict().items()}
+    dense, categories, labels = batch()
+    wanted = plain(weights, dense, categories)
+    binary_cross_entropy_with_logits(wanted, labels).backward()
+    forward = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
+    for ids in (categories, categories.long()):
+        model.zero_grad()
+        found = forward(dense, ids)
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+        binary_cross_entropy_with_logits(found, labels).backward()
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(parameter.grad, weights[name].grad, rtol=1e-12, atol=1e-12)
+
+
+def test_every_field_has_layers_of_its_own_as_in_deepctr_torch():
+    shapes = {name: tuple(value.shape) for name, value in net().named_parameters()}
+    for field, size in enumerate(SIZES):
+        assert shapes.pop(f"embeddings.{field}") == (size, 4)
+        assert shapes.pop(f"weights.{field}") == (size, 1)
+    assert set(shapes) == {"linear.weight", "head.weight", "bias", *(f"dnn.{i}.{k}" for i in (0, 2) for k in KINDS)}
+
+
+def test_gradients_are_dense_parts_of_one_tensor():
+    model = net()
+    dense, categories, _ = batch(1)
+    model(dense, categories).sum().backward()
+    for tables in (model.embeddings, model.weights):
+        assert len({table.grad.untyped_storage().data_ptr() for table in tables}) == 1  # none is copied
+        for table, number in zip(tables, categories[0].tolist(), strict=True):
+            assert table.grad.is_contiguous()
+            assert table.grad.any(1).nonzero().flatten().tolist() == [number]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_lookups_on_a_gpu_are_those_of_the_cpu(deterministic):
+    generator = torch.Generator().manual_seed(0)
+    tables = [torch.randn(size, 4, generator=generator) for size in (3, 1000)]
+    rows = torch.randint(1003, (2000, 26), generator=generator, dtype=torch.int32)
+    rows[:, 0] = 1  # one that many samples add to
+    grad = torch.randn(2000, 26, 4, generator=generator)
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        found = []
+        for device in ("cpu", "cuda", "cuda"):
+            leaves = [table.to(device).requires_grad_() for table in tables]
+            looked = look_up(leaves, rows.to(device))
+            looked.backward(grad.to(device))
+            found.append([looked.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])
+    finally:
+        torch.use_deterministic_algorithms(False)
+    for on_cpu, once, again in zip(*found, strict=True):
+        torch.testing.assert_close(once, on_cpu, rtol=1e-4, atol=1e-4)
+        assert torch.equal(once, again) or not deterministic
 
 
 def test_deepfm_begins_as_deepctr_torch_does():
     model = DeepFM([1000] * 26)
-    assert model.table.weight.shape == (26_000, 5)
-    for weight in (model.table.weight, model.linear.weight, model.dnn[0].weight, model.dnn[2].weight):
-        assert weight.std().item() == pytest.approx(1e-4, rel=0.5 if weight.numel() < 100 else 0.05)
+    for weight in (*model.embeddings, *model.weights, model.linear.weight, model.dnn[0].weight, model.dnn[2].weight):
+        assert weight.std().item() == pytest.approx(1e-4, rel=0.5 if weight.numel() < 100 else 0.1)
+    assert not torch.equal(model.embeddings[0], model.embeddings[1])
     assert [tuple(layer.weight.shape) for layer in (model.dnn[0], model.dnn[2], model.head)] == [
         (256, 117), (128, 256), (1, 128),
     ]  # fmt: skip
@@ -694,8 +752,8 @@ def test_parameters_are_counted_without_making_them(sizes, options):
 
 def test_the_penalty_is_deepctr_torchs():
     model = net(l2_linear=0.3, l2_embedding=0.2, l2_dnn=0.1)
-    table = model.table.weight
-    wanted = 0.3 * ((table[:, 0] ** 2).sum() + (model.linear.weight**2).sum()) + 0.2 * (table[:, 1:] ** 2).sum()
+    wanted = 0.3 * (sum((w**2).sum() for w in model.weights) + (model.linear.weight**2).sum())
+    wanted = wanted + 0.2 * sum((w**2).sum() for w in model.embeddings)
     wanted = wanted + 0.1 * sum((w**2).sum() for w in (model.dnn[0].weight, model.dnn[2].weight, model.head.weight))
     torch.testing.assert_close(model.penalty(), wanted)
     assert net(l2_linear=0, l2_embedding=0).penalty() == 0
@@ -703,22 +761,9 @@ def test_the_penalty_is_deepctr_torchs():
     assert model.dnn[0].bias.grad is None
 
 
-def test_sparse_gradients_are_the_dense_ones():
-    dense, categories, labels = batch()
-    models = [net(sparse=sparse, l2_linear=0, l2_embedding=0) for sparse in (False, True)]
-    for model in models:
-        binary_cross_entropy_with_logits(model(dense, categories), labels).backward()
-    one, two = (dict(model.named_parameters()) for model in models)
-    assert two["table.weight"].grad.is_sparse
-    assert not one["table.weight"].grad.is_sparse
-    for name, parameter in one.items():
-        torch.testing.assert_close(two[name].grad.to_dense(), parameter.grad)
-
-
 @pytest.mark.parametrize(
     ("wrong", "word"),
     [
-        ({"sparse": True}, "sparse=True needs l2_linear=0"),
         ({"dim": 0}, "dim, dense and hidden"),
         ({"hidden": ()}, "dim, dense and hidden"),
         ({"field_sizes": []}, "field_sizes"),

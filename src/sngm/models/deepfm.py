@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import embedding
 
 
 class DeepFM(nn.Module):
     """DeepFM with the defaults of DeepCTR-Torch, on which the paper's CTR experiment seems to rest.
 
-    The categories of all fields are rows of one table, the first column of which is the weight of the linear part, the
-    others the embedding. A step thus reads and writes one tensor instead of 52. Layer-wise methods (LARS, LAMB) take
-    that tensor for one layer, where DeepCTR-Torch has a layer for each field and part.
+    As there, each field has a table of embeddings and one of weights, which layer-wise methods (LARS, LAMB) take for
+    layers. A pass copies the tables of all fields into one and looks all categories up at once, so that a GPU is given
+    a few kernels in place of hundreds. Gradients are dense, and parts of one tensor: momentum and weight decay move
+    every row at every step, so leaving rows out would be another method.
 
     Embeddings and all weights but that of the last layer begin as normal numbers of `init_std`, the hidden layers'
     biases and the last layer as torch has them, the bias of the logit as 0.
@@ -27,8 +29,6 @@ class DeepFM(nn.Module):
         init_std: see above.
         dropout: of the hidden layers' outputs.
         l2_linear, l2_embedding, l2_dnn: what :meth:`penalty` weighs the parts with.
-        sparse: whether the table's gradient is sparse; then `l2_linear` and `l2_embedding` must be 0, as they act on
-            every row of it.
     """
 
     offsets: Tensor
@@ -45,25 +45,20 @@ class DeepFM(nn.Module):
         l2_linear: float = 1e-5,
         l2_embedding: float = 1e-5,
         l2_dnn: float = 0.0,
-        sparse: bool = False,
     ) -> None:
         super().__init__()
         if not field_sizes or min(field_sizes) < 1:
             raise ValueError(f"field_sizes must be positive numbers, got {list(field_sizes)}")
         if dim < 1 or dense < 1 or not hidden or min(hidden) < 1:
             raise ValueError(f"dim, dense and hidden must be positive, got {dim}, {dense} and {tuple(hidden)}")
-        if sparse and (l2_linear or l2_embedding):
-            raise ValueError(
-                "sparse=True needs l2_linear=0 and l2_embedding=0: their gradient is that of every row; "
-                f"got {l2_linear} and {l2_embedding}"
-            )
         total = sum(field_sizes)
         begins = torch.tensor([0, *field_sizes[:-1]]).cumsum(0)
         narrow = torch.int32 if total <= torch.iinfo(torch.int32).max else torch.int64
         self.register_buffer("offsets", begins.to(narrow), persistent=False)
         self.field_sizes, self.dim = list(field_sizes), dim
         self.l2_linear, self.l2_embedding, self.l2_dnn = l2_linear, l2_embedding, l2_dnn
-        self.table = nn.Embedding(total, 1 + dim, sparse=sparse)
+        self.embeddings = nn.ParameterList(torch.empty(size, dim) for size in field_sizes)
+        self.weights = nn.ParameterList(torch.empty(size, 1) for size in field_sizes)
         self.linear = nn.Linear(dense, 1, bias=False)
         layers: list[nn.Module] = []
         width = len(field_sizes) * dim + dense
@@ -73,13 +68,13 @@ class DeepFM(nn.Module):
         self.dnn = nn.Sequential(*layers)
         self.head = nn.Linear(width, 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(1))
-        for weight in (self.table.weight, self.linear.weight, *self._dnn_weights()):
+        for weight in (*self.embeddings, *self.weights, self.linear.weight, *self._dnn_weights()):
             nn.init.normal_(weight, std=init_std)
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
         """Logits of shape (n,), from numbers of shape (n, dense) and categories of shape (n, fields)."""
-        found: Tensor = self.table(categories + self.offsets)
-        weights, embeddings = found[..., 0], found[..., 1:]
+        rows = categories + self.offsets
+        weights, embeddings = look_up(self.weights, rows).squeeze(2), look_up(self.embeddings, rows)
         logits: Tensor = weights.sum(1) + fm(embeddings) + self.linear(dense).squeeze(1)
         deep: Tensor = self.head(self.dnn(torch.cat([embeddings.flatten(1), dense], 1)))
         return logits.add(deep.squeeze(1)).add(self.bias)
@@ -90,18 +85,30 @@ class DeepFM(nn.Module):
         Divide it by the batch to add it to a loss that is a mean. Biases are free, the last layer is part of the dnn.
         """
         total = self.bias.new_zeros(())
-        table = self.table.weight
-        if self.l2_linear:
-            total = total + self.l2_linear * (table[:, 0].square().sum() + self.linear.weight.square().sum())
-        if self.l2_embedding:
-            total = total + self.l2_embedding * table[:, 1:].square().sum()
-        if self.l2_dnn:
-            squares = [weight.square().sum() for weight in (*self._dnn_weights(), self.head.weight)]
-            total = total + self.l2_dnn * torch.stack(squares).sum()
+        parts = (
+            (self.l2_linear, (*self.weights, self.linear.weight)),
+            (self.l2_embedding, self.embeddings),
+            (self.l2_dnn, (*self._dnn_weights(), self.head.weight)),
+        )
+        for l2, weights in parts:
+            if l2:
+                total = total + l2 * torch.stack([weight.square().sum() for weight in weights]).sum()
         return total
 
     def _dnn_weights(self) -> list[Tensor]:
         return [layer.weight for layer in self.dnn if isinstance(layer, nn.Linear)]
+
+
+def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
+    """What the rows say of tables that follow one another: any shape, and the width of the tables.
+
+    On a GPU the gradient of `index_select` is added up by atomics. That of `embedding` is sorted first, by a dozen
+    kernels: the same at each run, but slower. On a CPU it is the one that uses every core.
+    """
+    table = torch.cat(list(tables))
+    if table.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        return table.index_select(0, rows.flatten()).view(*rows.shape, -1)
+    return embedding(rows, table)
 
 
 def fm(embeddings: Tensor) -> Tensor:
