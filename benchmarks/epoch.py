@@ -56,7 +56,7 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     "attention": ("flash", "fmha", "attention"),
     "convolutions and matrix products": ("gemm", "conv", "xmma", "cutlass", "nvjet", "cudnn", "wgrad", "dgrad"),
     "normalisation": ("sum_rows", "normalise", "sum_gradients", "differentiate", "norm"),
-    "optimizer": ("_squares", "_heavy_ball"),
+    "optimizer": ("measure", "update"),
     "copies": ("Memcpy", "copy", "Memset", "FillFunctor"),
     "sums": ("reduce",),
     "one element at a time": ("elementwise", "gelu", "pool", "softmax", "index", "cat"),
