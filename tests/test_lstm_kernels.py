@@ -363,24 +363,10 @@ def gpu(test):
 
 
 @gpu
-@pytest.mark.parametrize("streams", [20, 1000, 2000])
-@pytest.mark.parametrize(("low", "tolerance"), [(torch.bfloat16, 3e-2), (None, 2e-5)])
+@pytest.mark.parametrize("streams", [20, 70, 1000, 2000])  # the first two shared by programs
+@pytest.mark.parametrize(("low", "tolerance"), [(torch.bfloat16, 1.5e-2), (None, 2e-5)])
 def test_the_paper_s_layer_on_a_gpu(streams, low, tolerance):
     compare(layer_of(200, 200, "cuda"), 35, streams, tolerance, low=low)
-
-
-@gpu
-@pytest.mark.parametrize("streams", [20, 64, 500])  # shared by programs, and not
-def test_in_bfloat16_a_layer_is_as_exact_as_cudnn_s_in_float16_but_for_three_bits(streams, monkeypatch):
-    """Whatever dtype autocast has, torch gives cuDNN's LSTM float16."""
-    layer = layer_of(200, 200, "cuda")
-    wanted = results(copy.deepcopy(layer).double(), 35, streams, dtype=torch.float64)
-    ours = results(layer, 35, streams, low=torch.bfloat16)
-    monkeypatch.setattr(sngm.kernels, "DEVICES", ())
-    theirs = results(layer, 35, streams, low=torch.bfloat16, name="")
-    for a, b, exact in zip(ours, theirs, wanted, strict=True):
-        error, of_cudnn = ((t.double() - exact).norm() / exact.norm() for t in (a, b))
-        assert error < 8 * 1.2 * of_cudnn + 1e-3
 
 
 @gpu

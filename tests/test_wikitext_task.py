@@ -2,11 +2,12 @@
 
 import math
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from console import refused, sngm
-from runs import assert_near, assert_near_end, assert_same_end, metrics, ranks, record, strict_json
+from runs import assert_near, assert_near_end, assert_same_end, call_ranks, metrics, ranks, record, strict_json
 from runs import state as end_of
 from torch import nn
 
@@ -14,7 +15,8 @@ from sngm import tasks
 from sngm.data.wikitext import load_wikitext2
 from sngm.errors import Interrupted
 from sngm.models.lstm import WordLSTM
-from sngm.train import Options, compiled, resolve, rng, train
+from sngm.train import BatchPlan, Options, clock, compiled, resolve, rng, train
+from sngm.train.carried import Carried
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official words")
 SMALL = {"width": 6, "bptt": 7}
@@ -159,6 +161,46 @@ def test_a_run_cut_in_the_middle_of_an_epoch_ends_bit_for_bit_as_an_unbroken_one
     assert_same_end(tmp_path / "cut", tmp_path / "whole")
 
 
+def test_carried_rows_lie_as_an_exchange_between_gpus_wants_them():
+    task = tasks.build("wikitext2-lstm", SMALL, Path("data"))
+    carried = Carried(task, task.model(), BatchPlan.of(4), 0)
+    assert [t.shape for t in carried.rows] == [(4, 2, 6)] * 2
+    assert all(t.is_contiguous() for t in carried.pack())
+
+
+def checkpoints_all_the_time(folder):
+    """In one of several processes, each with a clock of its own."""
+    clock.SECONDS_BETWEEN_CHECKPOINTS = 0.0
+    made(Path(folder) / "often", config("sngm", workers=2), data_dir=Path(folder) / "data")
+
+
+def test_processes_write_checkpoints_together(tmp_path):
+    call_ranks(2, checkpoints_all_the_time, str(tmp_path))
+    made(tmp_path / "one", config("sngm", workers=2), data_dir=tmp_path / "data")
+    assert_near_end(tmp_path / "often", tmp_path / "one", 1e-11)
+    names = sorted(path.name for path in (tmp_path / "often").glob("checkpoint-*.pt"))
+    assert names == ["checkpoint-00000040.pt", "checkpoint-00000048.pt"]
+
+
+def test_a_text_without_a_validation_set_is_refused(tmp_path):
+    (tmp_path / "own.py").write_text(OWN)
+    line = (
+        "compare own.py:Own --methods msgd --batches 4 --lrs 0.1,0.2 --epochs 1 --seeds 1 --device cpu --data-dir data"
+    )
+    refused(sngm(line), "samples that follow one another cannot be held out; give it a validation set")
+
+
+OWN = """
+from sngm.tasks import Splits
+from sngm.tasks.wikitext import WikiText2LSTM
+
+class Own(WikiText2LSTM):
+    def data(self):
+        splits = super().data()
+        return Splits(splits.train, splits.test)
+"""
+
+
 def test_hidden_states_matter_and_begin_anew_with_each_epoch(tmp_path, monkeypatch):
     made(tmp_path / "run", config(epochs=1), data_dir=tmp_path / "data")
     task = tasks.find("wikitext2-lstm")
@@ -226,6 +268,22 @@ def test_a_dry_run_shows_the_words():
     assert plan["bn_groups"] is None
 
 
+def test_the_model_of_the_best_epoch_is_kept_and_tested_again(tmp_path):
+    wide = LINE.replace("width=6", "width=16")
+    line = f"{wide} --method adam --lr 0.2 --batch 2 --epochs 12 --schedule constant --out run"
+    settings = {"width": 16, "bptt": 7}
+    wanted = resolve("wikitext2-lstm", "adam", lr=0.2, batch=2, epochs=12, schedule="constant", task_settings=settings)
+    with pytest.raises(Interrupted):  # after the best epoch, which must not be forgotten
+        made(tmp_path / "run", wanted, stop_at=10 * 47, data_dir=tmp_path / "data")
+    assert sngm(line).code == 0
+    assert record(tmp_path / "run")["result_epoch"] < 10
+    found = sngm("eval run --data-dir data --device cpu --json").json
+    for key, value in found["scores"].items():
+        assert value == pytest.approx(found["recorded"][key], rel=1e-5)
+    last = metrics(tmp_path / "run")[-1]
+    assert found["scores"]["test_perplexity"] < 0.98 * last["test_perplexity"]
+
+
 def test_only_msgd_is_clipped_unless_asked():
     clips = {method: resolve("wikitext2-lstm", method, lr=1.0).clip for method in ("msgd", "sngm", "lars", "adam")}
     assert clips == {"msgd": 0.25, "sngm": None, "lars": None, "adam": None}
@@ -236,7 +294,7 @@ def test_only_msgd_is_clipped_unless_asked():
 def test_a_study_chooses_rates_by_perplexity_and_reports(tmp_path):
     line = "compare wikitext2-lstm --methods msgd,sngm --batches 4 --lrs 0.01,0.3 --epochs 2 --seeds 2 --device cpu"
     assert sngm(f"{line} --data-dir data --set width=6 --set bptt=7 --out study").code == 0
-    assert sngm("report study").code == 0
+    assert "at the epoch with the best validation score" in sngm("report study").out
     cells = {c["method"]: c for c in strict_json((tmp_path / "study" / "study.json").read_text())["cells"]}
     assert cells["msgd"]["lr"] >= 0.3, "the least perplexity, not the largest"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections import defaultdict
@@ -76,6 +77,13 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
         root: the folder that holds wikitext-2, or its files; None: see :func:`sngm.data.places.data_roots`.
     """
     paths = find_wikitext2(root)
+    return _load(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(files: tuple[tuple[Path, int, int], ...]) -> Corpus:
+    """Once for files of this size and age: a study asks for them for each of its runs."""
+    paths = [path for path, _, _ in files]
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # a new word's number: how many were known before it
     train, valid, test = (_numbered(_words(path), numbers) for path in paths)
@@ -84,7 +92,7 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
     if len(numbers) != WORDS:
         odd.append(f"vocabulary {len(numbers):,}")
     if odd:
-        warnings.warn(f"{paths[0].parent} does not hold the official words: {', '.join(odd)}", stacklevel=2)
+        warnings.warn(f"{paths[0].parent} does not hold the official words: {', '.join(odd)}", stacklevel=3)
     return Corpus(train, valid, test, tuple(numbers))
 
 
@@ -172,7 +180,7 @@ class Text:
 
 
 class Windows:
-    """The windows of streams, in the order in which they are read: sample ``i * batch + s`` is window i of stream s.
+    """The windows of streams, in the order in which they are read: sample ``i * streams + s`` is window i of stream s.
 
     A window is inputs and targets of `bptt` tokens; a target is the token after its input. A stream's first token is no
     target and its last no input. The last window holds what is left, from 1 to `bptt` tokens, and -1 for targets from
@@ -185,7 +193,7 @@ class Windows:
 
     def __init__(self, rows: Tensor, bptt: int) -> None:
         self.tensors, self.bptt = (rows,), bptt
-        self.batch, self.length = rows.shape
+        self.streams, self.length = rows.shape
         self.count = windows(rows, bptt)
 
     @property
@@ -194,13 +202,13 @@ class Windows:
         return self.tensors[0].device
 
     def __len__(self) -> int:
-        return self.count * self.batch
+        return self.count * self.streams
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
         rows = self.tensors[0]
         indices = indices.to(rows.device)
-        stream = (indices % self.batch)[:, None]
-        at = (indices // self.batch * self.bptt)[:, None] + torch.arange(self.bptt, device=rows.device)
+        stream = (indices % self.streams)[:, None]
+        at = (indices // self.streams * self.bptt)[:, None] + torch.arange(self.bptt, device=rows.device)
         last = self.length - 2  # the last token that is an input
         inside, at = at <= last, at.clamp(max=last)
         return rows[stream, at], torch.where(inside, rows[stream, at + 1], -1)

@@ -30,12 +30,11 @@ class Layer(nn.LSTM):
                 self.check_forward_args(x, hidden, None)
                 outputs, cell = lstm.Recur.apply(x, hidden[0][0], hidden[1][0], *weights, dtype)  # type: ignore[no-untyped-call]
                 return outputs, (outputs[-1:], cell[None])
-        if x.is_cuda:
-            x, (h, c) = super().forward(x, hidden)
-            return x, (h.view_as(hidden[0]), c.view_as(hidden[1]))  # compiled by torch, they have a dimension more
-        # Not every CPU's oneDNN has an LSTM in bfloat16, and where it lacks one autocast fails.
+        # Under autocast cuDNN would get float16, whatever dtype was asked for, in which small gradients are lost. And
+        # not every CPU's oneDNN has an LSTM in bfloat16.
         with torch.autocast(kind, enabled=False):
-            return super().forward(x.to(own), (hidden[0].to(own), hidden[1].to(own)))
+            x, (h, c) = super().forward(x.to(own), (hidden[0].to(own), hidden[1].to(own)))
+        return x, (h.view_as(hidden[0]), c.view_as(hidden[1]))  # compiled by torch, they have a dimension more
 
 
 class WordLSTM(nn.Module):

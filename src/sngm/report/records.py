@@ -29,6 +29,7 @@ class Run:
     epochs: int | None
     hash: str
     result: dict[str, float]
+    result_of: str
     curve: list[dict[str, float]]
     seconds: float | None
     versions: dict[str, str]
@@ -37,7 +38,7 @@ class Run:
     command: str | None
 
     def score(self, metric: str) -> float | None:
-        """The last epoch's value: NaN if the run diverged, None if there is none (yet)."""
+        """The value that counts: NaN if the run diverged, None if there is none (yet)."""
         if self.status == "diverged":
             return math.nan
         return self.result.get(self.key(metric)) if self.status == "finished" else None
@@ -154,6 +155,7 @@ def _run(place: Path) -> Run:
         epochs=_count(config.get("epochs")),
         hash=clean(record.get("hash") or ""),
         result=_numbers(record.get("result") or {}),
+        result_of=clean(record.get("result_of") or "last"),
         curve=_curve(place / "metrics.jsonl"),
         seconds=timing.get("seconds"),
         versions=_texts(record.get("versions")),

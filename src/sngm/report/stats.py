@@ -65,7 +65,7 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     """The full runs at this rate, one a seed."""
     values: dict[int, float] = field(default_factory=dict)
-    """Seed -> the metric at the last epoch, of finished runs."""
+    """Seed -> the metric, of finished runs."""
     diverged: int = 0
     grid: list[float] = field(default_factory=list)
     extensions: int | None = None
@@ -137,6 +137,11 @@ class Summary:
     @property
     def percent(self) -> bool:
         return self.metric in ("accuracy", "auc")
+
+    @property
+    def of_best_epoch(self) -> bool:
+        """Whether results are of the epoch with the best validation score, and not of the last."""
+        return any(run.result_of == "best" for cell in self.cells.values() for run in cell.runs)
 
     def text(self, value: float, half: float | None = None) -> str:
         """A value, and its half-width, with as many digits as the latter deserves."""

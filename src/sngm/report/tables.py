@@ -33,8 +33,9 @@ def caption(summary: Summary) -> str:
     """What the numbers are."""
     unit = " in %" if summary.percent else ""
     sense = "higher" if summary.higher_is_better else "lower"
+    when = "at the epoch with the best validation score" if summary.of_best_epoch else "after the last epoch"
     return (
-        f"Test {summary.metric}{unit} on {summary.task} after the last epoch ({sense} is better): "
+        f"Test {summary.metric}{unit} on {summary.task} {when} ({sense} is better): "
         "mean ± 95 % interval by Student's t over n seeds, at the chosen learning rate."
     )
 

@@ -265,7 +265,7 @@ _stop = _end = _busy = False
 def _warm_up() -> None:
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # told of by the parent, which has loaded the same data
-    warnings.filterwarnings("ignore", message=".*does not hold the official records")
+    warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
     torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
     signal.signal(signal.SIGINT, _ask_to_stop)
     signal.signal(signal.SIGTERM, _ask_to_stop)

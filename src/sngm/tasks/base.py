@@ -21,8 +21,8 @@ class Samples(Protocol):
 
     Samples that follow one another, such as the words of a text, have a method `in_streams` besides: given a batch, it
     returns the samples of an epoch in the order in which they are to be read, a step after the other. Sample i of each
-    step goes on where sample i of the step before it stopped. A split to be tested is of that second kind already; its
-    attribute `batch` says how many samples are read at a time.
+    step goes on where sample i of the step before it stopped. Splits to validate and test on, both of which are needed
+    then, are of that second kind already; its attribute `streams` says how many samples are read at a time.
     """
 
     def __len__(self) -> int: ...

@@ -31,6 +31,8 @@ def load(
 ) -> nn.Module:
     """The trained model of a run's folder, in evaluation mode. The code of the run's task is run to build it.
 
+    It is the one that the run's result is of: of the last epoch, or of the best one where the task says so.
+
     Args:
         folder: where ``sngm train`` or ``sngm compare`` put the run.
         device: where the model shall be.
@@ -73,5 +75,5 @@ def _load(
         )
     config.check_source()
     model = config.build_task(data_dir).model().to(dtype=config.dtype)
-    model.load_state_dict(state["model"])
+    model.load_state_dict(state.get("best_model") or state["model"])
     return model.to(device), config

@@ -20,7 +20,8 @@ class Carried:
 
     def __init__(self, task: Task, model: nn.Module, plan: BatchPlan, rank: int) -> None:
         self.at_first = task.start(model, plan.batch)
-        self.rows = tuple(t.clone() for t in self.at_first)
+        # contiguous, as an exchange between GPUs wants them
+        self.rows = tuple(t.clone(memory_format=torch.contiguous_format) for t in self.at_first)
         own = plan.workers_of(rank)
         self.own = slice(own.start * plan.share, own.stop * plan.share)
         self.ranks = plan.ranks

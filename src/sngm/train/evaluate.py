@@ -63,6 +63,10 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
         return splits.train, ({"validation": splits.validation} if splits.validation else {}) | {"test": splits.test}
     if splits.validation is not None:
         return splits.train, {"validation": splits.validation}
+    if hasattr(splits.train, "in_streams"):
+        raise UsageError(
+            f"task {config.task}: samples that follow one another cannot be held out; give it a validation set"
+        )
     count = len(splits.train)
     held = max(1, round(count * task.holdout))
     order = rng.permutation(count, rng.HOLDOUT)  # the same for every seed: all methods choose on the same samples
@@ -77,7 +81,7 @@ def in_streams(samples: Samples, batch: int) -> Samples:
 
 def order_of(samples: Samples, *key: int) -> Tensor:
     """The order of an epoch: that of a text, where samples follow one another, or a random one."""
-    return torch.arange(len(samples)) if hasattr(samples, "batch") else rng.permutation(len(samples), *key)
+    return torch.arange(len(samples)) if hasattr(samples, "streams") else rng.permutation(len(samples), *key)
 
 
 def fingerprint(samples: Samples) -> str | None:
@@ -154,7 +158,7 @@ def batches(
 ) -> Iterator[Batch]:
     """All samples in order; those that have to be loaded, by as many other processes ahead of time."""
     place = getattr(samples, "device", None)  # samples on a device are picked there
-    size = getattr(samples, "batch", size)  # where each goes on from the one before
+    size = getattr(samples, "streams", size)  # where each goes on from the one before
     if not loaders or place is not None:
         for indices in torch.split(torch.arange(len(samples), device=place), size):
             yield to_device(samples[indices], device, dtype)

@@ -56,6 +56,7 @@ class State:
     loss_sum: float = 0.0  # of this epoch's steps so far
     seconds: Record = field(default_factory=dict)  # what the clock says
     history: list[Record] = field(default_factory=list)
+    best_model: dict[str, Tensor] | None = None  # of the best epoch so far, where the result is of that one
 
     def scores(self, task: Task) -> list[float]:
         """The validation score of each epoch, where there are any."""
@@ -73,7 +74,7 @@ class State:
     def pack(self, setup: Setup, carried: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
-        return {"run": own, **lasting}
+        return {"run": own, **lasting, "best_model": self.best_model}
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup) -> State:
@@ -83,7 +84,7 @@ class State:
         setup.model.load_state_dict(packed["model"])
         setup.optimizer.load_state_dict(packed["optimizer"])
         setup.carried.put_back(packed.get("carried", []))  # older checkpoints are of tasks that carry nothing
-        return cls(**packed["run"])
+        return cls(**packed["run"], best_model=packed.get("best_model"))
 
 
 def train(config: RunConfig, path: Path, options: Options | None = None) -> Record:
@@ -173,6 +174,8 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
+                    if task.result_of == "best" and state.best(task) in (-1, epoch):
+                        state.best_model = {name: t.clone() for name, t in model.state_dict().items()}
                     loss_sum.zero_()
                     if journal:
                         journal.note(metrics)
@@ -186,7 +189,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                 if state.step == setup.steps or due():
                     save()
         counts = state.history[state.best(task) if task.result_of == "best" else -1]
-        return close("finished", result=final(counts), result_epoch=counts["epoch"])
+        return close("finished", result=final(counts), result_of=task.result_of, result_epoch=counts["epoch"])
     except Exception as error:
         if not isinstance(error, Interrupted):
             with contextlib.suppress(OSError):  # a full disk must not hide what went wrong

@@ -110,7 +110,7 @@ def describe(config: RunConfig, model: nn.Module, processes: Processes, data: di
 
 
 def final(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What counts of a run's last epoch: its scores, and nothing that depends on where or when it ran."""
+    """What counts of an epoch's metrics: its scores, and nothing that depends on where or when it ran."""
     return {k: finite(v) for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
 
 

@@ -348,5 +348,8 @@ def _launch(
 
 
 def _at_once(x: Tensor) -> int:
-    """Programs that may wait for each other: one a multiprocessor; in the interpreter they run one after another."""
-    return torch.cuda.get_device_properties(x.device).multi_processor_count if x.is_cuda else 1
+    """Programs that may wait for each other, so that all must be at work: one for each of a quarter of multiprocessors.
+
+    Other processes may do the same on the rest, under NVIDIA's MPS. The interpreter runs one program after another.
+    """
+    return torch.cuda.get_device_properties(x.device).multi_processor_count // 4 if x.is_cuda else 1
