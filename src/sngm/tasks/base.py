@@ -111,6 +111,7 @@ class Task:
         pass_size: the most samples to take through the model at once, or None: one BatchNorm group at a time. Set it
             only where the loss draws no random numbers, and where samples meet in GhostBatchNorm2d alone. A pass then
             holds many BatchNorm groups, and steps may be captured as a CUDA graph.
+        pass_size_on_cpu: the most there, where more images are no faster, and take gigabytes.
         loaders: processes that prepare batches ahead, where that takes long; 0 for none.
         step: how steps are made on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
@@ -134,6 +135,7 @@ class Task:
     result_of: ClassVar[str] = "last"
     precision_on_gpu: ClassVar[str] = "float32"
     pass_size: ClassVar[int | None] = None
+    pass_size_on_cpu: ClassVar[int] = 512
     loaders: ClassVar[int] = 0
     step: ClassVar[str] = "auto"
     dataset: ClassVar[str | None] = None

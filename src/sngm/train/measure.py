@@ -83,6 +83,10 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
         samples -= samples % group if samples > group else 0
     optimizer.zero_grad()
     activations = _activations(lambda: take(samples), model, device)
+    if samples < largest:  # some are of no sample, such as gradients that a loss keeps
+        few = max(1, samples // 2)
+        of_few = _activations(lambda: take(few), model, device)
+        activations += round((activations - of_few) / max(1, samples - few) * (largest - samples))
     seconds = statistics.median(take(samples) for _ in range(TIMES - 1))
     if setup.feed.streams:  # other processes prepare batches while the model works
         count = loaders_of(task, loaders)
@@ -93,7 +97,7 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
         "parameters": _bytes([*model.parameters(), *model.buffers()]),
         "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None),
         "optimizer": _bytes(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
-        "activations": round(activations / samples * largest),
+        "activations": activations,
         "samples": size_of(training) if on_gpu and here == device else 0,
     }
     return Measured(samples, largest, seconds / samples, step_seconds, memory | {"total": sum(memory.values())})

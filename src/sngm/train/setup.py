@@ -24,8 +24,6 @@ from .processes import Processes
 from .statistics import Ghost, OneByOne, may_merge
 from .step import Stepper, turns_of
 
-MOST_ON_CPU = 512  # samples of a pass: more are no faster there, and take gigabytes
-
 
 @dataclass(frozen=True, slots=True)
 class Setup:
@@ -125,7 +123,7 @@ def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: in
     if asked is not None and asked < 1:
         raise UsageError(f"pass_size must be at least 1, got {asked}")
     if may_merge(task, model):
-        usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, MOST_ON_CPU)
+        usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)
         return usual if asked is None else asked
     if asked is not None:
         raise UsageError(
