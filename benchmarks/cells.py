@@ -30,7 +30,7 @@ def about() -> dict[str, Any]:
     git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
     commit = os.environ.get("SNGM_COMMIT") or subprocess.run(git, capture_output=True, text=True, check=False).stdout
     return {
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "CPU",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "commit": commit.strip(),
@@ -39,12 +39,12 @@ def about() -> dict[str, Any]:
     }
 
 
-def take(cells: Cells, path: Path | None) -> dict[str, Any]:
-    """Measure what a file does not hold yet, and keep each number as soon as it is there."""
-    record: dict[str, Any] = {"about": about(), "cells": {}}
+def take(cells: Cells, path: Path | None, **more: Any) -> dict[str, Any]:
+    """Measure what a file does not hold yet, and keep each number as soon as it is there; `more` is about all of it."""
+    record: dict[str, Any] = {"about": about() | more, "cells": {}}
     if path and path.exists():
         there = json.loads(path.read_text())
-        if all(there["about"][key] == record["about"][key] for key in ("commit", "device", "torch")):
+        if all(there["about"].get(key) == value for key, value in record["about"].items() if key != "command"):
             record = there
     for name, work in cells:
         if name in record["cells"]:

@@ -13,10 +13,7 @@ import gc
 import json
 import multiprocessing
 import os
-import platform
-import shlex
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -28,6 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from arena import copy_bandwidth, progress
+from cells import DOCS, heading, take, verdict, write_docs
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset, RandomSampler
@@ -48,7 +46,7 @@ EXAMPLES = """examples:
   python benchmarks/criteo_epoch.py --write-docs build/bench/criteo_epoch.json    put results into docs/criteo.md
 """
 HERE = Path(__file__).resolve()
-PAGE = HERE.parents[1] / "docs" / "criteo.md"
+PAGE = DOCS / "criteo.md"
 METHODS = ("msgd", "adam", "lars-unscaled", "lamb")
 MODES = ("compiled+captured", "eager")
 ROWS_A_SECOND = 3e6  # of SNGM on one H200
@@ -331,81 +329,34 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callabl
         yield f"conversion/{path.stem}", of(json.loads, path.read_text())
 
 
-def take(args: argparse.Namespace, path: Path | None) -> dict[str, Any]:
-    """Measure what a file does not hold yet, and keep each number as soon as it is there."""
-    record: dict[str, Any] = {"about": about(args), "cells": {}}
-    if path and path.exists():
-        there = json.loads(path.read_text())
-        if all(there["about"][key] == value for key, value in record["about"].items() if key != "command"):
-            record = there
-    with tempfile.TemporaryDirectory() as aside:
-        folder = args.folder or Path(aside)
-        progress(f"making {args.rows:,} rows")
-        start = time.perf_counter()
-        make(folder, args.rows, args.categories, args.processes)
-        progress(f"made in {time.perf_counter() - start:.0f} s")
-        record["about"]["parameters"] = parameter_count(opened(folder).field_sizes)
-        for name, work in cells(args, folder):
-            if name in record["cells"]:
-                continue
-            progress(name)
-            record["cells"][name] = work()
-            progress(f"{name}: {json.dumps(record['cells'][name])}", passing=True)
-            if path:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(record, indent=2))
-    progress("", passing=True)
-    return record
-
-
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """Where and of what this was measured."""
-    git = ["git", "-C", str(HERE.parent), "rev-parse", "--short", "HEAD"]
-    commit = os.environ.get("SNGM_COMMIT") or subprocess.run(git, capture_output=True, text=True, check=False).stdout
-    device = torch.cuda.get_device_name() if args.device.type == "cuda" else f"{platform.machine()} CPU"
-    return {
-        "device": device, "torch": torch.__version__, "commit": commit.strip(),
-        "cpus": len(os.sched_getaffinity(0)), "rows": args.rows, "categories": args.categories, "batch": args.batch,
-        "command": shlex.join(["python", "benchmarks/criteo_epoch.py", *sys.argv[1:]]),
-    }  # fmt: skip
-
-
 # ---------------------------------------------------------------- the page
 
 
-def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, str, str, str]]:
+def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
     """What must hold on one H200, the limit, what was measured, and whether it holds."""
-
-    def row(what: str, limit: str, value: float | None, holds: Callable[[float], bool], text: str) -> Any:
-        if value is None:
-            return what, limit, "not measured", ""
-        return what, limit, text.format(value), "yes" if holds(value) else "NO"
 
     ours, plain = (found.get(name, {}).get("rows_a_second") for name in ("method/sngm", "plain/by batches"))
     limit = f"at least {ROWS_A_SECOND:,.0f}"
-    yield row("rows a second, SNGM", limit, ours, lambda v: v >= ROWS_A_SECOND, "{:,.0f}")
+    yield verdict("rows a second, SNGM", limit, ours, lambda v: v >= ROWS_A_SECOND, "{:,.0f}")
     times = ours / plain if ours and plain else None
     limit = f"at least {TIMES_PLAIN:g} x"
-    yield row("to the plain loop's, by batches", limit, times, lambda v: v >= TIMES_PLAIN, "{:.1f} x")
+    yield verdict("to the plain loop's, by batches", limit, times, lambda v: v >= TIMES_PLAIN, "{:.1f} x")
     taken = sorted((value for key, value in found.items() if key.startswith("conversion/")), key=lambda v: v["rows"])
     growth = None
     if len(taken) > 1:
         few, many = (value["peak MB"] - value["of which before"] for value in (taken[0], taken[-1]))
         growth = many / few
     what = "memory of a conversion, many rows to few"
-    yield row(what, f"at most {GROWTH:g} x", growth, lambda v: v <= GROWTH, "{:.2f} x")
+    yield verdict(what, f"at most {GROWTH:g} x", growth, lambda v: v <= GROWTH, "{:.2f} x")
 
 
 def page(record: dict[str, Any]) -> str:
     """The results in Markdown."""
     where, found = record["about"], record["cells"]
-    lines = [
-        f"One {where['device']}, torch {where['torch']}, {where['cpus']} CPU cores, commit {where['commit']}: "
+    lines = heading(record, verdicts(found))
+    lines += [
         f"{where['rows']:,} made-up rows, of which 64 % are trained on, {where['parameters']:,} parameters, batch "
-        f"{where['batch']}.", "",
-        f"`{where['command']}`", "",
-        "| what | limit | measured | holds |", "|---|---|---|---|",
-        *("| " + " | ".join(row) + " |" for row in verdicts(found)), "",
+        f"{where['batch']}:", "",
         "| | rows/s | ms/step | s/epoch | GiB |", "|---|---|---|---|---|",
     ]  # fmt: skip
     for key, value in found.items():
@@ -444,13 +395,6 @@ def cell(value: dict[str, Any], batch: int) -> str:
     return f"{value['rows_a_second']:,} | {step:.2f} | {value['seconds_per_epoch']:.2f} | {value['peak_gib'] or ''}"
 
 
-def write_docs(path: Path) -> None:
-    """Put results between the marks of the page."""
-    head, rest = PAGE.read_text().split("<!-- results -->\n", 1)
-    tail = rest.split("<!-- end of results -->", 1)[1]
-    PAGE.write_text(f"{head}<!-- results -->\n{page(json.loads(path.read_text()))}<!-- end of results -->{tail}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -476,7 +420,7 @@ def main() -> None:
     if args.write_docs:
         if not args.write_docs.is_file():
             parser.error(f"no file {args.write_docs}")
-        write_docs(args.write_docs)
+        write_docs(PAGE, args.write_docs, page)
         return
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.device.type == "cuda" and not torch.cuda.is_available():
@@ -488,7 +432,13 @@ def main() -> None:
     for path in args.converted:
         if not path.is_file():
             parser.error(f"no file {path}")
-    record = take(args, args.out and args.out / "criteo_epoch.json")
+    with tempfile.TemporaryDirectory() as aside:
+        folder = args.folder or Path(aside)
+        progress(f"making {args.rows:,} rows")
+        make(folder, args.rows, args.categories, args.processes)
+        about = {"rows": args.rows, "categories": args.categories, "batch": args.batch}
+        about["parameters"] = parameter_count(opened(folder).field_sizes)
+        record = take(cells(args, folder), args.out and args.out / "criteo_epoch.json", **about)
     print(page(record))
     if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
         sys.exit(1)
