@@ -33,7 +33,7 @@ def kappa(beta: Floats) -> Number:
     190.0
     """
     (beta,) = read(beta=beta)
-    return number((1 + beta) / (1 - beta) ** 2)
+    return number((1 + beta) / np.square(1 - beta))  # not ** 2, whose last digit is another one for arrays
 
 
 def smooth_bound(
@@ -137,8 +137,8 @@ def _msgd(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, b
     gap, steps, batch, L, sigma, beta = read(gap=gap, steps=steps, batch=batch, L=L, sigma=sigma, beta=beta)
     return Sum(
         over=2 * (1 - beta) * gap / steps,
-        times=L * sigma**2 / ((1 - beta) ** 2 * batch),
-        square=4 * L**2 * sigma**2 / (1 - beta) ** 2,
+        times=L * np.square(sigma) / (np.square(1 - beta) * batch),
+        square=4 * np.square(L) * np.square(sigma) / np.square(1 - beta),
         rest=0.0,
         limit=largest(kappa(beta) * L),
         condition="eta <= (1 - beta)**2 / ((1 + beta) * L)",

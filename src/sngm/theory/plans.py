@@ -77,8 +77,8 @@ def plan(
         least = least_gradients(beta, lam)
         enough = f"at least {float(np.max(least))} gradients (Corollary 2)"
         within(lr, largest(8 * kappa(beta) * lam), f"8 * eta * kappa * lam <= 1, that is {enough}")
-        smooth = (1 - beta) * gap + L * (1 + beta) / (2 * (1 - beta) ** 2) + 2 * sigma
-        relaxed = 2 * (1 - beta) * gap + 8 * L * (1 + beta) / (1 - beta) ** 2 + 4 * sigma
+        smooth = (1 - beta) * gap + L * kappa(beta) / 2 + 2 * sigma
+        relaxed = 2 * (1 - beta) * gap + 8 * L * kappa(beta) + 4 * sigma
         bound = np.where(lam > 0, relaxed, smooth) / fourth
     elif method.lower() == "msgd":
         if np.any(lam > 0):
@@ -87,12 +87,12 @@ def plan(
             batch = np.minimum(root / L, fourth)
         lr = batch / root
         # The condition is eta <= 1 / (kappa L), and lr is at most 1/L.
-        least = np.where(kappa(beta) <= 1 + ROUNDING, 0.0, (kappa(beta) * L) ** 4)
-        noise = L * sigma**2 / root + 4 * L**2 * sigma**2 * lr**2
-        bound = np.sqrt(2 * (1 - beta) * gap / root + noise / (1 - beta) ** 2)
+        least = np.where(kappa(beta) <= 1 + ROUNDING, 0.0, _fourth_power(kappa(beta) * L))
+        noise = L * np.square(sigma) / root + 4 * np.square(L * sigma * lr)
+        bound = np.sqrt(2 * (1 - beta) * gap / root + noise / np.square(1 - beta))
     else:
         raise ValueError(f"there is a plan for msgd and one for sngm, not for {method!r}")
-    steps = np.ceil(gradients / batch)
+    steps = np.ceil(gradients / batch * (1 - ROUNDING))  # what is whole but for rounding takes no step more
     return Plan(*map(number, (batch, lr, steps, bound, least, gradients)))
 
 
@@ -103,7 +103,7 @@ def least_gradients(beta: Floats, lam: Floats) -> Number:
     10000.0
     """
     beta, lam = read(beta=beta, lam=lam)
-    return number((8 * kappa(beta) * lam) ** 4)
+    return number(_fourth_power(8 * kappa(beta) * lam))
 
 
 def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Number:
@@ -117,7 +117,11 @@ def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Nu
     """
     gradients, eta, batch, L = read(gradients=gradients, eta=eta, batch=batch, L=L)
     within(eta, largest(L), "eta <= 1 / L")
-    return number(batch / (eta * gradients) + (eta + eta**2) / batch)
+    return number(batch / (eta * gradients) + (eta + np.square(eta)) / batch)
+
+
+def _fourth_power(x: Number) -> Number:
+    return np.square(np.square(x))  # not ** 4, whose last digit is another one for arrays
 
 
 def _whole(value: Number) -> Any:

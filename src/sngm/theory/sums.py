@@ -106,5 +106,6 @@ class Sum(NamedTuple):
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             # A term whose factor is 0 is 0, also at the limits eta = 0 and eta = inf.
             falls = np.where(np.equal(self.over, 0), 0.0, self.over / eta)
-            grows = np.where(np.equal(self.times, 0), 0.0, (self.times + self.square * eta) * eta)
+            grows = np.where(np.equal(self.times, 0), 0.0, self.times * eta)
+            grows = grows + np.where(np.equal(self.square, 0), 0.0, self.square * eta * eta)
         return falls + grows + self.rest
