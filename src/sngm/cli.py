@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__, cli_data
+from . import __version__, cli_data, cli_probe, cli_theory
 from .cli_words import DATA, JSON, examples, verbs
 from .errors import DataMissing, Failed, Interrupted, UsageError
 from .spec import parse_call, parse_settings, split_list
@@ -377,6 +377,10 @@ def report(
         print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2))
     else:
         print(f"{reports.table(summary)}\n\n{summary.answer()}\n\nReport: {page}")
+
+
+verb(*cli_probe.EXAMPLES)(cli_probe.probe)
+verb(*cli_theory.EXAMPLES, name="check-theory")(cli_theory.check_theory)
 
 
 # ---------------------------------------------------------------- what there is

@@ -1,0 +1,59 @@
+"""The paper's statements as experiments, each with a verdict that is derived from what was measured.
+
+`bounds` has the theorems, `lemmas` the lemmas, LARS and a training, `batches` what the paper concludes about batch
+sizes and blocks. `sngm check-theory` runs them; docs/theory.md says what came out.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+
+from . import batches, bounds, lemmas
+from .findings import Finding
+
+__all__ = ["CHECKS", "Finding", "check"]
+
+CHECKS: dict[str, Callable[[int], Finding]] = {  # in the paper's order; each takes the number of seeds
+    "lemma-1": lemmas.lemma_1,
+    "msgd-bound": bounds.msgd,
+    "lemma-2": lemmas.lemma_2,
+    "lars": lemmas.lars,
+    "lemma-3": lemmas.lemma_3,
+    "training": lemmas.training,
+    "theorem-1": bounds.theorem_1,
+    "corollary-1": bounds.corollary_1,
+    "batch-limit-msgd": batches.batch_limit_msgd,
+    "batch-limit-sngm": batches.batch_limit_sngm,
+    "batch-larger": batches.batch_larger,
+    "batch-larger-tuned": batches.batch_larger_tuned,
+    "theorem-2": bounds.theorem_2,
+    "theorem-3": bounds.theorem_3,
+    "block-bounds": batches.block_bounds,
+    "block-speed": batches.block_speed,
+}
+
+
+def check(
+    names: Iterable[str] = CHECKS,
+    seeds: int = 20,
+    show: Callable[[str, Finding | None], None] = lambda name, done: None,
+) -> list[Finding]:
+    """Run the experiments of these names.
+
+    Args:
+        names: keys of `CHECKS`.
+        seeds: runs behind every mean, at least 2.
+        show: called with a name before its experiment, and with the finding after it.
+    """
+    if seeds < 2:
+        raise ValueError(f"an interval needs at least 2 seeds, got {seeds}")
+    found = []
+    for name in names:
+        show(name, None)
+        began = time.monotonic()
+        finding = replace(CHECKS[name](seeds), seconds=round(time.monotonic() - began, 2))
+        show(name, finding)
+        found.append(finding)
+    return found

@@ -1,0 +1,169 @@
+"""Functions whose constants are known exactly, and the paper's iterations on them, for many seeds and rates at once.
+
+The iterations are written in numpy, since thousands of runs side by side are then as fast as a few; a test holds them
+to the optimizers of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import theory
+from .findings import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A function of the last axis of an array, with noise of known variance on its gradient."""
+
+    name: str
+    formula: str
+    loss: Callable[[Array], Array]
+    gradient: Callable[[Array], Array]
+    start: Array
+    L: float
+    noise: Array
+    """The standard deviation of one sample's gradient, by coordinate: normal noise, or a coin's."""
+    lam: float = 0.0
+    blocks: tuple[int, ...] = ()
+    """The sizes of the blocks, one after another; none: all is one block."""
+    coin: bool = False
+    """Noise that is plus or minus its deviation, rather than normal: the sign of a gradient then can be pure chance."""
+
+    @property
+    def gap(self) -> float:
+        """What the loss at the start is above its infimum, which is 0 for every function here."""
+        return float(self.loss(self.start))
+
+    @property
+    def sigma(self) -> float:
+        """The paper's sigma."""
+        return float(np.linalg.norm(self.noise))
+
+    def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
+        """The noise of the mean gradient of a batch, for each seed."""
+        if self.coin:
+            mean: Array = 2 * random.binomial(batch, 0.5, size=(seeds, 1)) / batch - 1
+        else:
+            mean = random.normal(size=(seeds, len(self.start))) / np.sqrt(batch)
+        return self.noise * mean
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What is measured along runs, each an array with a row for each learning rate and a column for each seed."""
+
+    norm: Array
+    """The mean of ||grad F(w_t)|| over the steps; infinite where a run diverged."""
+    square: Array
+    """The mean of ||grad F(w_t)||^2."""
+    rho: Array
+    """The largest ||g_t|| / sum of the norms of its blocks."""
+
+
+def simulate(
+    problem: Problem, method: str, etas: Array, beta: float, batch: int, steps: int, seeds: int, seed: int = 0
+) -> Runs:
+    """Runs of "msgd", "sngm" or "block-sngm" from u = 0. All learning rates meet the same noise."""
+    random = np.random.default_rng(seed)
+    lanes = (len(etas), seeds)
+    w = np.broadcast_to(problem.start, (*lanes, len(problem.start))).copy()
+    u = np.zeros_like(w)
+    total, square, rho = np.zeros(lanes), np.zeros(lanes), np.zeros(lanes)
+    sizes = problem.blocks or (len(problem.start),)
+    offsets = np.cumsum((0, *sizes[:-1]))
+    with np.errstate(over="ignore", invalid="ignore"):  # divergence is a result
+        for _ in range(steps):
+            gradient = problem.gradient(w)
+            norm = length(gradient)
+            total += norm
+            square += norm * norm
+            g = gradient + problem.draw(random, seeds, batch)
+            if method == "sngm":
+                g = over(g, length(g)[..., None])
+            elif method == "block-sngm":
+                norms = np.sqrt(np.add.reduceat(g * g, offsets, axis=-1))
+                rho = np.maximum(rho, theory.rho(norms))
+                g = over(g, np.repeat(norms, sizes, axis=-1))
+            u = beta * u + g
+            w = w - etas[:, None, None] * u
+    finite = np.isfinite(total)
+    return Runs(np.where(finite, total / steps, np.inf), np.where(finite, square / steps, np.inf), rho)
+
+
+def length(vectors: Array) -> Array:
+    """The Euclidean norm over the last axis."""
+    return np.asarray(np.sqrt(np.einsum("...i,...i->...", vectors, vectors)))
+
+
+def over(g: Array, norms: Array) -> Array:
+    """Divided by the norm, where there is one."""
+    return np.divide(g, norms, out=np.zeros_like(g), where=norms > 0)
+
+
+# ---------------------------------------------------------------- the functions
+
+
+def quadratic(
+    name: str, curvature: Array, start: Array, noise: Array, blocks: tuple[int, ...] = (), turn: Array | None = None
+) -> Problem:
+    """Half the sum of curvature times square. With `turn`, an orthogonal matrix, the coordinates are coupled."""
+    if turn is None:
+        loss, gradient = (lambda w: 0.5 * (curvature * w * w).sum(axis=-1)), (lambda w: curvature * w)
+    else:
+        matrix = turn.T @ np.diag(curvature) @ turn
+        loss, gradient = (lambda w: 0.5 * ((w @ matrix) * w).sum(axis=-1)), (lambda w: w @ matrix)
+    formula = f"quadratic, {len(start)} coordinates, curvature {curvature.min():g} to {curvature.max():g}"
+    return Problem(name, formula, loss, gradient, start, float(curvature.max()), noise, blocks=blocks)
+
+
+def even(sigma: float, size: int) -> Array:
+    """Noise that is alike in all coordinates."""
+    return np.full(size, sigma / np.sqrt(size))
+
+
+BOWL = quadratic("bowl", np.ones(1), np.ones(1), np.zeros(1))
+
+QUADRATIC = quadratic("quadratic", np.geomspace(0.01, 1, 20), np.ones(20), even(1.0, 20))
+
+WAVES = Problem(
+    "waves", "sum of 1 - cos(x), 10 coordinates, not convex",
+    lambda w: (1 - np.cos(w)).sum(axis=-1), np.sin, np.full(10, 2.5), 1.0, even(1.0, 10),
+)  # fmt: skip
+
+SLOPE = Problem(
+    "slope", "sqrt(1 + x^2) - 1, noise of a coin that can hide the gradient's sign",
+    lambda w: (np.hypot(1, w) - 1).sum(axis=-1), lambda w: w / np.hypot(1, w), np.full(1, 5.0), 1.0, np.ones(1),
+    coin=True,
+)  # fmt: skip
+
+# cosh'' = sqrt(1 + sinh^2) <= 1 + |cosh'|, and of a sum the largest counts: (1, 1)-smooth
+COSH = Problem(
+    "cosh", "sum of cosh(x) - 1, 6 coordinates in 2 blocks: (1, 1)-smooth",
+    lambda w: (np.cosh(w) - 1).sum(axis=-1), np.sinh, np.array([3.0, 3.0, 3.0, 0.3, 0.3, 0.3]), 1.0, even(1.0, 6),
+    lam=1.0, blocks=(3, 3),
+)  # fmt: skip
+
+# 3 x^2 - |x|^3 is largest at |x| = 2, where it is 4: (4, 1)-smooth
+QUARTIC = Problem(
+    "quartic", "sum of x^4 / 4, 4 coordinates in 2 blocks: (4, 1)-smooth",
+    lambda w: (w**4).sum(axis=-1) / 4, lambda w: w**3, np.array([2.5, 2.5, 1.0, 1.0]), 4.0, even(1.0, 4),
+    lam=1.0, blocks=(2, 2),
+)  # fmt: skip
+
+EXP = Problem(
+    "exp", "exp(x), which has no minimum: (0, 1)-smooth",
+    lambda w: np.exp(w).sum(axis=-1), np.exp, np.ones(1), 0.0, np.zeros(1), lam=1.0,
+)  # fmt: skip
+
+UNEVEN = quadratic(
+    "uneven", np.repeat([1.0, 0.1, 0.01, 0.001], 5), np.ones(20), even(1.0, 20), blocks=(5, 5, 5, 5)
+)  # fmt: skip
+
+COUPLED = quadratic(
+    "coupled", np.geomspace(0.01, 1, 12), np.ones(12), even(1.0, 12), blocks=(4, 4, 4),
+    turn=np.linalg.qr(np.random.default_rng(12).normal(size=(12, 12)))[0],
+)  # fmt: skip

@@ -1,0 +1,76 @@
+"""What is read off gradients and curvatures that are there: norms of blocks, rho and cos, and relaxed smoothness."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import theory
+from ..errors import UsageError
+from .gradients import norm
+
+
+@dataclass(frozen=True, slots=True)
+class Blocks:
+    """A gradient's tensors, as block-wise methods see them.
+
+    Attributes:
+        norms: one a tensor.
+        rho: ``||g|| / sum of norms``; the paper's rho(S) is the largest of a run.
+        cos: of the angle between the gradient and the block-wise direction, ``1 / (sqrt(S) rho)``.
+            Both are NaN where the gradient is zero or not finite.
+    """
+
+    norms: list[float]
+    rho: float
+    cos: float
+
+
+def blocks(params: Iterable[Tensor]) -> Blocks:
+    """The norms of the gradients that `backward` has left in ``p.grad``; tensors without one are no blocks.
+
+    >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
+    >>> (3 * a[0] + 4 * b).sum().backward()
+    >>> found = blocks([a, b])
+    >>> found.norms, round(found.rho, 4), round(found.cos, 4)
+    ([3.0, 4.0], 0.7143, 0.9899)
+    """
+    found = [norm(p.grad) for p in params if p.grad is not None]
+    if not found:
+        raise UsageError("no parameter has a gradient; call backward() first")
+    return of_norms(torch.stack([n.to(found[0].device) for n in found]).tolist())
+
+
+def of_norms(norms: Sequence[float]) -> Blocks:
+    """With rho and cos, where there are any."""
+    known = any(norms) and all(map(math.isfinite, norms))
+    rho, cos = (theory.rho(norms), theory.cos_angle(norms)) if known else (math.nan, math.nan)
+    return Blocks(list(norms), float(rho), float(cos))
+
+
+def frontier(
+    curvatures: Sequence[float], gradient_norms: Sequence[float], lambdas: Sequence[float]
+) -> dict[float, float]:
+    """Relaxed smoothness: for each lambda the least L with ``||H|| <= L + lambda ||g||`` at all points visited.
+
+    It says nothing of points in between, nor of others.
+
+    Args:
+        curvatures: ||H||, the Hessian's norm at each point.
+        gradient_norms: ||g|| there, of the same function.
+        lambdas: to find L for.
+
+    >>> frontier([10.0, 100.0], [0.5, 8.0], [0.0, 10.0, 20.0])
+    {0.0: 100.0, 10.0: 20.0, 20.0: 0.0}
+    """
+    if not curvatures or len(curvatures) != len(gradient_norms):
+        raise UsageError(f"a frontier needs both norms at one point or more, got {len(curvatures)} curvatures")
+    for name, values in (("curvatures", curvatures), ("gradient_norms", gradient_norms), ("lambdas", lambdas)):
+        if not all(0 <= value < math.inf for value in values):
+            raise UsageError(f"{name} must be finite and at least 0")
+    pairs = list(zip(curvatures, gradient_norms, strict=True))
+    return {lam: max(0.0, *(h - lam * g for h, g in pairs)) for lam in lambdas}

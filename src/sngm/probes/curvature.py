@@ -1,0 +1,183 @@
+"""The norm of the Hessian, which is never formed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
+
+PRODUCT = 3  # gradients that a product takes the time of, or a little more
+# Of the parameters' norm: how far apart two gradients are whose difference is taken. Short, because a step that carries
+# an activation across the kink of a ReLU has its jump, divided by the step, counted as curvature.
+STEP = 1e-11
+LEAST, IN_A_ROW = 8, 3  # products: an error may be small at first because a smaller eigenvalue was found before
+
+Loss = Callable[[], Tensor | Iterable[Tensor]]
+
+
+@dataclass(frozen=True, slots=True)
+class Curvature:
+    """What `curvature` has found.
+
+    Attributes:
+        norm: of the Hessian: the largest absolute value of its eigenvalues. L is the largest of a run's.
+        eigenvalue: that eigenvalue, with its sign.
+        error: an eigenvalue is at most this far away; as a rule the error is far smaller.
+        products: of the Hessian with a vector, that it took.
+        by: "derivatives", or "differences" of gradients.
+    """
+
+    norm: float
+    eigenvalue: float
+    error: float
+    products: int
+    by: str
+
+
+def curvature(
+    loss: Loss,
+    params: Iterable[Tensor],
+    *,
+    iterations: int = 30,
+    tolerance: float = 0.01,
+) -> Curvature:
+    """The eigenvalue of the loss's Hessian with the largest absolute value, by Lanczos' method.
+
+    No Hessian is formed: only its products with vectors are, each by two derivatives, in the time of about three
+    gradients. Where torch has no second derivatives, as for cuDNN's LSTM, a product is the difference of two gradients
+    a small step apart, which needs float64. That is good for five digits if the loss is smooth. With ReLUs it may be
+    far too large: a kink on the way counts as curvature.
+
+    Kept in memory are five vectors of the parameters' size, and the host waits for the device once a product. The
+    parameters are left as they were; random numbers, such as dropout's, are the same in every look at the loss.
+
+    Args:
+        loss: gives the loss, always of the same samples; or yields it in parts that add up to it, each of which is
+            done with before the next.
+        params: such as ``model.parameters()``. To measure ``copy.deepcopy(model).double()`` is exact, and leaves
+            running statistics of the other alone.
+        iterations: the most products to take.
+        tolerance: stop when the error is at most this part of the eigenvalue, for three products in a row.
+
+    >>> w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
+    >>> found = curvature(lambda: (torch.tensor([1.0, -4.0, 2.0]) * w**2).sum() / 2, [w])
+    >>> round(found.norm, 4), round(found.eigenvalue, 4), found.products
+    (4.0, -4.0, 3)
+    """
+    params = trained(params)
+    if iterations < 1:
+        raise UsageError(f"iterations must be at least 1, got {iterations}")
+    differences = _Differences(loss, params)
+
+    def product(v: Tensor) -> Tensor:
+        if differences.here is None:
+            try:
+                return _product(loss, params, v)
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                differences.begin(error)
+        return differences.product(v)
+
+    try:
+        found = _lanczos(product, flat(params, params), iterations, tolerance)
+    finally:
+        differences.end()
+    return found if differences.here is None else replace(found, by="differences")
+
+
+def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int, tolerance: float) -> Curvature:
+    """Without keeping old vectors: those that come back as copies repeat an end of the spectrum, and do not move it."""
+    generator = torch.Generator(like.device).manual_seed(0)
+    v = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
+    v /= norm(v)
+    before, off = torch.zeros_like(v), torch.zeros((), dtype=v.dtype, device=v.device)
+    diagonal: list[float] = []
+    beside: list[float] = []
+    eigenvalue, error, settled = math.nan, math.inf, 0
+    for _ in range(min(iterations, len(like))):
+        u = product(v).sub_(off * before)
+        on = u @ v
+        u -= on * v
+        before, off = v, norm(u)
+        a, b = torch.stack([on.double(), off]).tolist()
+        if not (math.isfinite(a) and math.isfinite(b)):
+            raise NotFinite(NOT_FINITE)
+        diagonal.append(a)
+        matrix = np.diag(diagonal) + np.diag(beside, 1) + np.diag(beside, -1)
+        values, vectors = np.linalg.eigh(matrix)
+        top = int(np.argmax(np.abs(values)))
+        eigenvalue, error = float(values[top]), float(b * abs(vectors[-1, top]))
+        settled = settled + 1 if error <= tolerance * abs(eigenvalue) else 0
+        if b == 0 or (settled >= IN_A_ROW and len(diagonal) >= LEAST):
+            break
+        beside.append(b)
+        v = u / off
+    return Curvature(abs(eigenvalue), eigenvalue, error, len(diagonal), "derivatives")
+
+
+def _product(loss: Loss, params: Sequence[Tensor], v: Tensor) -> Tensor:
+    """Of the Hessian with a vector: the gradient of the gradient's part along it."""
+    total = torch.zeros_like(v)
+    along = parts(v, params)
+    for part in _parts_of(loss, params):
+        pairs = zip(gradients(part, params, create_graph=True), along, strict=True)
+        slopes = [(g * u).sum() for g, u in pairs if g is not None and g.requires_grad]
+        if slopes:  # a linear function has none
+            total += flat(torch.autograd.grad(torch.stack(slopes).sum(), params, allow_unused=True), params)
+        total += 0 * part.detach()  # so that a loss that is no number shows, whatever its derivatives are
+    return total
+
+
+class _Differences:
+    """Products as differences of gradients, once `begin` was called."""
+
+    def __init__(self, loss: Loss, params: Sequence[Tensor]) -> None:
+        self.loss, self.params = loss, params
+        self.here: Tensor | None = None
+
+    def begin(self, why: RuntimeError) -> None:
+        if any(p.dtype != torch.float64 for p in self.params):
+            reason = str(why).splitlines()[0] if str(why) else type(why).__name__
+            raise UsageError(
+                f"torch cannot differentiate this loss twice ({reason}); in float64 differences of gradients would do: "
+                "take copy.deepcopy(model).double()"
+            ) from why
+        self.start = flat(self.params, self.params)
+        self.step = (STEP * norm(self.start).clamp(min=1.0)).item()
+        self.here = self._gradient()
+
+    def product(self, v: Tensor) -> Tensor:
+        assert self.here is not None
+        self._put(self.start + self.step * v)
+        return (self._gradient() - self.here) / self.step
+
+    def end(self) -> None:
+        """Put the parameters back."""
+        if self.here is not None:
+            self._put(self.start)
+
+    def _gradient(self) -> Tensor:
+        total = torch.zeros_like(self.start)
+        for part in _parts_of(self.loss, self.params):
+            total += flat(gradients(part, self.params), self.params)
+        return total
+
+    @torch.no_grad()
+    def _put(self, vector: Tensor) -> None:
+        for p, part in zip(self.params, parts(vector, self.params), strict=True):
+            p.copy_(part)
+
+
+def _parts_of(loss: Loss, params: Sequence[Tensor]) -> Iterator[Tensor]:
+    """The loss in parts. Each look draws the same random numbers, and leaves those that come after as they were."""
+    with torch.random.fork_rng([params[0].device] if params[0].is_cuda else []):
+        found = loss()
+        yield from found if isinstance(found, Iterable) and not isinstance(found, Tensor) else [found]

@@ -1,0 +1,57 @@
+"""Gradients as flat vectors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+
+NOT_FINITE = "the loss or its gradient is not finite here, so there is nothing to measure"
+
+
+class NotFinite(UsageError):
+    """The loss or its gradient is no number at this point."""
+
+
+def trained(params: Iterable[Tensor]) -> list[Tensor]:
+    """The parameters that have gradients; none at all are refused."""
+    if isinstance(params, Tensor):
+        raise UsageError("params must be a list of tensors, such as model.parameters(), got a tensor")
+    found = [p for p in params if p.requires_grad]
+    if not found:
+        raise UsageError("there are no parameters that require a gradient")
+    return found
+
+
+def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
+    """One a parameter, None where the loss does not depend on it."""
+    if not isinstance(loss, Tensor) or loss.numel() != 1:
+        what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
+        raise UsageError(f"a loss must be a tensor with one number, got {what}")
+    if not loss.requires_grad:
+        raise UsageError("the loss does not depend on the parameters")
+    found = torch.autograd.grad(loss.reshape(()), params, create_graph=create_graph, allow_unused=True)
+    if all(g is None for g in found):
+        raise UsageError("the loss does not depend on the parameters")
+    return [None if g is None else (g.to_dense() if g.layout != torch.strided else g) for g in found]
+
+
+def flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
+    """All in one vector, with zeros for those that are not there."""
+    pairs = zip(tensors, like, strict=True)
+    return torch.cat([(torch.zeros_like(p) if t is None else t.detach()).reshape(-1) for t, p in pairs])
+
+
+def norm(vector: Tensor) -> Tensor:
+    """In float64, without waiting for it."""
+    found: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
+    return found
+
+
+def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    """What `flat` has put together, apart again: views."""
+    found = torch.split(vector, [p.numel() for p in like])
+    return [part.view(p.shape) for part, p in zip(found, like, strict=True)]

@@ -1,0 +1,134 @@
+"""How much the gradients of single samples differ: sigma of the paper, and the gradient noise scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import UsageError
+from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
+
+
+@dataclass(frozen=True, slots=True)
+class Noise:
+    """What `noise` has found.
+
+    Attributes:
+        sigma: the standard deviation of a sample's gradient, ``E||grad f_i - grad F||^2 = sigma^2``.
+        low, high: the 95 % interval of sigma; NaN with two batches only.
+        scale: the gradient noise scale ``sigma^2 / ||grad F||^2`` of McCandlish et al. (arXiv 1812.06162): the batch
+            at which noise and gradient are equal. The square below is freed of its own noise; if nothing is left of it,
+            the scale is inf.
+        loss, gradient_norm: of the mean over all samples.
+        block_norms: of that gradient, one a parameter; None where the loss does not depend on it.
+        batches, samples: how many there were.
+    """
+
+    sigma: float
+    low: float
+    high: float
+    scale: float
+    loss: float
+    gradient_norm: float
+    block_norms: list[float | None]
+    batches: int
+    samples: int
+
+
+def noise(
+    loss: Callable[[Any], Tensor],
+    params: Iterable[Tensor],
+    batches: Iterable[Any],
+    sizes: Sequence[int] | None = None,
+) -> Noise:
+    """Sigma and the gradient noise scale, from one gradient of each of some batches that have no sample in common.
+
+    If batch k has b_k samples, and m is the mean gradient of the N samples before it, then
+    ``b_k N / (b_k + N) ||g_k - m||^2`` has the mean sigma^2, whatever the sizes, and those of different k are
+    uncorrelated. Sigma^2 is their mean, which is unbiased; the interval is Student's t over them. Kept in memory are
+    two gradients. Where BatchNorm makes a sample's gradient depend on the others of its batch, sigma^2 is the variance
+    of a batch's gradient times its size, so it belongs to batches of that size.
+
+    Args:
+        loss: gives the mean loss over the samples of a batch.
+        params: such as ``model.parameters()``.
+        batches: at least two, drawn at random, of any sizes; a few dozen make a narrow interval.
+        sizes: the samples of each batch. Default: the length of its first tensor.
+
+    >>> w = torch.zeros(1, requires_grad=True)
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])  # three batches of a sample; gradients w - x
+    >>> found = noise(lambda batch: ((w - batch) ** 2 / 2).mean(), [w], x)
+    >>> found.sigma, found.gradient_norm
+    (1.0, 2.0)
+    """
+    params = trained(params)
+    mean: Tensor | None = None
+    estimates: list[Tensor] = []  # each an estimate of sigma^2
+    losses: list[Tensor] = []
+    seen: list[int] = []
+    used = [False] * len(params)
+    for k, batch in enumerate(batches):
+        size = _size(batch) if sizes is None else sizes[k]
+        if size < 1:
+            raise UsageError("a batch has no samples")
+        value = loss(batch)
+        found = gradients(value, params)
+        used = [before or g is not None for before, g in zip(used, found, strict=True)]
+        g, before = flat(found, params), sum(seen)
+        losses.append(value.detach().double().reshape(()) * size)
+        seen.append(size)
+        if mean is None:
+            mean = g
+            continue
+        difference = g - mean
+        estimates.append(norm(difference) ** 2 * (size * before / (size + before)))
+        mean += difference * (size / (size + before))
+    if mean is None or not estimates:
+        raise UsageError(f"noise is seen between two batches or more, got {len(seen)}")
+    blocks = [norm(part) for part in parts(mean, params)]
+    total = sum(seen)
+    # the one time that the host waits for the device
+    numbers = torch.stack([torch.stack(losses).sum() / total, norm(mean), *blocks, *estimates]).tolist()
+    if not all(map(math.isfinite, numbers)):
+        raise NotFinite(NOT_FINITE)
+    average, length, own = numbers[0], numbers[1], numbers[2 : 2 + len(params)]
+    variance, half = _mean_and_half_width(numbers[2 + len(params) :])
+    signal = length**2 - variance / total
+    return Noise(
+        sigma=math.sqrt(variance),
+        low=math.sqrt(max(0.0, variance - half)) if half < math.inf else math.nan,
+        high=math.sqrt(variance + half) if half < math.inf else math.nan,
+        scale=variance / signal if signal > 0 else math.inf if variance > 0 else math.nan,
+        loss=average,
+        gradient_norm=length,
+        block_norms=[n if there else None for n, there in zip(own, used, strict=True)],
+        batches=len(seen),
+        samples=total,
+    )
+
+
+def _mean_and_half_width(values: list[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval by Student's t; inf for one value."""
+    from scipy.stats import t
+
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return mean, math.inf
+    spread = math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (count - 1))
+    return mean, float(t.ppf(0.975, count - 1)) * spread / math.sqrt(count)
+
+
+def _size(batch: Any) -> int:
+    """Samples of a batch: a tensor, or tensors in a tuple, a list or a dict."""
+    first = batch
+    while not isinstance(first, Tensor):
+        if not isinstance(first, (Mapping, Sequence)) or isinstance(first, str) or not first:
+            raise UsageError(f"how many samples has a {type(batch).__name__}? Say so with sizes")
+        first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
+    return len(first)

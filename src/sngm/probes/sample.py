@@ -1,0 +1,176 @@
+"""A fixed sample of a task's training data, and all that is measured of a model on it."""
+
+from __future__ import annotations
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import UsageError
+from ..tasks import Batch, Samples, Task
+from ..train import rng
+from ..train.feed import to_device
+from ..train.statistics import track
+from .blocks import of_norms
+from .curvature import PRODUCT, curvature
+from .noise import noise
+
+PROBE = 4  # what a stream of random numbers is for, beside those of sngm.train.rng
+GROUPS = 16  # batches whose gradients are compared, where any size will do
+PASS = 64  # samples that go through a model at once, where groups may be merged
+LEAST = 4  # such batches, where BatchNorm makes them large
+WINDOWS = 4  # at least, of a stream that carries something from one to the next
+Point = dict[str, Any]
+Group = tuple[Batch, Batch]  # samples, and what they go on from
+
+
+class Sample:
+    """Groups of samples, always the same ones, and a copy of the model in float64 that goes through them.
+
+    A group is what BatchNorm normalises together, because a sample's gradient depends on it; without BatchNorm it is as
+    many samples as make 16 groups. All that is measured is of the mean loss over all groups, with the augmentation of
+    epoch 0, and with dropout that draws the same numbers for a group each time. Weight decay is no part of it.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        model: nn.Module,
+        training: Samples,
+        bn_group: int,
+        samples: int,
+        iterations: int,
+        say: Callable[[str], None],
+    ) -> None:
+        for name, value in (("samples", samples), ("iterations", iterations)):
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        self.task, self.iterations, self.say, self.told = task, iterations, say, False
+        self.twin = copy.deepcopy(model).to(torch.float64)
+        norms = [m for m in self.twin.modules() if isinstance(m, _BatchNorm)]
+        track(norms, False)  # statistics of the groups are used, and those that run are not
+        self.names, self.params = [], []
+        for name, p in self.twin.named_parameters():
+            if p.requires_grad:
+                self.names.append(name)
+                self.params.append(p)
+        self.normalises = any(norm.training for norm in norms)
+        if self.normalises and bn_group == 1:
+            raise UsageError("BatchNorm over a single sample: take a larger --bn-group")
+        indices = chains(training, samples, bn_group if self.normalises else None)
+        # kept as the task makes them: in float64 they would take twice the memory
+        self.chains = [[task.batch(training, i, seed=0, epoch=0) for i in chain] for chain in indices]
+        self.sizes = [len(i) for chain in indices for i in chain]
+        self.group, self.samples = max(self.sizes), sum(self.sizes)
+
+    @property
+    def cost(self) -> int:
+        """The most gradients of single samples that a point takes the time of."""
+        return self.samples * self.looks
+
+    @property
+    def looks(self) -> int:
+        """At all samples, at the most: one for the noise, the others for products with the Hessian."""
+        return 1 + PRODUCT * self.iterations
+
+    def measure(self, model: nn.Module) -> Point:
+        """All that is measured of a model of the same kind, at the weights it has."""
+        start = time.monotonic()
+        self.twin.load_state_dict(model.state_dict())
+        groups = self._groups()
+        found = noise(lambda i: self._loss(i, *groups[i]), self.params, range(len(groups)), self.sizes)
+        if not self.told:
+            self.told = True
+            self.say(f"at most about {_seconds((time.monotonic() - start) * self.looks)} a point")
+        merged = groups if self.normalises else _merged(groups, max(1, PASS // self.group))
+        shares = [len(batch[0]) / self.samples for batch, _ in merged]
+
+        def parts() -> Iterator[Tensor]:
+            return (self._loss(i, *group) * share for i, (group, share) in enumerate(zip(merged, shares, strict=True)))
+
+        steep = curvature(parts, self.params, iterations=self.iterations)
+        own = of_norms([n for n in found.block_norms if n is not None])
+        weights = math.sqrt(sum(n * n for n in torch.stack([p.detach().norm() for p in self.params]).tolist()))
+        return {
+            "loss": found.loss,
+            "gradient_norm": found.gradient_norm,
+            "weight_norm": weights,
+            "sigma": found.sigma,
+            "sigma_interval": [found.low, found.high],
+            "noise_scale": found.scale,
+            "hessian_norm": steep.norm,
+            "eigenvalue": steep.eigenvalue,
+            "eigenvalue_error": steep.error,
+            "products": steep.products,
+            "by": steep.by,
+            "rho": own.rho,
+            "cos": own.cos,
+            "block_norms": found.block_norms,
+            "seconds": time.monotonic() - start,
+        }
+
+    def _groups(self) -> list[Group]:
+        """Each batch with what it goes on from, which the weights have made and which is a constant from there on."""
+        groups: list[Group] = []
+        with torch.no_grad():
+            for chain in self.chains:
+                carried = self.task.start(self.twin, len(chain[0][0]))
+                for batch in chain:
+                    groups.append((batch, carried))
+                    if batch is not chain[-1]:
+                        carried = self._follow(len(groups) - 1, batch, carried)[1]
+        return groups
+
+    def _loss(self, number: int, batch: Batch, carried: Batch) -> Tensor:
+        return self._follow(number, batch, carried)[0]
+
+    def _follow(self, number: int, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
+        rng.seed_torch(PROBE, number)
+        return self.task.follow(self.twin, to_device(batch, self.params[0].device, torch.float64), carried)
+
+
+def _merged(groups: list[Group], count: int) -> list[Group]:
+    """So many groups in one, since a few large passes are faster than many small ones."""
+    found: list[Group] = []
+    for start in range(0, len(groups), count):
+        batches, carried = zip(*groups[start : start + count], strict=True)
+        found.append((_joined(batches), _joined(carried)))
+    return found
+
+
+def _joined(batches: Sequence[Batch]) -> Batch:
+    return tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
+
+
+def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[Tensor]]:
+    """Indices of groups that have no sample in common: those of a chain go on from one another, as streams do."""
+    count = len(training)
+    streams: int | None = getattr(training, "streams", None)
+    samples = min(samples, count)
+    group = max(1, samples // GROUPS) if bn_group is None else bn_group
+    wanted = max(samples // group, LEAST)
+    if streams is None:
+        if count < 2 * group:
+            there = f"there are {count} samples to train on, which make no two groups of {group}"
+            raise UsageError(f"noise is seen between two groups or more, and {there}; take a smaller --bn-group")
+        order = rng.permutation(count, PROBE)  # the same for every run, so that runs can be compared
+        return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]
+    group = min(group, streams)
+    side_by_side = max(1, min(streams // group, wanted // WINDOWS))
+    windows = min(count // streams, math.ceil(wanted / side_by_side))
+    if side_by_side * windows < 2:
+        raise UsageError("noise is seen between two groups or more, and the text is read in one")
+    return [
+        [torch.arange(i * group, (i + 1) * group) + step * streams for step in range(windows)]
+        for i in range(side_by_side)
+    ]
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.1g} s" if value < 10 else f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min"
