@@ -17,7 +17,9 @@ from sngm import tasks
 from sngm.errors import UsageError
 from sngm.spec import format_call, parse_call, parse_settings, split_list, value_of
 
-VERBS = ("train", "eval", "compare", "report", "tasks", "methods", "data", "doctor")
+VERBS = (
+    "train", "eval", "compare", "report", "probe", "advise", "check-theory", "tasks", "methods", "data", "doctor",
+)  # fmt: skip
 QUICK = "--batch 128 --epochs 1 --set width=2"
 METHODS = [  # of the paper
     "msgd", "sngm", "block-sngm", "sngd", "lars", "lars-unscaled", "lars-momentum", "clars",

@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__, cli_data, cli_probe, cli_theory
+from . import __version__, cli_advise, cli_data, cli_probe, cli_theory
 from .cli_words import DATA, JSON, examples, verbs
 from .errors import DataMissing, Failed, Interrupted, UsageError
 from .spec import parse_call, parse_settings, split_list
@@ -380,6 +380,7 @@ def report(
 
 
 verb(*cli_probe.EXAMPLES)(cli_probe.probe)
+verb(*cli_advise.EXAMPLES)(cli_advise.advise)
 verb(*cli_theory.EXAMPLES, name="check-theory")(cli_theory.check_theory)
 
 
