@@ -248,7 +248,7 @@ def test_reading_whole_checkpoints_says_nothing(stopped):
 
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
     arguments = command(tmp_path / "run", *WARM)
-    first = runs.sngm(*arguments, pause=0.05)
+    first = runs.sngm(*arguments, pause=1.0)  # longer than the second takes to start, on a busy machine too
     wait_for(1, tmp_path / "run", first)
     log = tmp_path / "log"
     assert ended(runs.sngm(*arguments, log=log)) == 2
