@@ -2,7 +2,8 @@
 
 Each method has the paper's three learning rates to choose from by validation AUC, with no others beyond the edges, for
 both reductions of the loss and both batches. Logistic regression gets the same numbers and categories, the latter one
-column each, and chooses its penalty on the same validation rows.
+column each, and chooses its penalty on the same validation rows. The tables of docs/criteo.md are the first two
+examples.
 """
 
 from __future__ import annotations
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from arena import progress
 
 from sngm.data.criteo import Rows, load_criteo
+from sngm.models.deepfm import log_scaled
 from sngm.report import summarise
 from sngm.study import Study, launch, select
-from sngm.tasks.criteo import REDUCTIONS, CriteoDeepFM
+from sngm.tasks.criteo import INITS, INTEGERS, REDUCTIONS, CriteoDeepFM
 from sngm.train import Options
 
 EXAMPLES = """examples:
   python benchmarks/criteo_sample.py --data-dir ~/datasets --out runs/criteo-sample     60 runs, then 60 to test
+  python benchmarks/criteo_sample.py --data-dir ~/datasets --integers log --init he --seeds 1 --out runs/criteo-log
   python benchmarks/criteo_sample.py --data-dir ~/datasets --only regression
   python benchmarks/criteo_sample.py --data-dir ~/datasets --only mean --weight-decay 2e-4 --out runs/criteo-decay
 """
@@ -38,7 +42,7 @@ BATCHES = CriteoDeepFM.batches
 PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # C, the inverse of the penalty's weight
 
 
-def regression(data_dir: Path | None) -> dict[str, Any]:
+def regression(data_dir: Path | None, integers: str) -> dict[str, Any]:
     """Logistic regression at the C with the best validation AUC."""
     try:
         from scipy.sparse import csr_matrix, hstack
@@ -50,7 +54,10 @@ def regression(data_dir: Path | None) -> dict[str, Any]:
     offsets, width = np.cumsum([0, *found.field_sizes[:-1]]), sum(found.field_sizes)
 
     def columns(rows: Rows) -> tuple[Any, Any]:
-        dense, categories, labels = (t.numpy() for t in rows.tensors)
+        numbers, *others = rows.tensors
+        if integers == "log":  # as the model does
+            numbers = log_scaled(numbers, torch.tensor(found.spans))
+        dense, categories, labels = (t.numpy() for t in (numbers, *others))
         count, fields = categories.shape
         ends = np.arange(0, count * fields + 1, fields)
         ones = csr_matrix((np.ones(count * fields), (categories + offsets).ravel(), ends), (count, width))
@@ -72,10 +79,12 @@ def regression(data_dir: Path | None) -> dict[str, Any]:
 def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
     """Each method at each batch: the rate chosen, and the test AUC of every seed."""
     select.EXTENSIONS = 0  # the grid is the paper's
+    defaults = CriteoDeepFM().settings()
+    others = {name: getattr(args, name) for name in ("integers", "init")}
     wanted = Study(
         "criteo-deepfm", tuple(METHODS), BATCHES, args.seeds, args.epochs,
         method_settings={} if args.weight_decay is None else {"weight_decay": args.weight_decay},
-        task_settings={"reduction": reduction},
+        task_settings={"reduction": reduction} | {k: v for k, v in others.items() if v != defaults[k]},
     )  # fmt: skip
     # on a CPU too a whole batch at once: tables are read and written in each pass
     options = Options(device=args.device, data_dir=args.data_dir, pass_size=max(BATCHES))
@@ -134,6 +143,8 @@ def main() -> None:
     parser.add_argument(
         "--weight-decay", type=float, help="another than the paper's, of a study in a folder of its own"
     )
+    parser.add_argument("--integers", choices=INTEGERS, default=INTEGERS[0], help="likewise; see the task's settings")
+    parser.add_argument("--init", choices=INITS, default=INITS[0], help="likewise")
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
     parser.add_argument("--jobs", type=int, help="runs at a time; default: one a core, or one on a GPU")
     parser.add_argument("--only", choices=(*REDUCTIONS, "regression"), help="one part of it")
@@ -142,7 +153,7 @@ def main() -> None:
     path = args.out / "criteo_sample.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     for part in (args.only,) if args.only else ("regression", *REDUCTIONS):
-        found[part] = regression(args.data_dir) if part == "regression" else study(args, part)
+        found[part] = regression(args.data_dir, args.integers) if part == "regression" else study(args, part)
         path.write_text(json.dumps(found, indent=2))
     print(page(found))
 

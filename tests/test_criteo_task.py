@@ -1,5 +1,8 @@
 """DeepFM on rows made up by a known rule, through the command line."""
 
+import math
+from pathlib import Path
+
 import pytest
 import torch
 from console import refused, sngm
@@ -9,6 +12,7 @@ from runs import state as end_of
 from sngm import tasks
 from sngm.data.criteo import CriteoLike
 from sngm.errors import Interrupted
+from sngm.models.deepfm import DeepFM
 from sngm.train import Options, resolve, train
 
 LINE = "train criteo-deepfm --device cpu --data-dir data --set files=rows.tsv"
@@ -27,6 +31,49 @@ def test_it_learns_the_rule_that_made_the_rows(tmp_path):
     assert found.json["result"]["test_auc"] > 0.75
     assert found.json["data"]["training"]["samples"] == 1280
     assert [m["validation_auc"] for m in metrics(tmp_path / "run")][-1] > 0.75
+
+
+def test_it_learns_with_a_log_scale_and_larger_weights_too(tmp_path):
+    line = f"{LINE} --method sngm --lr 0.01 --batch 64 --epochs 6 --set integers=log --set init=he --json --out run"
+    found = sngm(line)
+    assert found.code == 0
+    assert found.json["result"]["test_auc"] > 0.75
+    assert found.json["config"]["task_settings"] == {"files": "rows.tsv", "integers": "log", "init": "he"}
+    other = sngm(line.replace("integers=log", "integers=minmax"))
+    assert (other.code, "task_settings.integers: log there, minmax here" in other.err) == (2, True)
+
+
+def test_on_a_log_scale_counts_lie_between_the_least_and_the_greatest_of_training_rows(tmp_path):
+    made = [[-2, 0, 7], [10**6, 0, 7], [3, 5, 7], [0, 0, 7], [-9, 10**9, 8]]
+    rows = made * 400
+    text = ["\t".join(map(str, [i % 2, *row, *[0] * 10, *["ab"] * 26])) for i, row in enumerate(rows)]
+    (tmp_path / "data" / "criteo" / "counts.tsv").write_text("\n".join(text) + "\n")
+    task = tasks.build("criteo-deepfm", {"files": "counts.tsv", "integers": "log"}, tmp_path / "data")
+    seen = []
+    model = task.model().double()
+    model.linear.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    dense, categories, _ = task.data().train.tensors
+    model(dense.double(), categories)
+    least, most = (-9, 0, 7), (10**6, 10**9, 8)
+    wanted = {
+        tuple(
+            round(math.log1p(x - low) / math.log1p(high - low), 5)
+            for x, low, high in zip(row, least, most, strict=True)
+        )
+        for row in made
+    }
+    assert {tuple(round(x, 5) for x in row[:3]) for row in seen[0].tolist()} == wanted
+    assert not seen[0][:, 3:].any()  # columns that are constant
+    model(torch.full((1, 13), -0.1).double(), categories[:1])  # less than all that was fitted
+    assert not seen[1].any()
+
+
+def test_weights_of_the_perceptron_begin_small_or_as_he_has_it(tmp_path):
+    for init, wanted in (("small", 1e-4), ("he", (2 / (26 * 4 + 13)) ** 0.5)):
+        torch.manual_seed(0)
+        model = tasks.build("criteo-deepfm", {"files": "rows.tsv", "init": init}, Path("data")).model()
+        assert model.dnn[0].weight.std().item() == pytest.approx(wanted, rel=0.05)
+        assert model.embeddings[0].abs().max() < 1e-3
 
 
 def test_of_methods_that_divide_by_the_norm_a_sum_is_a_mean(tmp_path):
@@ -63,8 +110,9 @@ def test_in_a_step_of_clars_a_sum_moves_weights_as_a_mean_and_biases_as_many_tim
     assert torch.allclose(ours["bias"], 1280 * theirs["bias"], rtol=1e-9, atol=0)  # it began at zero
 
 
-def test_a_run_stopped_goes_on_to_the_same_end(tmp_path):
-    settings = {"files": "rows.tsv"}
+@pytest.mark.parametrize("more", [{}, {"integers": "log", "init": "he"}])
+def test_a_run_stopped_goes_on_to_the_same_end(tmp_path, more):
+    settings = {"files": "rows.tsv", **more}
     config = resolve("criteo-deepfm", "lamb", lr=0.01, batch=128, epochs=3, task_settings=settings)
     steps = iter(range(13))
     stop = Options(device="cpu", data_dir=tmp_path / "data", should_stop=lambda: next(steps, None) is None)
@@ -104,6 +152,13 @@ def test_all_methods_have_the_papers_rates():
 def test_what_is_wrong_is_said(tmp_path):
     refused(sngm("train criteo-deepfm --lr 0.1 --device cpu --data-dir data"), "dac_sample_80k.tsv", code=3)
     refused(sngm(f"{LINE} --lr 0.1 --set reduction=max"), "reduction must be one of sum, mean")
+    refused(sngm(f"{LINE} --lr 0.1 --set integers=LOG"), "integers must be one of minmax, log, got 'LOG'")
+    refused(sngm(f"{LINE} --lr 0.1 --set integers="), "integers")
+    refused(sngm(f"{LINE} --lr 0.1 --set integers=1"), "integers must be of type str")
+    refused(sngm(f"{LINE} --lr 0.1 --set init=xavier"), "init must be one of small, he, got 'xavier'")
+    for spans in ([1.0] * 12, [1.0] * 12 + [0.0], [1.0] * 12 + [math.nan]):
+        with pytest.raises(ValueError, match="log_spans must be 13 positive numbers"):
+            DeepFM([5] * 26, log_spans=spans)
     refused(sngm("data check criteo --data-dir data"), "dac_sample_80k.tsv", code=3)
 
 

@@ -118,6 +118,11 @@ class Criteo:
     facts: dict[str, Any]
     folder: Path
 
+    @property
+    def spans(self) -> list[float]:
+        """What each integer, less its least value, was divided by: the greatest less the least, 1 where that is 0."""
+        return [float(most - least) or 1.0 for least, most in zip(self.facts["least"], self.facts["most"], strict=True)]
+
 
 def find_criteo(root: Path | None = None, files: Sequence[str | Path] | None = None) -> list[Path]:
     """The text files, in the order given. They are looked for in criteo in the data folder, and in that itself."""

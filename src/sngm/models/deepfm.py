@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 
@@ -19,7 +20,9 @@ class DeepFM(nn.Module):
     every row at every step, so leaving rows out would be another method.
 
     Embeddings and all weights but that of the last layer begin as normal numbers of `init_std`, the hidden layers'
-    biases and the last layer as torch has them, the bias of the logit as 0.
+    biases and the last layer as torch has them, the bias of the logit as 0. So small a perceptron passes next to no
+    gradient on, and plain steps along gradients leave it as it is for long; with `he` its weights, and the last
+    layer's, begin as He et al. have it, normal numbers of the variance 2 / inputs.
 
     Args:
         field_sizes: how many categories each field has; those of a field are numbered from 0.
@@ -27,11 +30,14 @@ class DeepFM(nn.Module):
         dim: of an embedding.
         hidden: widths of the perceptron's hidden layers.
         init_std: see above.
+        he: see above.
+        log_spans: None takes the numbers as they are; with spans it is those of :func:`log_scaled`.
         dropout: of the hidden layers' outputs.
         l2_linear, l2_embedding, l2_dnn: what :meth:`penalty` weighs the parts with.
     """
 
     offsets: Tensor
+    log_spans: Tensor | None
 
     def __init__(
         self,
@@ -41,6 +47,8 @@ class DeepFM(nn.Module):
         dim: int = 4,
         hidden: Sequence[int] = (256, 128),
         init_std: float = 1e-4,
+        he: bool = False,
+        log_spans: Sequence[float] | None = None,
         dropout: float = 0.0,
         l2_linear: float = 1e-5,
         l2_embedding: float = 1e-5,
@@ -51,10 +59,14 @@ class DeepFM(nn.Module):
             raise ValueError(f"field_sizes must be positive numbers, got {list(field_sizes)}")
         if dim < 1 or dense < 1 or not hidden or min(hidden) < 1:
             raise ValueError(f"dim, dense and hidden must be positive, got {dim}, {dense} and {tuple(hidden)}")
+        if log_spans is not None and (len(log_spans) != dense or not all(0 < span < math.inf for span in log_spans)):
+            raise ValueError(f"log_spans must be {dense} positive numbers, got {list(log_spans)}")
         total = sum(field_sizes)
         begins = torch.tensor([0, *field_sizes[:-1]]).cumsum(0)
         narrow = torch.int32 if total <= torch.iinfo(torch.int32).max else torch.int64
         self.register_buffer("offsets", begins.to(narrow), persistent=False)
+        spans = None if log_spans is None else torch.tensor(log_spans, dtype=torch.get_default_dtype())
+        self.register_buffer("log_spans", spans, persistent=False)
         self.field_sizes, self.dim = list(field_sizes), dim
         self.l2_linear, self.l2_embedding, self.l2_dnn = l2_linear, l2_embedding, l2_dnn
         self.embeddings = nn.ParameterList(torch.empty(size, dim) for size in field_sizes)
@@ -70,9 +82,14 @@ class DeepFM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
         for weight in (*self.embeddings, *self.weights, self.linear.weight, *self._dnn_weights()):
             nn.init.normal_(weight, std=init_std)
+        if he:
+            for weight in (*self._dnn_weights(), self.head.weight):
+                nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
         """Logits of shape (n,), from numbers of shape (n, dense) and categories of shape (n, fields)."""
+        if self.log_spans is not None:
+            dense = log_scaled(dense, self.log_spans)
         rows = categories + self.offsets
         weights, embeddings = look_up(self.weights, rows).squeeze(2), look_up(self.embeddings, rows)
         logits: Tensor = weights.sum(1) + fm(embeddings) + self.linear(dense).squeeze(1)
@@ -117,6 +134,18 @@ def fm(embeddings: Tensor) -> Tensor:
     It is half of the square of their sum less the sum of their squares: linear in the number of fields.
     """
     return 0.5 * (embeddings.sum(1).square() - embeddings.square().sum(1)).sum(1)
+
+
+def log_scaled(dense: Tensor, spans: Tensor) -> Tensor:
+    """Counts on a log scale, log(1 + count) / log(1 + span), from counts divided by their spans.
+
+    Counts of most kinds lie close to 0 with a few far from it, where a share of the greatest tells little.
+
+    >>> log_scaled(torch.tensor([-0.5, 0.0, 0.01, 1.0]), torch.tensor(900.0)).round(decimals=2)
+    tensor([0.0000, 0.0000, 0.3400, 1.0000])
+    """
+    counts = dense.clamp(min=0) * spans  # what is below the least of the rows that were fitted counts as that
+    return counts.log1p() / spans.log1p()
 
 
 def parameter_count(

@@ -14,6 +14,8 @@ from .base import Batch, Splits, Task
 from .scores import auc, log_loss
 
 REDUCTIONS = ("sum", "mean")
+INTEGERS = ("minmax", "log")
+INITS = ("small", "he")
 
 
 class CriteoDeepFM(Task):
@@ -27,7 +29,9 @@ class CriteoDeepFM(Task):
     older Kaggle set, so results cannot be held against its table.
 
     Settings: `files`, names of text files separated by commas, in the folder criteo of the data folder, plain or gzip;
-    `reduction`, "sum" or "mean".
+    `reduction`, "sum" or "mean"; `integers`, "minmax" for those scaled to [0, 1] as the library's example does, or
+    "log" for log(1 + x - least) / log(1 + greatest - least), with both of the training rows; `init`, "small" for the
+    library's, where the perceptron's weights begin as 1e-4, or "he" for He et al.'s.
     """
 
     dataset = "criteo"
@@ -41,10 +45,15 @@ class CriteoDeepFM(Task):
     usual_lrs = (0.001, 0.01, 0.1)
     pass_size = 65536
 
-    def __init__(self, files: str = "", reduction: str = "sum") -> None:
-        if reduction not in REDUCTIONS:
-            raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, got {reduction!r}")
-        self.files, self.reduction = files, reduction
+    def __init__(self, files: str = "", reduction: str = "sum", integers: str = "minmax", init: str = "small") -> None:
+        for name, value, known in (
+            ("reduction", reduction, REDUCTIONS),
+            ("integers", integers, INTEGERS),
+            ("init", init, INITS),
+        ):
+            if value not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        self.files, self.reduction, self.integers, self.init = files, reduction, integers, init
         self._loaded: Criteo | None = None
 
     def _rows(self) -> Criteo:
@@ -58,7 +67,9 @@ class CriteoDeepFM(Task):
         return Splits(rows.train, rows.test, rows.validation)
 
     def model(self) -> nn.Module:
-        return DeepFM(self._rows().field_sizes, l2_linear=0.0, l2_embedding=0.0)
+        rows = self._rows()
+        spans = rows.spans if self.integers == "log" else None
+        return DeepFM(rows.field_sizes, he=self.init == "he", log_spans=spans, l2_linear=0.0, l2_embedding=0.0)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         dense, categories, labels = batch
