@@ -27,7 +27,7 @@ from sngm.train import Options
 
 EXAMPLES = """examples:
   python benchmarks/criteo_sample.py --data-dir ~/datasets --out runs/criteo-sample     60 runs, then 60 to test
-  python benchmarks/criteo_sample.py --data-dir ~/datasets --integers log --init he --seeds 1 --out runs/criteo-log
+  python benchmarks/criteo_sample.py --data-dir ~/datasets --integers log --init he --out runs/criteo-log
   python benchmarks/criteo_sample.py --data-dir ~/datasets --only regression
   python benchmarks/criteo_sample.py --data-dir ~/datasets --only mean --weight-decay 2e-4 --out runs/criteo-decay
 """
