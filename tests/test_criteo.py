@@ -716,7 +716,7 @@ def test_lookups_on_a_gpu_are_those_of_the_cpu(deterministic):
     try:
         found = []
         for device in ("cpu", "cuda", "cuda"):
-            leaves = [table.to(device).requires_grad_() for table in tables]
+            leaves = [table.clone().to(device).requires_grad_() for table in tables]
             looked = look_up(leaves, rows.to(device))
             looked.backward(grad.to(device))
             found.append([looked.detach().cpu(), *(leaf.grad.cpu() for leaf in leaves)])

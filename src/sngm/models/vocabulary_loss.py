@@ -102,7 +102,8 @@ def _by_torch(
     for start in range(0, len(x), chunk):
         rows = slice(start, start + chunk)
         of_rows = None if grads[0] is None else grads[0][rows]
-        total += _chunk(x[rows], w, b, targets[rows, None], exact, of_rows, grads[1], grads[2])
+        # not in place: compiled by torch 2.11, a result that was made as zeros has no gradient
+        total = total + _chunk(x[rows], w, b, targets[rows, None], exact, of_rows, grads[1], grads[2])
     return total, grads
 
 
