@@ -4,7 +4,8 @@ import json
 import re
 import subprocess
 import sys
-import time
+from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -93,29 +94,81 @@ def test_a_verdict_follows_the_ends_of_the_interval(low, high, verdict):
     assert findings.under([0.1, low], [0.2, high], 1.0) == verdict
 
 
+SIMULATED = {}
+
+
+@pytest.fixture
+def at_batch_1(monkeypatch):
+    """The theorems at batch 1, where every part of a bound shows. No run is made twice: the tests differ in bounds."""
+
+    def remembered(problem, method, etas, *rest):
+        key = (problem.name, method, tuple(etas), *rest)
+        if key not in SIMULATED:
+            SIMULATED[key] = simulate(problem, method, etas, *rest)
+        return SIMULATED[key]
+
+    monkeypatch.setattr(bounds, "BATCHES", (1,))
+    monkeypatch.setattr(bounds, "simulate", remembered)
+
+
+def without(part, right):
+    """A bound that lacks one of its parts."""
+
+    def bound(**given):
+        def changed(**change):
+            return right(**{**given, **change})
+
+        whole, flat, free = changed(), changed(L=0.0), changed(gap=0.0)
+        second_only = free - changed(gap=0.0, batch=1e300)  # of MSGD: the term that a batch divides
+        return {
+            "no part": whole,
+            "gap": free,
+            "L": flat,
+            "noise": changed(sigma=0.0),
+            "kappa": flat + (whole - flat) / theory.kappa(given["beta"]),
+            "blocks": flat + (whole - flat) / given.get("blocks", 1),
+            "momentum": flat + (whole - flat) * (1 - given["beta"]) ** 2,
+            "term 2": whole - second_only,
+            "term 3": whole - free + second_only,
+        }[part]
+
+    return bound
+
+
 @pytest.mark.parametrize(
-    ("name", "bound"),
+    ("name", "bound", "part", "verdict"),
     [
-        ("theorem-1", "smooth_bound"),
-        ("theorem-2", "relaxed_bound"),
-        ("theorem-3", "block_bound"),
-        ("msgd-bound", "msgd_bound"),
+        (name, bound, part, {"no part": "holds", "term 3": "open"}.get(part, "fails"))
+        for name, bound, parts in (
+            ("theorem-1", "smooth_bound", ("gap", "L", "noise", "kappa")),
+            ("theorem-2", "relaxed_bound", ("gap", "L", "noise", "kappa")),
+            ("theorem-3", "block_bound", ("gap", "L", "noise", "kappa", "blocks")),
+            # without term 3 the bound is met with equality, so that it is not noticed: docs/theory.md says why
+            ("msgd-bound", "msgd_bound", ("gap", "noise", "momentum", "term 2", "term 3")),
+        )
+        for part in ("no part", *parts)
     ],
 )
-def test_a_wrong_constant_makes_a_theorem_fail(name, bound, monkeypatch):
-    right = getattr(theory, bound)
-    (finding,) = check_theory.check([name], seeds=3)
-    assert (finding.verdict, finding.surprising) == ("holds", False)
-    monkeypatch.setattr(theory, bound, lambda *args, **kwargs: 0.01 * right(*args, **kwargs))
-    (finding,) = check_theory.check([name], seeds=3)
-    assert (finding.verdict, finding.surprising) == ("fails", True)
+def test_a_bound_without_one_of_its_parts_fails(name, bound, part, verdict, at_batch_1, monkeypatch):
+    monkeypatch.setattr(theory, bound, without(part, getattr(theory, bound)))
+    (finding,) = check_theory.check([name], seeds=10)
+    assert finding.verdict == verdict
 
 
-def test_theorem_1_and_msgd_are_met_with_equality_so_nothing_smaller_passes(monkeypatch):
+@pytest.mark.parametrize("name", ["theorem-1", "theorem-2", "theorem-3", "msgd-bound"])
+def test_a_theorem_says_how_much_of_each_part_is_needed(name, at_batch_1):
+    (finding,) = check_theory.check([name], seeds=10)
+    told = finding.measured.split("needed of each part: ")[1].split(";")[0].split(", ")
+    needed = {part: float(share) for part, share in (each.rsplit(" ", 1) for each in told)}
+    assert {part for part, share in needed.items() if share == 0} == ({"term 3"} if name == "msgd-bound" else set())
+    assert max(needed.values()) <= 1 + 1e-9
+
+
+def test_theorem_1_and_msgd_are_met_with_equality_so_nothing_smaller_passes(at_batch_1, monkeypatch):
     for name, bound in (("theorem-1", "smooth_bound"), ("msgd-bound", "msgd_bound")):
         right = getattr(theory, bound)
         monkeypatch.setattr(theory, bound, lambda *args, right=right, **kwargs: 0.999 * right(*args, **kwargs))
-        assert check_theory.check([name], seeds=2)[0].verdict == "fails"
+        assert check_theory.check([name], seeds=10)[0].verdict == "fails"
 
 
 def test_a_failed_verdict_is_exit_code_1(monkeypatch, tmp_path):
@@ -128,13 +181,157 @@ def test_a_failed_verdict_is_exit_code_1(monkeypatch, tmp_path):
     assert "documented: holds" in (tmp_path / "report.html").read_text()
 
 
-def test_an_optimizer_that_is_not_the_papers_makes_the_lemmas_fail(monkeypatch):
-    class Decaying(SNGM):
-        def __init__(self, *args, **kwargs):
-            super().__init__(*args, **kwargs, weight_decay=0.5, weight_decay_mode="after_norm")
+class Decaying(SNGM):
+    """Not the paper's SNGM: it pulls towards 0."""
 
-    monkeypatch.setattr(lemmas, "SNGM", Decaying)
-    assert check_theory.check(["lemma-3"], seeds=2)[0].verdict == "fails"
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs, weight_decay=0.5, weight_decay_mode="after_norm")
+
+
+class Growing(SNGM):
+    """Not the paper's SNGM: its buffer grows by itself."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for state in self.state.values():
+            if "momentum_buffer" in state:  # there is none without momentum
+                state["momentum_buffer"] *= 1.001
+
+
+def test_a_function_that_is_not_as_smooth_as_it_claims_makes_lemma_1_fail(monkeypatch):
+    monkeypatch.setattr(lemmas, "EXP", replace(problems.EXP, lam=0.9))
+    assert check_theory.check(["lemma-1"], seeds=2)[0].verdict == "fails"
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("lemma-2", Growing), ("lemma-3", Decaying), ("lars", Decaying)])
+def test_an_optimizer_that_is_not_the_papers_makes_the_check_fail(name, optimizer, monkeypatch):
+    monkeypatch.setattr(lemmas, "SNGM", optimizer)
+    assert check_theory.check([name], seeds=2)[0].verdict == "fails"
+
+
+def test_a_lars_that_reaches_the_minimum_makes_the_check_fail(monkeypatch):
+    def bounded(groups, lr, momentum, trust_coefficient):  # phi is 1
+        return SNGM([p for group in groups for p in group["params"]], lr=lr, momentum=momentum)
+
+    monkeypatch.setattr(lemmas, "LARS", bounded)
+    (finding,) = check_theory.check(["lars"], seeds=2)
+    assert finding.verdict == "fails"
+    assert finding.measured.startswith("0 of 9 runs of LARS end at 0")
+
+
+# ---------------------------------------------------------------- orders, batches and blocks
+
+
+def test_the_power_of_a_budget_is_as_sure_as_the_fit():
+    budgets = [4**k for k in range(6, 13)]
+    exact = bounds.power(budgets, [3 * budget**-0.2 for budget in budgets])
+    assert exact.power == pytest.approx(-0.2)
+    assert exact.half == pytest.approx(0, abs=1e-6)
+    assert exact.slower
+    bumpy = bounds.power(budgets, [3 * budget**-0.2 * (1.5 if k % 2 else 1) for k, budget in enumerate(budgets)])
+    assert not bumpy.slower  # the points are so far off the line that it may be -1/4
+    assert not bounds.power(budgets, [3 * budget**-0.3 for budget in budgets]).slower
+
+
+@pytest.mark.parametrize(("norm", "verdict"), [(1e-3, "open"), (1e9, "fails")])
+def test_a_corollary_needs_its_bound_and_its_order(norm, verdict, monkeypatch):
+    def constant(problem, method, etas, beta, batch, steps, seeds):
+        same = np.full((len(etas), seeds), norm)
+        return problems.Runs(same, same, same)
+
+    monkeypatch.setattr(bounds, "simulate", constant)  # a norm that does not fall with the budget
+    assert bounds.corollary_1(2).verdict == verdict
+    assert bounds.corollary_2(2).verdict == verdict
+
+
+def norms(*largest, unsure=()):
+    """For each L, norms of 1 up to its largest batch and of 9 above; an interval to 9 at the unsure batches."""
+    grid = np.array(batches.BATCHES)
+    mean = np.where(grid <= np.array(largest)[:, None], 1.0, 9.0)
+    high = np.where(np.isin(grid, unsure), 9.0, mean)
+    return batches.Ends(mean, mean, high)
+
+
+def test_the_largest_batch_borne_and_the_largest_possible_one():
+    found = batches.limits(norms(1024, 64, 4, 2, unsure=[1024, 512]), 2.0)
+    assert found.sure.tolist() == [256, 64, 4, 0]
+    assert found.possible.tolist() == [1024, 64, 4, 0]
+    assert batches.in_words(found) == "256 to 1024, 64, 4 and 0"
+
+
+def test_beyond_the_grid_nothing_is_known():
+    found = batches.limits(norms(16384, 64), 2.0)
+    assert found.possible.tolist() == [np.inf, 64]
+    assert batches.in_words(found) == "16384 or more and 64"
+    assert batches.falls(found) == (True, False)
+    assert batches.falls(batches.limits(norms(16384, 16384), 2.0)) == (False, False)
+
+
+@pytest.mark.parametrize(
+    ("largest", "unsure", "yes", "no"),
+    [
+        ((1024, 16), (), True, False),
+        ((64, 64), (), False, True),
+        ((64, 128), (), False, True),
+        ((64, 32), (64,), False, False),  # the first is 32 or 64
+    ],
+)
+def test_whether_a_limit_falls(largest, unsure, yes, no):
+    assert batches.falls(batches.limits(norms(*largest, unsure=unsure), 2.0)) == (yes, no)
+
+
+def verdicts(monkeypatch, msgd, sngm):
+    """Of the findings on batches, if this was measured."""
+    monkeypatch.setattr(batches, "measure", lambda rates, seeds: {"msgd": msgd, "sngm": sngm})
+    checks = (batches.batch_limit_msgd, batches.batch_limit_sngm, batches.batch_larger, batches.batch_larger_tuned)
+    return [check(2).verdict for check in checks]
+
+
+def test_the_verdicts_on_batches_follow_the_limits(monkeypatch):
+    down, level = norms(1024, 256, 64, 16), norms(2048, 2048, 2048, 2048)
+    assert verdicts(monkeypatch, down, level) == ["holds", "holds", "holds", "holds"]
+    assert verdicts(monkeypatch, level, down) == ["fails", "fails", "fails", "fails"]
+    unsure = norms(2048, 2048, 2048, 64, unsure=[32, 64])
+    assert verdicts(monkeypatch, down, unsure) == ["holds", "fails", "open", "open"]
+
+
+def test_where_the_reference_diverges_the_verdicts_are_open(monkeypatch):
+    lost = norms(1024, 256, 64, 16)
+    lost.mean[-1], lost.low[-1], lost.high[-1] = np.inf, np.inf, np.inf
+    found = batches.borne({"msgd": lost, "sngm": norms(2048, 2048, 2048, 2048)})
+    assert batches.in_words(found["msgd"]).endswith("and unknown")
+    assert verdicts(monkeypatch, lost, norms(2048, 2048, 2048, 2048)) == ["open", "open", "open", "open"]
+
+
+def test_side_by_side_is_one_after_another():
+    etas = np.array([0.01, 0.1])
+    together = simulate(batches.side_by_side(2), "sngm", np.tile(etas, 4), 0.9, 4, 20, seeds=3)
+    alone = [simulate(bounds.sharp(L), "sngm", etas, 0.9, 4, 20, seeds=3).norm for L in bounds.SHARPNESS]
+    np.testing.assert_allclose(together.norm, np.concatenate(alone), rtol=1e-12)
+
+
+def test_a_race_is_decided_where_the_intervals_are_apart():
+    def race(low, high):
+        return batches.Race("a", 1, etas, (etas, etas), ((0.1, 1.0, 0.9, 1.1), (0.1, (low + high) / 2, low, high)))
+
+    etas = np.array([0.1])
+    assert (race(0.6, 0.8).faster, race(0.6, 0.8).not_faster) == (True, False)
+    assert (race(0.8, 1.0).faster, race(0.8, 1.0).not_faster) == (False, False)
+    assert (race(1.2, 1.4).faster, race(1.2, 1.4).not_faster) == (False, True)
+
+
+def test_block_wise_steps_can_be_faster_without_noise():
+    found = batches.race(batches.NO_NOISE, 1, batches.FINE_RATES, 0.0, 500, 2)
+    assert found.faster
+    for eta, *_ in found.best:
+        assert batches.FINE_RATES[0] < eta < batches.FINE_RATES[-1]  # the best rate is inside the grid
+
+
+def test_a_gradient_of_0_stays_0_block_by_block():
+    at_0 = replace(problems.BOWLS, start=np.zeros(64))
+    runs = simulate(at_0, "block-sngm", np.array([0.1]), 0.9, 1, 3, seeds=1)
+    assert runs.norm.item() == 0
+    assert runs.rho.item() == pytest.approx(1 / 8)
 
 
 def test_a_claim_that_is_known_to_fail_is_told_and_is_no_failure(tmp_path):
@@ -187,7 +384,7 @@ def test_the_page_needs_nothing_but_itself(few):
     page = (few[1] / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")
     assert "<script" not in page
-    assert "Of 4 statements of the paper 4 hold, 0 fail and 0 are left open." in page
+    assert "Of 4 checks of the paper&#x27;s statements 4 hold, 0 fail and 0 are left open." in page
     for name in ("lemma-1", "lars", "theorem-1", "training"):
         assert f'<section id="{name}">' in page
         assert (few[1] / f"{name}.svg").read_text().startswith("<svg")
@@ -212,14 +409,18 @@ def test_the_theory_still_needs_no_torch():
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
+def documented():
+    """The names and verdicts of the table in docs/theory.md."""
+    page = (Path(__file__).parents[1] / "docs" / "theory.md").read_text()
+    return dict(re.findall(r"^\| `([a-z0-9-]+)` \|.*\| \**(holds|fails)\** \|", page, re.MULTILINE))
+
+
+def test_every_check_is_documented():
+    assert list(documented()) == list(check_theory.CHECKS)
+
+
 @pytest.mark.slow
-def test_all_verdicts_are_the_documented_ones_within_three_minutes(tmp_path):
-    began = time.monotonic()
+def test_all_verdicts_are_the_documented_ones(tmp_path):
     result = sngm(f"check-theory --out {tmp_path} --json")
-    assert time.monotonic() - began < 180
     assert result.code == 0
-    found = {finding["name"]: finding["verdict"] for finding in result.json["findings"]}
-    assert list(found) == list(check_theory.CHECKS)
-    assert {name for name, verdict in found.items() if verdict != "holds"} == {
-        "batch-limit-sngm", "batch-larger-tuned", "block-speed",
-    }  # fmt: skip
+    assert {finding["name"]: finding["verdict"] for finding in result.json["findings"]} == documented()

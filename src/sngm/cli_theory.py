@@ -34,7 +34,7 @@ def check_theory(
     as_json: JSON = False,
 ) -> None:
     """Check the paper's statements by experiment. Each gets a verdict from what was measured: holds, fails or open. The
-    exit code is 1 if a verdict contradicts the one in docs/theory.md, by which three claims of the paper fail.
+    exit code is 1 if a verdict contradicts the one in docs/theory.md, which also explains each known failure.
     """
     import torch
 

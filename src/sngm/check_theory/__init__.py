@@ -29,6 +29,7 @@ CHECKS: dict[str, Callable[[int], Finding]] = {  # in the paper's order; each ta
     "batch-larger": batches.batch_larger,
     "batch-larger-tuned": batches.batch_larger_tuned,
     "theorem-2": bounds.theorem_2,
+    "corollary-2": bounds.corollary_2,
     "theorem-3": bounds.theorem_3,
     "block-bounds": batches.block_bounds,
     "block-speed": batches.block_speed,

@@ -34,13 +34,14 @@ def write(folder: Path, findings: Sequence[Finding], facts: dict[str, Any]) -> P
 def summary(findings: Sequence[Finding]) -> str:
     """All verdicts in a sentence.
 
-    >>> summary([])
-    'Of 0 statements of the paper 0 hold, 0 fail and 0 are left open. No verdict differs from the documented ones.'
+    >>> summary([]).split(". ")[0]
+    "Of 0 checks of the paper's statements 0 hold, 0 fail and 0 are left open"
     """
     holds, fails, left = (sum(finding.verdict == verdict for finding in findings) for verdict in (HOLDS, FAILS, OPEN))
     odd = [f"{finding.name} {finding.verdict}" for finding in findings if finding.surprising]
     news = f"Against what is documented: {', '.join(odd)}." if odd else "No verdict differs from the documented ones."
-    return f"Of {len(findings)} statements of the paper {holds} hold, {fails} fail and {left} are left open. {news}"
+    checks = "1 check" if len(findings) == 1 else f"{len(findings)} checks"
+    return f"Of {checks} of the paper's statements {holds} hold, {fails} fail and {left} are left open. {news}"
 
 
 def html(findings: Sequence[Finding], facts: dict[str, Any]) -> str:

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from .. import theory
 from .findings import Array
+
+DIVERGED = 1e3  # times the gradient norm at the start: noise and overshooting stay far below, divergence passes it soon
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class Problem:
     formula: str
     loss: Callable[[Array], Array]
     gradient: Callable[[Array], Array]
+    """In an array of its own, which a step may write to."""
     start: Array
     L: float
     noise: Array
@@ -42,6 +46,10 @@ class Problem:
     def sigma(self) -> float:
         """The paper's sigma."""
         return float(np.linalg.norm(self.noise))
+
+    def diverges(self, norm: Any) -> Any:
+        """Whether a mean gradient norm is so far above the start's that the run must have left for good."""
+        return np.greater(norm, DIVERGED * np.linalg.norm(self.gradient(self.start)))
 
     def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
         """The noise of the mean gradient of a batch, for each seed."""
@@ -77,19 +85,22 @@ def simulate(
     offsets = np.cumsum((0, *sizes[:-1]))
     with np.errstate(over="ignore", invalid="ignore"):  # divergence is a result
         for _ in range(steps):
-            gradient = problem.gradient(w)
-            norm = length(gradient)
+            g = problem.gradient(w)
+            norm = length(g)
             total += norm
             square += norm * norm
-            g = gradient + problem.draw(random, seeds, batch)
+            if problem.sigma:
+                g += problem.draw(random, seeds, batch)
             if method == "sngm":
-                g = over(g, length(g)[..., None])
+                g /= or_1(length(g))[..., None]
             elif method == "block-sngm":
                 norms = np.sqrt(np.add.reduceat(g * g, offsets, axis=-1))
-                rho = np.maximum(rho, theory.rho(norms))
-                g = over(g, np.repeat(norms, sizes, axis=-1))
-            u = beta * u + g
-            w = w - etas[:, None, None] * u
+                # a gradient of 0 has no ratio: it counts as equal norms, whose ratio is the least
+                rho = np.maximum(rho, theory.rho(np.where(norms.any(axis=-1, keepdims=True), norms, 1.0)))
+                g /= np.repeat(or_1(norms), sizes, axis=-1)
+            u *= beta
+            u += g
+            w -= etas[:, None, None] * u
     finite = np.isfinite(total)
     return Runs(np.where(finite, total / steps, np.inf), np.where(finite, square / steps, np.inf), rho)
 
@@ -97,6 +108,11 @@ def simulate(
 def length(vectors: Array) -> Array:
     """The Euclidean norm over the last axis."""
     return np.asarray(np.sqrt(np.einsum("...i,...i->...", vectors, vectors)))
+
+
+def or_1(norms: Array) -> Array:
+    """What to divide by: a gradient of norm 0 stays 0."""
+    return np.where(norms == 0, 1.0, norms)
 
 
 def over(g: Array, norms: Array) -> Array:
@@ -127,6 +143,12 @@ def even(sigma: float, size: int) -> Array:
 
 BOWL = quadratic("bowl", np.ones(1), np.ones(1), np.zeros(1))
 
+# All that it ever has is noise: its gap is 0.
+STILL = quadratic("quadratic at its minimum", np.ones(40), np.zeros(40), even(1.0, 40))
+
+# Every block does what the bowl does.
+BOWLS = quadratic("bowls", np.ones(64), np.ones(64), np.zeros(64), blocks=(1,) * 64)
+
 QUADRATIC = quadratic("quadratic", np.geomspace(0.01, 1, 20), np.ones(20), even(1.0, 20))
 
 WAVES = Problem(
@@ -138,6 +160,11 @@ SLOPE = Problem(
     "slope", "sqrt(1 + x^2) - 1, noise of a coin that can hide the gradient's sign",
     lambda w: (np.hypot(1, w) - 1).sum(axis=-1), lambda w: w / np.hypot(1, w), np.full(1, 5.0), 1.0, np.ones(1),
     coin=True,
+)  # fmt: skip
+
+SLOPES = Problem(
+    "slopes", "the slope twice, a block each, under one coin",
+    SLOPE.loss, SLOPE.gradient, np.array([5.0, 0.5]), 1.0, np.ones(2), blocks=(1, 1), coin=True,
 )  # fmt: skip
 
 # cosh'' = sqrt(1 + sinh^2) <= 1 + |cosh'|, and of a sum the largest counts: (1, 1)-smooth
