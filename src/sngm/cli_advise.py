@@ -113,13 +113,13 @@ def _check(
 def _from_sgd(task: str, recipe: str, to_batch: int, **how: Any) -> dict[str, Any]:
     from . import tasks
     from .advise import Recipe, carry_recipe
-    from .cli_probe import _say
+    from .cli_probe import say_over_steps
     from .show import step_progress
     from .train.processes import choose_device
 
     tasks.find(task)
     show = step_progress(on_cpu=choose_device(how["device"]).type == "cpu")
-    return carry_recipe(task, Recipe.parse(recipe), to_batch, say=_say, progress=show, **how)
+    return carry_recipe(task, Recipe.parse(recipe), to_batch, say=say_over_steps, progress=show, **how)
 
 
 def _from_numbers(
@@ -141,7 +141,7 @@ def _from_pilot(
     from .advise import Constants
     from .advise.budget import advise_budget
     from .cli import middle_rate
-    from .cli_probe import _say
+    from .cli_probe import say_over_steps
     from .files import read_json
     from .probes import along
     from .show import step_progress
@@ -164,7 +164,7 @@ def _from_pilot(
         config: RunConfig = resolve(what, "msgd", lr=middle_rate(what, "msgd"), epochs=1, device=place)
         most = len(samples_of(config.build_task(data_dir), config)[0])
         show = step_progress(on_cpu=place.type == "cpu")
-        found = along(config, steps=pilot_steps, device=device, data_dir=data_dir, say=_say, progress=show)
+        found = along(config, steps=pilot_steps, device=device, data_dir=data_dir, say=say_over_steps, progress=show)
         constants = Constants.of_probe(found)
     made = {key: found.get(key) for key in ("versions", "hardware", "commit")}
     return {"task": what, **advise_budget(gradients, constants, most, measured=True), **made}

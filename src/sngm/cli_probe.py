@@ -78,7 +78,7 @@ def probe(
             raise UsageError(f"{', '.join(given)}: of a task's pilot; a run has been made already")
         from .probes import of_runs
 
-        found = of_runs(what, bn_group=bn_group, say=_say, **how)
+        found = of_runs(what, bn_group=bn_group, say=say_over_steps, **how)
         folder = out
         text = _table(found["runs"], RUNS)
     else:
@@ -101,7 +101,9 @@ def probe(
             how["lambdas"] = [0.0 if word.strip() in ("0", "0.0") else numbers("--lambdas", word)[0]
                               for word in lambdas.split(",")]  # fmt: skip
         folder = out or Path("runs") / f"probe-{config.task.rpartition('/')[2].replace(':', '-')}-{config.hash}"
-        found = along(config, points=5 if points is None else points, steps=steps, say=_say, progress=_steps(), **how)
+        found = along(
+            config, points=5 if points is None else points, steps=steps, say=say_over_steps, progress=_steps(), **how
+        )
         text = _table(found["points"], POINTS) + _pilot_in_words(found)
     if folder is not None:
         _write(folder, found)
@@ -131,10 +133,11 @@ def _are_runs(what: list[str]) -> bool:
     return True
 
 
-def _say(text: str) -> None:
+def say_over_steps(text: str) -> None:
+    """A line, in place of that which counts steps."""
     from .show import note
 
-    note(f"\r\033[K{text}" if sys.stderr.isatty() else text)  # over the line of the steps
+    note(f"\r\033[K{text}" if sys.stderr.isatty() else text)
 
 
 def _steps() -> Callable[..., None]:

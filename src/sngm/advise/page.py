@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files import write_atomically, write_json
 from ..report.figures import Figure, Series, css, inline
-from ..report.page import STYLE, _facts, _grid, _row, _section
+from ..report.html import STYLE, box, fact_list, section, table_row
 from .facts import RULE, THEORY, Fact
 
 MOST = 400  # points of a drawn line
@@ -65,22 +65,22 @@ def html(advice: Record) -> str:
     title = f"Advice for {advice.get('task') or 'your numbers'}"
     parts = [f'<header><p class="soft">{escape(title)}</p><h1>{escape(answer(advice))}</h1></header>']
     if advice["kind"] == "recipe":
-        parts.append(_section("To train by", f"<pre><code>{escape(advice['command'])}</code></pre>"))
-        parts.append(_section("Where the numbers come from", _table(advice["facts"])))
+        parts.append(section("To train by", f"<pre><code>{escape(advice['command'])}</code></pre>"))
+        parts.append(section("Where the numbers come from", _table(advice["facts"])))
         figure, note = _norms(advice["norms"]), "Each step of the pilot, with SGD."
     else:
         head, rows = methods_table(advice)
-        parts.append(_section("What each method bears", _grid("Methods", head, [_row(*row) for row in rows])))
+        parts.append(section("What each method bears", box("Methods", head, [table_row(*row) for row in rows])))
         figure, note = (
             _bounds(advice),
             "Each at its best admissible learning rate. A ring marks the largest batch borne.",
         )
-    parts.append(_section(figure.title, f'<p class="soft">{escape(note)}</p>{inline(figure, "advice")}'))
+    parts.append(section(figure.title, f'<p class="soft">{escape(note)}</p>{inline(figure, "advice")}'))
     if advice["kind"] == "budget":
-        parts.append(_section("The constants", _table(advice["constants"])))
-    parts.append(_section("How to read it", "".join(f"<p>{escape(text)}</p>" for text in advice["notes"])))
+        parts.append(section("The constants", _table(advice["constants"])))
+    parts.append(section("How to read it", "".join(f"<p>{escape(text)}</p>" for text in advice["notes"])))
     made = {key: _words(advice[key]) for key in ("versions", "hardware", "commit") if advice.get(key)}
-    parts.append(_section("How it was made", _facts(made)) if made else "")
+    parts.append(section("How it was made", fact_list(made)) if made else "")
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -92,8 +92,8 @@ def html(advice: Record) -> str:
 
 
 def _table(facts: Sequence[Fact]) -> str:
-    rows = [_row(fact.name, fact.text, fact.source, fact.why) for fact in facts]
-    return _grid("Numbers", ["number", "value", "source", "how"], rows, kind="said")
+    rows = [table_row(fact.name, fact.text, fact.source, fact.why) for fact in facts]
+    return box("Numbers", ["number", "value", "source", "how"], rows, kind="said")
 
 
 def _norms(norms: Sequence[float]) -> Figure:

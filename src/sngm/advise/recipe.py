@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageError
-from ..probes.along import Norms, _alone, _train
+from ..probes.along import Norms, alone, training
 from ..spec import parse_settings, split_list
 from ..train import RunConfig, resolve
 from ..train.evaluate import in_streams, samples_of, steps_per_epoch
@@ -130,7 +130,7 @@ def carry_recipe(
     own = {"momentum": recipe.momentum}
     if recipe.weight_decay is not None:
         own["weight_decay"] = recipe.weight_decay
-    where = _alone(device)
+    where = alone(device)
     common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own}
     small = resolve(task, "msgd", batch=recipe.batch, **common)
     large = resolve(task, "sngm", batch=to_batch, **common)
@@ -187,7 +187,7 @@ def _pilot(
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
     say(f"pilot: SGD at batch {config.batch} and lr {config.lr:g}, as a rule 2 epochs of {each}")
     taken, epochs = Norms(setup.model, 1.0), list[Epoch]()
-    walk = _train(config, setup, device, taken)
+    walk = training(config, setup, device, taken)
     try:
         for step in range(1, steps + 1):
             next(walk)

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..files import write_atomically, write_json
 from ..report.figures import css, inline, standalone
-from ..report.page import STYLE, _facts, _grid, _row, _section
+from ..report.html import STYLE, box, fact_list, section, table_row
 from .findings import FAILS, HOLDS, OPEN, Finding
 
 OWN_STYLE = """
@@ -52,9 +52,9 @@ def html(findings: Sequence[Finding], facts: dict[str, Any]) -> str:
         f"<td>{escape(finding.statement)}</td>"
         for finding in findings
     ]
-    table = _grid("Verdicts", ["check", "verdict", "statement"], body, kind="said")
-    parts = [head, _section("Verdicts", table), *map(_finding, findings)]
-    parts.append(_section("How it was run", _facts({key: _text(value) for key, value in facts.items()})))
+    table = box("Verdicts", ["check", "verdict", "statement"], body, kind="said")
+    parts = [head, section("Verdicts", table), *map(_finding, findings)]
+    parts.append(section("How it was run", fact_list({key: _text(value) for key, value in facts.items()})))
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width,initial-scale=1">'
@@ -78,8 +78,8 @@ def _finding(finding: Finding) -> str:
         f'<h3 class="soft">{escape(figure.title)}</h3>{inline(figure, name)}'
         for name, figure in finding.figures.items()
     )
-    rows = [_row(_text(first), *map(_text, rest)) for first, *rest in finding.rows]
-    grid = _grid(f"Numbers of {finding.name}", finding.head, rows, kind="runs")
+    rows = [table_row(_text(first), *map(_text, rest)) for first, *rest in finding.rows]
+    grid = box(f"Numbers of {finding.name}", finding.head, rows, kind="runs")
     numbers = f"<details><summary>The numbers</summary>{grid}</details>" if rows else ""
     return (
         f'<section id="{finding.name}"><h2>{finding.name}: {_verdict(finding)}</h2><p>{escape(finding.statement)}</p>'

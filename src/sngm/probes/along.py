@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..tasks import Moment
-from ..train import RunConfig, RunFolder, _load, checkpoint, rng
+from ..train import RunConfig, RunFolder, checkpoint, load_run, rng
 from ..train.batch import BatchPlan
 from ..train.evaluate import evaluate, in_streams, order_of, samples_of
 from ..train.feed import place
@@ -74,7 +74,7 @@ def along(
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
     frontier([0.0], [0.0], lambdas)  # refused now, if ever
-    where = _alone(device)
+    where = alone(device)
     setup = prepare(config, Processes(0, 1, where), data_dir, step="eager")
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, iterations, say)
     steps = setup.steps if steps is None else min(steps, setup.steps)
@@ -83,7 +83,7 @@ def along(
     say(cost_in_words(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
     found: list[Point] = []
     began, status = time.monotonic(), "finished"
-    walk = _train(config, setup, where, taken)
+    walk = training(config, setup, where, taken)
     try:
         for step in range(steps + 1):
             if step in due:
@@ -136,8 +136,8 @@ def of_runs(
     Runs of one task are all measured on the same samples. With BatchNorm they are one function of the weights only if
     groups have the same size, so the default is the smallest `bn_group` among them, for all.
     """
-    where = _alone(device)
-    loaded = [(Path(folder), *_load(Path(folder), where, data_dir, partial=True)) for folder in folders]
+    where = alone(device)
+    loaded = [(Path(folder), *load_run(Path(folder), where, data_dir, partial=True)) for folder in folders]
     if not loaded:
         raise UsageError("there are no runs to measure")
     plans = [BatchPlan.of(c.batch, c.workers, c.micro, c.bn_group) for _, _, c in loaded]
@@ -204,7 +204,8 @@ def _spent(sample: Sample, found: list[Point]) -> int:
     return sum(sample.samples * (1 + PRODUCT * point["products"]) for point in found)
 
 
-def _alone(device: str | None) -> torch.device:
+def alone(device: str | None) -> torch.device:
+    """The device of a probe, set up for it, where this is the only process."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UsageError("a probe is made by one process; start it without torchrun")
     where = choose_device(device)
@@ -244,7 +245,7 @@ class Norms:
         return {"names": [names[i] for i in self.used], "each": each}
 
 
-def _train(config: RunConfig, setup: Setup, device: torch.device, taken: Norms) -> Generator[None, None, None]:
+def training(config: RunConfig, setup: Setup, device: torch.device, taken: Norms) -> Generator[None, None, None]:
     """The steps of a run, one each time it is asked."""
     task, counter = setup.task, itertools.count()
     scores: list[float] = []

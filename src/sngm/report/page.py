@@ -11,45 +11,9 @@ from html import escape
 from pathlib import Path
 
 from .figures import Figure, by_batch, by_rate, css, curves, inline, standalone
+from .html import STYLE, box, fact_list, section, table_row
 from .stats import Summary, summarise
 from .tables import caption, details, footnotes, table
-
-STYLE = """
-*{box-sizing:border-box}
-body{margin:0;background:var(--paper);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",sans-serif;
-overflow-wrap:anywhere}
-main{max-width:70rem;margin:0 auto;padding:2rem 1.25rem 4rem}
-h1{font-size:clamp(1.15rem,1rem + .8vw,1.55rem);line-height:1.4;font-weight:600;margin:.4rem 0 0;max-width:54rem}
-h2{font-size:1.15rem;margin:2.75rem 0 .35rem}
-p{margin:.35rem 0;max-width:46rem}
-.soft,small,dt{color:var(--soft)}
-small{font-size:.82rem;white-space:nowrap}
-.scroll{overflow-x:auto;max-width:100%;border:1px solid var(--rule);border-radius:8px;margin:.75rem 0}
-.scroll:focus-visible,summary:focus-visible{outline:2px solid var(--s0);outline-offset:2px}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{text-align:left;vertical-align:top;padding:.5rem .9rem;border-top:1px solid var(--rule);font-weight:400}
-thead th{border-top:0;color:var(--soft);font-size:.88rem;white-space:nowrap}
-tbody th{font-weight:600;min-width:8.5rem;max-width:18rem}
-td{white-space:nowrap}
-td.best b::after{content:" ▲";font-size:.7em;color:var(--s0)}
-.runs{font-size:.84rem}.runs th,.runs td{padding:.3rem .7rem}
-.legend{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0;margin:.75rem 0 .5rem;font-size:.9rem}
-.legend li{display:flex;gap:.5rem;align-items:center;min-width:0}
-.legend svg{flex:none}
-.panels{display:grid;gap:1rem;
-grid-template-columns:repeat(auto-fit,minmax(min(100%,max(18.5rem,100%/var(--n) - 1rem)),1fr))}
-.chart{width:100%;height:auto;display:block;max-width:27rem}
-.one .chart{max-width:34rem}
-dl{display:grid;grid-template-columns:max-content minmax(0,1fr);gap:.35rem 1.2rem;margin:.75rem 0}
-dd{margin:0}
-code{font:.88em ui-monospace,SFMono-Regular,Menlo,monospace}
-details{margin-top:1rem}
-summary{cursor:pointer;padding:.3rem 0}
-@media (max-width:30rem){main{padding:1.25rem .9rem 3rem}dl{grid-template-columns:1fr;gap:0}dd{margin-bottom:.6rem}
-th,td{padding:.45rem .6rem}}
-@media print{main{max-width:none;padding:0}.scroll{overflow:visible}.chart,tr{break-inside:avoid}
-h2{break-after:avoid}td{white-space:normal}}
-"""
 
 
 def write(folder: Path) -> Path:
@@ -110,7 +74,7 @@ def _table(summary: Summary) -> str:
     best = {(cell.method, batch) for batch in summary.batches for cell in summary.ranking(batch)[:1]}
     body = []
     for method in summary.methods:
-        row = _row(method)
+        row = table_row(method)
         for batch in summary.batches:
             cell = summary.cells[method, batch]
             if cell.mean is None:
@@ -124,27 +88,7 @@ def _table(summary: Summary) -> str:
     mark = " ▲ marks the best mean of a column." if len(summary.methods) > 1 else ""
     head = ["method", *(f"batch {batch}" for batch in summary.batches)]
     notes = "".join(f'<p class="soft">{escape(note)}</p>' for note in [caption(summary) + mark, *footnotes(summary)])
-    return _section("Results", _grid("Results", head, body) + notes)
-
-
-def _grid(name: str, head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
-    """A table in a box of its own that scrolls, so that the page never has to."""
-    columns = "".join(f'<th scope="col">{escape(text)}</th>' for text in head)
-    lines = "".join(f"<tr>{row}</tr>" for row in body)
-    return (
-        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(name)}"><table class="{kind}">'
-        f"<thead><tr>{columns}</tr></thead><tbody>{lines}</tbody></table></div>"
-    )
-
-
-def _row(head: str, *cells: object) -> str:
-    """Escaped cells; a long name may break inside its settings."""
-    name = escape(head).replace("(", "(<wbr>").replace("_", "_<wbr>")
-    return f'<th scope="row">{name}</th>' + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells)
-
-
-def _section(title: str, inside: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{inside}</section>"
+    return section("Results", box("Results", head, body) + notes)
 
 
 FIGURES: list[tuple[str, Callable[[Summary], Figure], str]] = [
@@ -165,8 +109,8 @@ FIGURES: list[tuple[str, Callable[[Summary], Figure], str]] = [
 def _figure(summary: Summary, name: str, draw: Callable[[Summary], Figure], note: str) -> str:
     figure = draw(summary)
     if not figure.panels:
-        return _section(figure.title, '<p class="soft">No run to draw here yet.</p>')
-    return _section(figure.title, f'<p class="soft">{escape(note)}</p>{inline(figure, name)}')
+        return section(figure.title, '<p class="soft">No run to draw here yet.</p>')
+    return section(figure.title, f'<p class="soft">{escape(note)}</p>{inline(figure, name)}')
 
 
 def _rates(summary: Summary) -> str:
@@ -174,7 +118,7 @@ def _rates(summary: Summary) -> str:
     cells = [cell for cell in summary.cells.values() if cell.grid]
     trials = [run for run in summary.records.runs if run.part == "select"]
     if not cells:
-        return _section("How the rates were chosen", "<p>No record of a search: the rates were given.</p>")
+        return section("How the rates were chosen", "<p>No record of a search: the rates were given.</p>")
     sizes = sorted({len(cell.grid) for cell in cells})
     extended = [cell.extensions for cell in cells if cell.extensions is not None]
     edges, lost = (
@@ -189,7 +133,7 @@ def _rates(summary: Summary) -> str:
     }
     intro = "<p>Every rate was chosen on validation data, with one seed; the results are those of full runs at it.</p>"
     body = [
-        _row(
+        table_row(
             cell.method,
             cell.batch,
             "–" if cell.lr is None else f"{cell.lr:g}",
@@ -201,13 +145,8 @@ def _rates(summary: Summary) -> str:
         for cell in cells
     ]
     head = ["method", "batch", "chosen", "rates tried", "extended", "at edge", "diverged"]
-    listing = f"<details><summary>Each choice</summary>{_grid('Each choice', head, body, kind='runs')}</details>"
-    return _section("How the rates were chosen", intro + _facts(facts) + listing)
-
-
-def _facts(facts: dict[str, str], more: str = "") -> str:
-    items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in facts.items())
-    return f"<dl>{items}{more}</dl>"
+    listing = f"<details><summary>Each choice</summary>{box('Each choice', head, body, kind='runs')}</details>"
+    return section("How the rates were chosen", intro + fact_list(facts) + listing)
 
 
 def _provenance(summary: Summary) -> str:
@@ -225,7 +164,7 @@ def _provenance(summary: Summary) -> str:
     more = f"<br>and {len(commands) - 3} more" if len(commands) > 3 else ""
     command = f"<dt>command</dt><dd>{lines or 'not recorded'}{more}</dd>"
     body = [
-        _row(
+        table_row(
             run.name,
             run.method,
             run.batch,
@@ -240,8 +179,8 @@ def _provenance(summary: Summary) -> str:
         for run in runs
     ]
     head = ["run", "method", "batch", "lr", "seed", "part", "status", summary.metric, "seconds", "hash"]
-    listing = f"<details><summary>All {len(runs)} runs</summary>{_grid('All runs', head, body, kind='runs')}</details>"
-    return _section("What was run where", _facts(facts, command) + listing)
+    listing = f"<details><summary>All {len(runs)} runs</summary>{box('All runs', head, body, kind='runs')}</details>"
+    return section("What was run where", fact_list(facts, command) + listing)
 
 
 def _tally(words: Iterable[str]) -> str:

@@ -39,14 +39,14 @@ def load(
         data_dir: the folder that holds datasets, for a task whose model depends on them.
         partial: also take the model of a run that has not finished, as its last checkpoint has it.
     """
-    model, _ = _load(Path(folder), device, None if data_dir is None else Path(data_dir), partial)
+    model, _ = load_run(Path(folder), device, None if data_dir is None else Path(data_dir), partial)
     return model.eval()
 
 
 def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> dict[str, float]:
     """The scores of a run's trained model, computed anew."""
     set_numerics(device)
-    model, config = _load(folder, device, data_dir)
+    model, config = load_run(folder, device, data_dir)
     task = config.build_task(data_dir)
     training, held_out = samples_of(task, config)
     there, here = RunFolder(folder).read().get("data"), data_of(training, held_out)
@@ -57,9 +57,10 @@ def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> d
     return evaluate(task, model, held_out, config)
 
 
-def _load(
+def load_run(
     folder: Path, device: str | torch.device, data_dir: Path | None, partial: bool = False
 ) -> tuple[nn.Module, RunConfig]:
+    """The model of a run's folder as it was trained, and what the run was."""
     place = RunFolder(folder)
     if not place.file.exists():
         raise UsageError(f"{folder} holds no run (no run.json)")
