@@ -12,7 +12,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 
-from . import __version__, cli_advise, cli_data, cli_probe, cli_theory
+from . import __version__, cli_advise, cli_data, cli_paper, cli_probe, cli_theory
 from .cli_words import DATA, JSON, examples, verbs
 from .errors import DataMissing, Failed, Interrupted, UsageError
 from .spec import parse_call, parse_settings, split_list
@@ -111,6 +111,7 @@ def train(
     lr: Annotated[float | None, typer.Option(help="Learning rate. Default: the middle of the task's grid.")] = None,
     batch: Annotated[int | None, typer.Option(help="Global batch, over all workers. Default: the task's.")] = None,
     seed: Annotated[int, typer.Option(help="Of first weights, sample order, augmentation and dropout.")] = 0,
+    part: Annotated[str, typer.Option(help="Train on 'full' data and test, or hold out some to 'select' by.")] = "full",
     epochs: EPOCHS = None,
     workers: WORKERS = None,
     micro: MICRO = None,
@@ -148,7 +149,7 @@ def train(
     lr = middle_rate(task, name) if lr is None else lr
     place = choose_device(device)
     config = resolve(
-        task, name, lr=lr, batch=batch, seed=seed, epochs=epochs, workers=workers, micro=micro,
+        task, name, lr=lr, batch=batch, seed=seed, part=part, epochs=epochs, workers=workers, micro=micro,
         bn_group=bn_group, running_stats=running_stats, schedule=schedule, warmup=warmup, clip=clip,
         decay_on=decay_on, bias_lr=bias_lr, precision=precision, method_settings={**of_method, **own},
         task_settings=of_task, device=place, processes=int(os.environ.get("WORLD_SIZE", "1")),
@@ -441,6 +442,7 @@ HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiab
 
 
 app.add_typer(cli_data.app, name="data")
+app.add_typer(cli_paper.app, name="paper")
 
 
 @verb(

@@ -25,6 +25,7 @@ class Study:
         methods: names with settings, such as ``sngm(weight_decay=8e-4)``.
         lrs: learning rates to try, for all methods; None takes the task's for each.
         settings: fields of every run, such as workers or schedule.
+        extend: try rates beyond those given where the best lies at their edge.
     """
 
     task: str
@@ -36,6 +37,7 @@ class Study:
     method_settings: dict[str, Any] = field(default_factory=dict)
     task_settings: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    extend: bool = True
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", tasks.canonical(self.task))
@@ -70,6 +72,8 @@ class Study:
         """What makes it the study it is: all but the number of seeds, which may grow. As JSON would give it back."""
         identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": tasks.source_of(self.task)}))
         del identity["seeds"]
+        if self.extend:  # as all studies did that were made before this could be said
+            del identity["extend"]
         return identity
 
 
@@ -114,7 +118,7 @@ class Cell:
         self.scores[config.lr] = score
         if len(self.scores) < len(self.grid):
             return []
-        beyond = next_rate(self.scores, higher_is_better, len(self.grid))
+        beyond = next_rate(self.scores, higher_is_better, len(self.grid)) if self.study.extend else None
         if beyond is not None:
             return [self.config(beyond, "select", 0)]
         best = best_rate(self.scores, higher_is_better)

@@ -56,9 +56,18 @@ class Progress:
 
 
 def compare(
-    study: Study, folder: Path, *, options: Options, jobs: int | None = None, show: Callable[[Progress], None]
+    study: Study,
+    folder: Path,
+    *,
+    options: Options,
+    jobs: int | None = None,
+    show: Callable[[Progress], None],
+    known: Callable[[RunConfig], Record | None] = lambda _: None,
 ) -> Progress:
-    """Make every run of a study that is not there yet, and keep study.json up to date."""
+    """Make every run of a study that is not there yet, and keep study.json up to date.
+
+    `known` gives the record of a run that was made elsewhere, if there is one.
+    """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("a study starts its own processes; run it without torchrun, and with WORLD_SIZE unset")
     cells = study.cells()
@@ -66,7 +75,7 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         _claim(folder, study)
-        return _Launcher(study, cells, folder, options, jobs, show, data).run()
+        return _Launcher(study, cells, folder, options, jobs, show, data, known).run()
 
 
 def load_data(study: Study, options: Options) -> Splits:
@@ -139,8 +148,10 @@ class _Launcher:
         jobs: int | None,
         show: Callable[[Progress], None],
         data: dict[str, Record],
+        known: Callable[[RunConfig], Record | None],
     ) -> None:
         self.study, self.folder, self.options, self.show, self.data = study, folder, options, show, data
+        self.known = known
         device = choose_device(options.device)
         self.on_gpu = device.type == "cuda"
         self.jobs = jobs or default_jobs(study.batches, device)
@@ -189,7 +200,7 @@ class _Launcher:
         options = {name: getattr(self.options, name) for name in kept} | how(self.options)
         for config in configs:
             path = self.folder / "runs" / run_name(config)
-            finished = _finished(path, config, self.data[config.part])
+            finished = self.known(config) or _finished(path, config, self.data[config.part])
             if finished:
                 self.progress.repeated += 1
                 self._finish(pool, cell, config, finished)

@@ -25,8 +25,8 @@ class WikiText2LSTM(Task):
     leaves open is taken from there: windows of 35 words, weights that are not tied, clipping to 0.25, a learning rate
     that is divided by 4 when an epoch brings no better perplexity on the validation text, and no weight decay. That
     program has no momentum and a rate of 20: with momentum 0.9 the same is 2. A batch is as many streams of text. From
-    1000 on, where the rate would be divided after too few steps, it falls in a straight line instead: the best of three
-    schedules for SNGM and MSGD at 2000, and nearly so for LARS. The rates to try are those tried then.
+    1000 on, where the rate would be divided after too few steps, it falls in a straight line instead: at 2000, the best
+    of three schedules for SNGM and MSGD, and nearly so for LARS. The rates to try are around the best ones there.
 
     Settings: `bptt`, words of a window; `width`, of embeddings and hidden layers; `layers`; `dropout`.
     """

@@ -1,0 +1,363 @@
+"""The results in writing, made from the kept runs alone: results/README.md, the runs of each task, the figures, and the
+first table of the project's README."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from ..errors import UsageError
+from ..files import write_atomically
+from ..report import figures
+from ..report.paper import CLAIMS, FIGURES
+from ..report.stats import half_width
+from .items import COSTS_ON, ITEMS, Item
+from .results import FILE, Line, Results, read
+from .verdicts import RULES, Outcome, look, of_claim, of_number, text_of, value_of
+
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
+AXES = {"train_loss": "training loss", "test_accuracy": "test accuracy, %", "validation_perplexity":
+        "validation perplexity", "validation_auc": "validation AUC"}  # fmt: skip
+FIRST_ITEMS = ("table-2", "table-6", "table-8")
+
+
+def pages(results: Results) -> dict[str, str]:
+    """Every file of the results folder that is made, by its path in it: pages, figures and what they plot."""
+    outcomes = {item.name: [look(planned, results) for planned in item.cells()] for item in ITEMS}
+    found = {"README.md": _readme(results, outcomes)}
+    for task in sorted({line.config.task for line in results.lines.values()}):
+        found[f"{task}/runs.md"] = _runs(task, results)
+    for name, figure in drawn(outcomes).items():
+        plotted = {title: {s.label: s.points for s in panel} for title, panel in figure.panels.items()}
+        found[f"{name}.json"] = json.dumps(plotted, indent=1) + "\n"
+        found[f"{name}.svg"] = figures.standalone(figure)
+    return found
+
+
+def block(results: Results) -> str:
+    """The table of the project's README."""
+    head = ["task", "batch", "method", "paper", "ours", "95 % interval", "n", "hardware"]
+    rows = []
+    for item in ITEMS:
+        if item.name not in FIRST_ITEMS:
+            continue
+        for planned in sorted(item.cells(), key=lambda planned: planned.batch):
+            outcome = look(planned, results)
+            if values := outcome.values:
+                rows.append([
+                    item.task, str(planned.batch), planned.row.name, _number(planned.paper, item),
+                    text_of(fmean(values), item.metric), _interval(values, item), _link(outcome, "results/"),
+                    _hardware(outcome.lines),
+                ])  # fmt: skip
+    if not rows:
+        return f"{BEGIN}\nNo run has been kept yet.\n{END}"
+    text = (
+        "Accuracy in %, perplexity (lower is better) or AUC on test data, mean over n seeds at a rate chosen on "
+        "validation data. Each n leads to its runs; verdicts and what is missing are in [results](results/README.md)."
+    )
+    return "\n".join([BEGIN, *_grid(head, rows), "", text, END])
+
+
+def write(folder: Path, readme: Path | None = None) -> list[Path]:
+    """Write all of it. Returns what changed."""
+    results = read(folder)
+    wanted = {folder / name: text for name, text in pages(results).items()}
+    if readme is not None:
+        wanted[readme] = _with_block(readme, block(results))
+    changed = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
+    for path in changed:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, wanted[path].encode())
+    return changed
+
+
+def stale(folder: Path, readme: Path | None = None) -> list[Path]:
+    """Files that do not say what the runs say. Of pictures only the numbers plotted count, not how they are drawn."""
+    results = read(folder)
+    found = []
+    for name, text in pages(results).items():
+        path = folder / name
+        if not path.exists() or (path.suffix != ".svg" and path.read_text("utf-8") != text):
+            found.append(path)
+    if readme is not None and readme.read_text("utf-8") != _with_block(readme, block(results)):
+        found.append(readme)
+    return found
+
+
+def has_block(readme: Path) -> bool:
+    """Whether a page has a place for the table."""
+    return BEGIN in readme.read_text("utf-8")
+
+
+def _with_block(readme: Path, text: str) -> str:
+    before = readme.read_text("utf-8")
+    if before.count(BEGIN) != 1 or before.count(END) != 1:
+        raise UsageError(f"{readme} must hold {BEGIN} and {END}, once each, for the table to stand between")
+    return before[: before.index(BEGIN)] + text + before[before.index(END) + len(END) :]
+
+
+# ---------------------------------------------------------------- the page of all results
+
+
+def _readme(results: Results, outcomes: dict[str, list[Outcome]]) -> str:
+    parts = [
+        MADE,
+        "# The paper's results, and ours",
+        "Each table of the paper, with our runs beside it. Every number comes from the runs kept here, one line a run "
+        f"in `<task>/{FILE}`; the number of seeds, n, leads to them, with the command that makes each again.",
+        RULES,
+        "Rates are chosen on validation data: of ResNet20, on 5,000 training images held out; results are of training "
+        "on all, after the last epoch (of the LSTM, where the validation perplexity is best). *Best on test* is the "
+        "paper's likely reading: of the rates with full runs, the best on test data. An asterisk marks a rate at the "
+        "edge of those tried. What was guessed about the paper's set-up is in [deviations](../docs/deviations.md).",
+    ]
+    for item in ITEMS:
+        parts += _section(item, outcomes[item.name])
+    parts.append(_repeated(results))
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def section(item: Item, results: Results) -> list[str]:
+    """What the page says of one item."""
+    return _section(item, [look(planned, results) for planned in item.cells()])
+
+
+def as_data(item: Item, results: Results) -> dict[str, Any]:
+    """The same for programs."""
+    outcomes = [look(planned, results) for planned in item.cells()]
+    by_cell = _by_cell(outcomes)
+    return {
+        "item": item.name, "title": item.title, "task": item.task, "metric": item.metric,
+        "cells": [
+            {
+                "method": o.planned.row.name, "batch": o.planned.batch, "paper": o.planned.paper, "lr": o.lr,
+                "values": o.values, "half_width": half_width(o.values), "runs": [line.hash for line in o.lines],
+                "verdict": of_number(o.values, o.planned.paper, item.metric) if o.planned.paper else None,
+                "missing_runs": to_come(o),
+            }
+            for o in outcomes
+        ],
+        "claims": [
+            {"text": claim.text, "verdict": verdict, "from": why}
+            for claim in CLAIMS if claim.table == item.name
+            for verdict, why in [of_claim(claim, item, by_cell)]
+        ],
+    }  # fmt: skip
+
+
+def _by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
+    return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
+
+
+def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
+    parts = [f"## {item.name}: {item.title}", f"{item.where} of the paper. Task `{item.task}`."]
+    shown = [outcome for outcome in outcomes if outcome.lines]
+    if shown:
+        head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
+        if item.metric == "seconds":
+            head = ["batch", "method", "paper, eight V100", "ours", "n", "hardware"]
+        ordered = sorted(shown, key=lambda outcome: outcome.planned.batch)
+        parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
+    by_cell = _by_cell(outcomes)
+    claims = [claim for claim in CLAIMS if claim.table == item.name]
+    if claims:
+        rows = [[f'"{claim.text}"', *of_claim(claim, item, by_cell)] for claim in claims]
+        parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
+    parts += [
+        f"![{figure.title}]({figure.name}.svg)" for figure in FIGURES if _runs_of(figure.name) == item.name and shown
+    ]
+    return [*parts, _missing(item, outcomes)]
+
+
+def _row(outcome: Outcome) -> list[str]:
+    planned, item, values = outcome.planned, outcome.planned.item, outcome.values
+    ours = "diverged" if not values else text_of(fmean(values), item.metric)
+    if len(values) > 1:
+        ours += f" {_interval(values, item)}"
+    if outcome.diverged and values:
+        ours += f" ({outcome.diverged} diverged)"
+    first = [str(planned.batch), planned.row.name]
+    if item.metric == "seconds":
+        return [*first, _number(planned.paper, item), ours, _link(outcome), _hardware(outcome.lines)]
+    gap = text_of(fmean(values) - planned.paper, item.metric, signed=True) if values and planned.paper else ""
+    verdict = of_number(values, planned.paper, item.metric) if planned.paper else ""
+    on_test = ""
+    if outcome.on_test:
+        lr, there = outcome.on_test
+        on_test = f"{text_of(fmean(there), item.metric)} (lr {lr:g}, n={len(there)})"
+    rate = "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
+    return [*first, rate, _number(planned.paper, item), ours, _link(outcome), gap, verdict, on_test]
+
+
+def _missing(item: Item, outcomes: list[Outcome]) -> str:
+    """What has not been run, and what it would cost: at the least, since a grid may grow."""
+    runs, seconds, cells = 0, 0.0, []
+    for outcome in outcomes:
+        count = to_come(outcome)
+        if count:
+            runs += count
+            seconds += count * outcome.planned.seconds()
+            cells.append(outcome.planned.name)
+    if not cells:
+        return "All of it has been run."
+    needs = f" It needs {item.needs}." if item.needs else ""
+    return (
+        f"Missing: {runs} runs, about {hours(seconds)} on {COSTS_ON} one after the other, of {', '.join(cells)}. "
+        f"`sngm paper run {item.name}` makes them.{needs}"
+    )
+
+
+def to_come(outcome: Outcome) -> int:
+    """How many runs a cell still needs: those known to be missing, and the results that wait for a rate."""
+    study = outcome.planned.study()
+    waiting = 0 if outcome.lr is not None or not outcome.missing else study.seeds
+    return len(outcome.missing) + waiting
+
+
+def hours(seconds: float) -> str:
+    """As one would say it.
+
+    >>> hours(90), hours(5400), hours(360000)
+    ('2 minutes', '1.5 hours', '100 hours')
+    """
+    return f"{max(1, round(seconds / 60))} minutes" if seconds < 3600 else f"{seconds / 3600:.3g} hours"
+
+
+def _repeated(results: Results) -> str:
+    """Runs that were made again, with their printed command."""
+    if not results.repeated:
+        return ""
+    rows = []
+    for again in results.repeated:
+        first = results.lines[again.hash]
+        item = next(item for item in ITEMS if item.task == first.config.task and item.metric != "seconds")
+        a, b = value_of(first, item), value_of(again, item)
+        shown = ["diverged" if value is None else text_of(value, item.metric) for value in (a, b)]
+        rows.append([f"`{again.hash}`", f"`{first.record['command']}`", *shown, str(again.record["commit"])])
+    head = ["run", "command", "first", "again", "commit of the second"]
+    return "## Runs made again\n\n" + "\n".join(_grid(head, rows))
+
+
+# ---------------------------------------------------------------- the runs of a task
+
+
+def _runs(task: str, results: Results) -> str:
+    lines = results.of_task(task)
+    parts = [MADE, f"# Runs of {task}", f"{len(lines)} runs, as kept in [{FILE}]({FILE}) with their curves."]
+    groups: dict[tuple[str, int], list[Line]] = {}
+    for line in lines:
+        groups.setdefault((str(line.record["label"]), line.config.batch), []).append(line)
+    for (label, batch), runs in sorted(groups.items(), key=lambda group: (group[0][1], group[0][0])):
+        rows = [_run(line) for line in runs]
+        head = ["run", "lr", "schedule", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
+        parts.append(f"## {_anchor_title(label, batch)}")
+        parts.append("\n".join(_grid(head, rows)))
+        parts.append("```\n" + "\n".join(str(line.record["command"]) for line in runs) + "\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def _run(line: Line) -> list[str]:
+    c = line.config
+    shown = {key: value for key, value in line.result.items() if not key.endswith("_loss")} or line.result
+    result = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in shown.items())
+    if line.record["status"] == "diverged":
+        result = "diverged"
+    schedule = c.schedule + (f", warm-up {c.warmup:g}" if c.warmup else "")
+    pace = line.record["timing"].get("seconds_per_epoch")
+    return [
+        f"`{line.hash}`", f"{c.lr:g}", schedule, c.part, str(c.seed), str(c.epochs), result,
+        "" if pace is None else f"{pace:.3g}", line.hardware, f"`{line.record['commit']}`",
+    ]  # fmt: skip
+
+
+def _short(value: float | None) -> str:
+    return "none" if value is None else f"{value:.5g}"
+
+
+def _anchor_title(label: str, batch: int) -> str:
+    return f"{label} at batch {batch}"
+
+
+def _link(outcome: Outcome, before: str = "") -> str:
+    """The number of seeds, leading to their runs."""
+    if not outcome.lines:
+        return "0"
+    title = _anchor_title(str(outcome.lines[0].record["label"]), outcome.planned.batch)
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it of a heading
+    return f"[{len(outcome.values)}]({before}{outcome.planned.item.task}/runs.md#{anchor})"
+
+
+# ---------------------------------------------------------------- figures
+
+
+def _runs_of(figure: str) -> str:
+    """The item whose runs a figure draws."""
+    return {"figure-1": "figure-1", "figure-2": "table-2", "figure-3": "table-6", "figure-4": "table-8"}[figure]
+
+
+def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
+    """The paper's figures from our runs: the mean over seeds of each method, a panel a batch and axis."""
+    found = {}
+    for figure in FIGURES:
+        for metric in figure.metrics:
+            panels = {}
+            for batch in figure.batches:
+                panel = []
+                for slot, name in enumerate(figure.methods):
+                    lines = next(
+                        (o.lines for o in outcomes[_runs_of(figure.name)]
+                         if o.planned.row.name == name and o.planned.batch == batch), []
+                    )  # fmt: skip
+                    points = _mean_curve([line for line in lines if metric in line.curve], metric)
+                    if points:
+                        panel.append(figures.Series(name, slot, points, marks=False))
+                if panel:
+                    panels[f"batch {batch}"] = panel
+            if panels:
+                name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
+                found[name] = figures.Figure(
+                    f"{figure.title}, our runs", f"{figure.where}: {AXES[metric]} over training, mean over seeds",
+                    "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
+                    cut=0.15,
+                )  # fmt: skip
+    return found
+
+
+def _mean_curve(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:
+    if not lines:
+        return []
+    scale = 100 if metric.endswith("accuracy") else 1
+    columns = zip(*(line.curve[metric] for line in lines), strict=False)
+    points = []
+    for epoch, values in enumerate(columns, 1):
+        there = [value for value in values if value is not None]
+        if len(there) == len(values):
+            points.append((float(epoch), float(f"{scale * fmean(there):.5g}")))
+    return points
+
+
+# ---------------------------------------------------------------- small things
+
+
+def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    lines = [head, ["---"] * len(head), *rows]
+    return ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
+
+
+def _number(value: float | None, item: Item) -> str:
+    return "" if value is None else text_of(value, item.metric)
+
+
+def _interval(values: Sequence[float], item: Item) -> str:
+    half = half_width(values)
+    return "" if half is None else f"± {text_of(half, item.metric)}"
+
+
+def _hardware(lines: Sequence[Line]) -> str:
+    return ", ".join(name for name, _ in Counter(line.hardware for line in lines).most_common())

@@ -1,0 +1,189 @@
+"""The runs behind every number: ``results/<task>/runs.jsonl``, one line a run, small enough for git."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from ..files import finite, read_json, write_atomically
+from ..report.records import BROKEN
+from ..train.config import RunConfig, resolve
+from ..train.record import FINISHED
+
+FOLDER = Path("results")
+FILE, REPEATED = "runs.jsonl", "repeated.jsonl"
+KEPT = ("config", "label", "hash", "status", "result", "result_of", "result_epoch", "data", "versions", "hardware")
+TIMES = ("seconds", "seconds_per_epoch", "step")
+NOT_OF_A_CURVE = ("epoch", "step", "lr")
+DIGITS = 5  # of a curve's numbers
+
+
+@dataclass(frozen=True)
+class Line:
+    """One run as it is kept: the record of its folder, and its curve by columns."""
+
+    record: dict[str, Any]
+
+    @cached_property
+    def config(self) -> RunConfig:
+        return RunConfig.from_dict(self.record["config"])
+
+    @property
+    def hash(self) -> str:
+        return str(self.record["hash"])
+
+    @property
+    def result(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.record["result"]
+        return found
+
+    @property
+    def curve(self) -> dict[str, list[float | None]]:
+        found: dict[str, list[float | None]] = self.record["curve"]
+        return found
+
+    @property
+    def hardware(self) -> str:
+        return str(self.record["hardware"]["name"])
+
+    @property
+    def order(self) -> tuple[Any, ...]:
+        """Of lines in a file: the same whichever machine's came first."""
+        c = self.config
+        return c.method, c.batch, c.part, c.lr, c.seed, self.hash, str(self.record["commit"]), self.text
+
+    @property
+    def text(self) -> str:
+        return json.dumps(finite(self.record), sort_keys=True, allow_nan=False, separators=(", ", ": "))
+
+    def value(self, metric: str) -> float | None:
+        """The test score, None if the run diverged or has none."""
+        found = self.result.get(f"test_{metric}") if self.record["status"] == "finished" else None
+        return None if found is None else float(found)
+
+
+class Results:
+    """All committed runs of all tasks: one a config, and those that were made again."""
+
+    def __init__(self, lines: Iterable[Line], repeated: Iterable[Line] = ()) -> None:
+        self.lines = {line.hash: line for line in lines}
+        self.repeated = [line for line in repeated if line.hash in self.lines]
+
+    def of(self, config: RunConfig) -> Line | None:
+        """The run of a config. A trial whose task keeps validation data of its own is a full run as well."""
+        if found := self.lines.get(config.hash):
+            return found
+        if config.part == "select":
+            full = self.lines.get(replace(config, part="full").hash)
+            if full and any(key.startswith("validation_") for key in full.result):
+                return full
+        return None
+
+    def of_task(self, task: str) -> list[Line]:
+        return [line for line in self.lines.values() if line.config.task == task]
+
+
+def read(folder: Path = FOLDER) -> Results:
+    """All runs kept in a folder."""
+    runs, again = ([line for path in sorted(folder.glob(f"*/{name}")) for line in read_lines(path)]
+                   for name in (FILE, REPEATED))  # fmt: skip
+    return Results(runs, again)
+
+
+def read_lines(path: Path) -> list[Line]:
+    """The runs of one file."""
+    lines = []
+    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+        try:
+            line = Line(json.loads(text))
+            line.order  # noqa: B018  reads all that is needed
+            whole = isinstance(line.curve, dict) and line.config.hash == line.hash and line.hardware
+        except (*BROKEN, UsageError) as error:
+            raise UsageError(f"{path}, line {number}: not a run that is kept here ({error})") from error
+        if not whole:
+            raise UsageError(f"{path}, line {number}: the config is not the one that its hash is of")
+        lines.append(line)
+    return lines
+
+
+def of_folder(path: Path) -> Line:
+    """A finished run's folder as a line to keep. Refused: what cannot be made again."""
+    record = read_json(path / "run.json")
+    if not isinstance(record, dict) or record.get("status") not in FINISHED:
+        raise UsageError(f"{path}: not a run that has finished; go on with it first")
+    commit = record.get("commit")
+    if not commit or commit.endswith("+"):
+        why = "the code had changes that are in no commit" if commit else "its record names no commit"
+        raise UsageError(f"{path}: {why}, so nobody could repeat it; commit first, or set SNGM_COMMIT")
+    epochs = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
+    columns = [key for key in epochs[0] if key not in NOT_OF_A_CURVE] if epochs else []
+    kept = {key: record[key] for key in KEPT if key in record}
+    timing = {key: record["timing"][key] for key in TIMES if key in record.get("timing", {})}
+    curve = {key: [rounded(epoch.get(key)) for epoch in epochs] for key in columns}
+    line = Line({**kept, "timing": timing, "commit": commit, "curve": curve})
+    return Line({**line.record, "command": command_of(line.config)})
+
+
+def rounded(value: float | None) -> float | None:
+    """To so many digits that a curve can be drawn."""
+    return None if value is None else float(f"{value:.{DIGITS}g}")
+
+
+def keep(lines: Iterable[Line], folder: Path = FOLDER) -> int:
+    """Add runs to the files of their tasks; say how many were new.
+
+    A run whose config is there already changes no result: it is kept as that run repeated.
+    """
+    by_task: dict[str, list[Line]] = {}
+    for line in lines:
+        by_task.setdefault(line.config.task, []).append(line)
+    added = 0
+    for task, new in by_task.items():
+        files = {name: folder / task / name for name in (FILE, REPEATED)}
+        there = {name: read_lines(path) if path.exists() else [] for name, path in files.items()}
+        known = {line.text for lines in there.values() for line in lines}
+        for line in new:
+            if line.text not in known:
+                repeats = any(line.hash == other.hash for other in there[FILE])
+                there[REPEATED if repeats else FILE].append(line)
+                known.add(line.text)
+                added += 1
+        (folder / task).mkdir(parents=True, exist_ok=True)
+        for name, path in files.items():
+            if there[name]:
+                text = "".join(line.text + "\n" for line in sorted(there[name], key=lambda line: line.order))
+                write_atomically(path, text.encode())
+    return added
+
+
+def command_of(config: RunConfig) -> str:
+    """The command that makes this run again: what differs from the task's defaults on a GPU.
+
+    >>> from sngm.train import resolve
+    >>> command_of(resolve("digits", "sngm", lr=0.3, batch=512, seed=1, method_settings={"weight_decay": 8e-4}))
+    'sngm train digits --method sngm --lr 0.3 --batch 512 --seed 1 --set weight_decay=0.0008'
+    """
+    usual = resolve(config.task, config.method, lr=config.lr, batch=config.batch, device="cuda")
+    words = ["sngm", "train", config.task, "--method", config.method, "--lr", f"{config.lr:g}", "--batch"]
+    words.append(str(config.batch))
+    for field in fields(RunConfig):
+        name = field.name
+        value, default = getattr(config, name), getattr(usual, name)
+        if value == default or name in ("method_settings", "task_settings", "task_source"):
+            continue
+        shown = "inf" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        words += [f"--{name.replace('_', '-')}", shown]
+    for settings, defaults in (
+        (config.method_settings, usual.method_settings),
+        (config.task_settings, usual.task_settings),
+    ):
+        for key, value in settings.items():
+            if repr(value) != repr(defaults.get(key)):  # 0 and 0.0 make different records
+                words += ["--set", f"{key}={value}"]
+    return shlex.join(words)

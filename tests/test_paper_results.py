@@ -1,0 +1,417 @@
+"""`sngm paper`: the paper's numbers as data, the runs that are kept, verdicts, and pages that say what the runs say."""
+
+import json
+import shutil
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from console import refused, sngm
+
+from sngm import tasks
+from sngm.cli import parse_settings
+from sngm.errors import UsageError
+from sngm.paper import document, items, verdicts
+from sngm.paper import run as making
+from sngm.paper.items import Item, Row
+from sngm.paper.results import Line, Results, command_of, keep, read
+from sngm.report.paper import CLAIMS, FIGURES, TABLES, Claim
+from sngm.study.grid import run_name
+from sngm.train import resolve
+from sngm.train.record import commit
+
+HERE = Path(__file__).parent.parent
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SNGM_COMMIT", "0123abc")
+    commit.cache_clear()
+    yield
+    commit.cache_clear()
+
+
+# ---------------------------------------------------------------- the paper as data
+
+
+def test_tables_are_of_tasks_that_have_their_batches():
+    for table in TABLES:
+        assert set(table.batches) <= set(tasks.find(table.task).batches), table.name
+    assert sum(len(row) for table in TABLES for row in table.rows.values()) == 25 + 5 + 4 + 30 + 9 + 3 + 10
+
+
+def test_the_paper_s_claims_hold_of_its_own_numbers():
+    """What is said to be better is; "for almost all" and "similar" leave room."""
+    by_name = {table.name: table for table in TABLES}
+    for claim in CLAIMS:
+        rows, table = by_name[claim.table].rows, by_name[claim.table]
+        if claim.kind == "falls":
+            times = [rows[claim.method][batch] for batch in claim.batches]
+            assert times == sorted(times, reverse=True)
+        for other in claim.others:
+            for batch in claim.batches:
+                gap = rows[claim.method][batch] - rows[other][batch]
+                if claim.kind == "better":
+                    assert (gap > 0) == tasks.find(table.task).higher_is_better, (claim, batch)
+                else:
+                    assert abs(gap) <= verdicts.tolerance(table.metric, rows[other][batch]), (claim, batch)
+
+
+def test_every_table_and_figure_has_runs_planned_and_every_number_a_cell():
+    assert {table.name for table in TABLES} <= {item.name for item in items.ITEMS}
+    for item in items.ITEMS:
+        held = {(p.row.paper, p.batch) for p in item.cells() if p.row.paper}
+        assert held == {(row, batch) for row, numbers in item.numbers.items() for batch in numbers}, item.name
+    for figure in FIGURES:
+        rows = {row.name for row in items.find(document._runs_of(figure.name)).rows}
+        assert set(figure.methods) <= rows
+
+
+def test_methods_of_a_table_get_as_many_rates():
+    for item in items.ITEMS:
+        assert len({len(planned.study().lrs) for planned in item.cells()}) == 1, item.name
+    advised = next(p for p in items.find("table-2").cells() if p.name == "SNGM with advised decay@8192")
+    assert advised.cell().config(0.8, "full", 0).method_settings["weight_decay"] == pytest.approx(8e-4)
+
+
+# ---------------------------------------------------------------- runs that are kept
+
+
+def line(lr=0.1, seed=0, part="full", value=0.9, batch=32, method="sngm", commit="0123abc", status="finished", **more):
+    config = resolve("digits", method, lr=lr, seed=seed, part=part, batch=batch, epochs=2, **more)
+    name = "validation_accuracy" if part == "select" else "test_accuracy"
+    return Line({
+        "config": config.as_dict(), "label": config.label, "hash": config.hash, "status": status,
+        "result": {name: value}, "timing": {"seconds_per_epoch": 0.5}, "versions": {}, "commit": commit,
+        "hardware": {"name": "a machine"}, "curve": {"train_loss": [2.0, 1.0], name: [0.5, value]},
+        "command": command_of(config),
+    })  # fmt: skip
+
+
+def small(**more):
+    """A table that takes no time: digits, one epoch a run."""
+    rows = (
+        Row("SNGM", "sngm", {32: 0.1}, seeds=2, paper="SNGM"),
+        Row("MSGD", "msgd", {32: 0.1}, seeds=1, paper="MSGD"),
+    )
+    usual = {"seconds": {32: 0.5}, "numbers": {"SNGM": {32: 0.9}, "MSGD": {32: 0.8}}, "epochs": 2}
+    item = Item("table-9", "Digits", "Table 9", "digits", "accuracy", rows, (32,), **usual)
+    return replace(item, **more)
+
+
+def test_merging_two_machines_in_either_order_gives_the_same_file(tmp_path):
+    a, b = [line(seed=seed) for seed in (0, 1)], [line(seed=2), line(0.2, method="msgd")]
+    for name, parts in (("ab", (a, b)), ("ba", (b, a)), ("all", (a + b, a))):
+        for part in parts:
+            keep(part, tmp_path / name)
+    texts = {(tmp_path / name / "digits" / "runs.jsonl").read_text() for name in ("ab", "ba", "all")}
+    assert len(texts) == 1
+    assert len(texts.pop().splitlines()) == 4
+
+
+def test_a_run_made_again_changes_no_result_and_is_kept_beside(tmp_path):
+    keep([line(value=0.9)], tmp_path)
+    assert keep([line(value=0.91, commit="fedcba9"), line(value=0.9)], tmp_path) == 1
+    there = read(tmp_path)
+    assert [found.value("accuracy") for found in there.lines.values()] == [0.9]
+    assert [found.value("accuracy") for found in there.repeated] == [0.91]
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda r: r["config"].update(lr=0.3), "hash"),
+        (lambda r: r.pop("curve"), "not a run"),
+        (lambda r: r["config"].pop("batch"), "not a run"),
+        (lambda r: r.update(hardware=None), "not a run"),
+    ],
+)
+def test_a_line_that_was_tampered_with_is_refused(tmp_path, change, said):
+    record = json.loads(line().text)
+    change(record)
+    (tmp_path / "digits").mkdir()
+    (tmp_path / "digits" / "runs.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(UsageError, match=f"line 1.*{said}"):
+        read(tmp_path)
+
+
+def test_runs_nobody_could_repeat_are_refused(monkeypatch):
+    assert sngm("train digits --lr 0.1 --batch 256 --epochs 1 --device cpu --out run").code == 0
+    record = json.loads(Path("run/run.json").read_text())
+    for name in (None, "", "0123abc+"):
+        Path("run/run.json").write_text(json.dumps({**record, "commit": name}))
+        refused(sngm("paper add run"), "SNGM_COMMIT")
+    Path("run/run.json").write_text(json.dumps({**record, "status": "interrupted"}))
+    assert "1 that have not finished" in sngm("paper add run").out
+    Path("run/run.json").write_text(json.dumps(record))
+    assert "1 of 1 runs are new" in sngm("paper add run").out
+    assert "0 of 1 runs are new" in sngm("paper add run").out
+    refused(sngm("paper add nowhere"), "no run")
+    kept = next(iter(read(Path("results")).lines.values()))
+    assert len(kept.curve["test_accuracy"]) == 1
+    assert kept.record["commit"] == "0123abc"
+
+
+OPTIONS = {"warmup": float, "epochs": int, "seed": int, "workers": int, "micro": int, "bn_group": int}
+
+
+def from_command(command):
+    """The config that a command says, as `sngm train` resolves it on a GPU."""
+    _, _, task, *words = command.split()
+    given, settings = {}, {}
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        name = option[2:].replace("-", "_")
+        if name == "set":
+            key = value.partition("=")[0]
+            settings[key] = parse_settings([value])[key]
+        else:
+            given[name] = OPTIONS.get(name, str)(value)
+    given |= {"lr": float(given["lr"]), "batch": int(given["batch"])}
+    known = tasks.settings_of(task)
+    of_task = {k: v for k, v in settings.items() if k in known}
+    of_method = {k: v for k, v in settings.items() if k not in known}
+    return resolve(task, given.pop("method"), task_settings=of_task, method_settings=of_method, device="cuda", **given)
+
+
+def test_printed_commands_make_the_runs_they_stand_beside():
+    there = read(HERE / "results")
+    assert len(there.lines) > 30
+    for kept in there.lines.values():
+        assert kept.record["command"] == command_of(kept.config)
+        assert from_command(kept.record["command"]).hash == kept.hash
+    for item in items.ITEMS:
+        for planned in item.cells():
+            cell = planned.cell()
+            for part in ("select", "full"):
+                config = cell.config(cell.grid[0], part, 1)
+                assert from_command(command_of(config)).hash == config.hash, planned.name
+
+
+# ---------------------------------------------------------------- what is there of a cell
+
+
+def test_a_cell_waits_for_its_trials_then_for_its_seeds():
+    planned = next(small().cells())
+    trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    first = verdicts.look(planned, Results([]))
+    assert [config.lr for config in first.missing] == [0.05, 0.1, 0.2]
+    assert document.to_come(first) == 3 + 2
+    chosen = verdicts.look(planned, Results(trials))
+    assert (chosen.lr, [(c.part, c.seed) for c in chosen.missing]) == (0.1, [("full", 0), ("full", 1)])
+    done = verdicts.look(planned, Results([*trials, line(value=0.91), line(seed=1, value=0.93)]))
+    assert (done.values, done.missing, done.at_edge) == ([0.91, 0.93], [], False)
+
+
+def test_a_grid_grows_at_its_edge_but_for_the_paper_s_own():
+    trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.7), (0.1, 0.8), (0.2, 0.9))]
+    grown = verdicts.look(next(small().cells()), Results(trials))
+    assert [config.lr for config in grown.missing] == [0.4]
+    fixed = verdicts.look(next(small(extend=False).cells()), Results(trials))
+    assert (fixed.lr, fixed.at_edge, [config.lr for config in fixed.missing]) == (0.2, True, [0.2, 0.2])
+
+
+def test_a_full_run_that_was_validated_is_a_trial_too():
+    kept = line(value=0.9)
+    both = Line({**kept.record, "result": {"validation_accuracy": 0.8, "test_accuracy": 0.9}})
+    assert Results([both]).of(replace(both.config, part="select")) is both
+    assert Results([kept]).of(replace(kept.config, part="select")) is None
+
+
+def test_the_best_rate_on_test_data_is_found_among_full_runs():
+    there = Results([line(0.1, value=0.9), line(0.1, seed=1, value=0.92), line(0.4, value=0.95), line(0.8, batch=64)])
+    assert verdicts.look(next(small().cells()), there).on_test == (0.4, [0.95])
+
+
+# ---------------------------------------------------------------- verdicts
+
+
+@pytest.mark.parametrize(
+    ("values", "verdict"),
+    [
+        ([0.9, 0.901, 0.902], "reproduced"),
+        ([0.9049, 0.9049, 0.9048], "reproduced"),
+        ([0.9, 0.901], "open"),
+        ([0.9], "open"),
+        ([], "open"),
+        ([0.89, 0.9, 0.91], "open"),  # right, but by luck: the interval is ± 0.025
+        ([0.93, 0.931, 0.932], "not reproduced"),
+        ([0.907, 0.905, 0.909], "open"),  # beyond, and not surely
+    ],
+)
+def test_verdicts_on_a_number(values, verdict):
+    assert verdicts.of_number(values, 0.9, "accuracy") == verdict
+
+
+def test_a_perplexity_may_differ_by_a_hundredth_and_times_by_anything():
+    assert verdicts.of_number([116.0, 116.1, 116.2], 115.65, "perplexity") == "reproduced"
+    assert verdicts.of_number([119.0, 119.1, 119.2], 115.65, "perplexity") == "not reproduced"
+    assert verdicts.of_number([1.0, 1.0, 1.001], 1.0, "seconds") == "open"
+
+
+def outcomes(ours, theirs):
+    """Of SNGM and MSGD at batch 32."""
+    cells = list(small().cells())
+    made = [[line(0.1, seed=i, value=v) for i, v in enumerate(values)] for values in (ours, theirs)]
+    return {
+        (cell.row.name, 32): verdicts.Outcome(cell, 0.1, lines, [], False, None)
+        for cell, lines in zip(cells, made, strict=True)
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "ours", "theirs", "verdict"),
+    [
+        ("better", [0.92, 0.921, 0.919], [0.9, 0.901, 0.899], "holds"),
+        ("better", [0.9, 0.901, 0.899], [0.92, 0.921, 0.919], "contradicted"),
+        ("better", [0.92, 0.9, 0.88], [0.9, 0.89, 0.88], "open"),
+        ("better", [0.99], [0.1], "open"),
+        ("similar", [0.9, 0.9001, 0.9002], [0.901, 0.9011, 0.9012], "holds"),
+        ("similar", [0.9, 0.9001, 0.9002], [0.95, 0.9501, 0.9502], "contradicted"),
+        ("similar", [0.9, 0.91, 0.89], [0.9, 0.91, 0.89], "open"),
+        ("similar", [0.9, 0.9], [0.9, 0.9], "open"),
+    ],
+)
+def test_verdicts_on_a_claim(kind, ours, theirs, verdict):
+    claim = Claim("table-9", "", kind, "SNGM", ("MSGD",), (32,))
+    assert verdicts.of_claim(claim, small(), outcomes(ours, theirs))[0] == verdict
+
+
+def test_of_a_metric_that_should_be_low_the_lower_is_better(monkeypatch):
+    claim = Claim("table-9", "", "better", "SNGM", ("MSGD",), (32,))
+    monkeypatch.setattr(tasks.find("digits"), "higher_is_better", False)
+    assert verdicts.of_claim(claim, small(), outcomes([0.1, 0.11, 0.12], [0.5, 0.51, 0.52]))[0] == "holds"
+
+
+def test_a_claim_about_several_holds_only_where_all_do():
+    claim = Claim("table-9", "", "better", "SNGM", ("MSGD",), (32, 64))
+    assert verdicts.of_claim(claim, small(), outcomes([0.92, 0.921, 0.919], [0.9, 0.901, 0.899]))[0] == "open"
+
+
+def test_times_that_fall(monkeypatch):
+    claim = Claim("table-9", "", "falls", "SNGM", (), (32,))
+    assert verdicts.of_claim(claim, small(metric="seconds"), outcomes([0.9], [0.9]))[0] == "holds"
+    assert verdicts.of_claim(replace(claim, batches=(32, 64)), small(), outcomes([0.9], [0.9]))[0] == "open"
+
+
+# ---------------------------------------------------------------- the pages of this repository
+
+
+@pytest.fixture
+def copied(tmp_path):
+    shutil.copytree(HERE / "results", "results")
+    shutil.copy(HERE / "README.md", "README.md")
+    return Path("results")
+
+
+def test_the_pages_say_what_the_runs_say(copied):
+    found = sngm("paper report --check")
+    assert found.code == 0, found.err
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("wikitext2-lstm/runs.jsonl", '"test_perplexity": 117.8', '"test_perplexity": 107.8'),
+        ("README.md", "117.83", "107.83"),
+        ("../README.md", "117.83", "107.83"),
+        ("wikitext2-lstm/runs.md", "117.83", "107.83"),
+        ("figure-3.json", "126.57", "116.57"),
+    ],
+)
+def test_a_changed_record_or_table_is_found(copied, name, old, new):
+    path = copied / name
+    assert old in path.read_text()
+    path.write_text(path.read_text().replace(old, new))
+    refused(sngm("paper report --check"), "not what the runs say", "sngm paper report")
+    if name != "wikitext2-lstm/runs.jsonl":
+        assert sngm("paper report").code == 0
+        assert (HERE / "results" / name).resolve().read_text() == path.read_text()
+
+
+def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
+    (copied / "figure-3.svg").write_text("drawn otherwise")
+    assert sngm("paper report --check").code == 0
+    (copied / "figure-3.svg").unlink()
+    refused(sngm("paper report --check"), "figure-3.svg")
+
+
+def test_links_lead_to_headings_that_are_there(copied):
+    import re
+
+    for target, anchor in re.findall(r"\]\((?:results/)?([\w-]+/runs\.md)#([\w-]+)\)", Path("README.md").read_text()):
+        headings = re.findall(r"^## (.*)$", (copied / target).read_text(), re.M)
+        assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
+
+
+# ---------------------------------------------------------------- the command line
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    monkeypatch.setattr(items, "ITEMS", (small(),))
+    monkeypatch.setattr(document, "ITEMS", (small(),))
+    monkeypatch.setattr(document, "FIGURES", ())
+
+
+def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
+    plan = sngm("paper run table-9 --dry-run --json").json
+    assert [(cell["cell"], cell["runs"]) for cell in plan["cells"]] == [("SNGM@32", 5), ("MSGD@32", 4)]
+    elsewhere = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    keep(elsewhere, Path("results"))  # of another machine
+    found = sngm("paper run table-9 --cells sngm --device cpu --jobs 2 --json")
+    assert (found.code, found.json["missing_runs"]) == (0, 0), found.err
+    there = read(Path("results"))
+    assert len(there.lines) == 5
+    made = sorted(path.parent.name for path in Path("runs/paper").rglob("run.json"))
+    assert made == sorted(run_name(line(seed=seed).config) for seed in (0, 1))
+    cell = sngm("paper show table-9 --json").json["cells"][0]
+    assert (cell["lr"], len(cell["values"]), cell["verdict"]) == (0.1, 2, "open")
+    assert "SNGM" in sngm("paper show table-9").out
+    assert "1 of 2 cells; 4 runs missing" in sngm("paper list").out
+    before = time.monotonic()
+    assert sngm("paper run table-9 --cells SNGM@32 --device cpu").code == 0
+    assert time.monotonic() - before < 20
+    assert len(read(Path("results")).lines) == 5
+    assert sngm("paper report").code == 0
+    assert "table-9" in Path("results/README.md").read_text()
+
+
+def test_a_budget_ends_before_a_run_that_would_not_fit_and_the_rest_is_run_later(tiny):
+    found = sngm("paper run table-9 --budget 1s --device cpu --json")
+    assert (found.code, found.json["missing_runs"]) == (0, 9)
+    assert not Path("results").exists() or not read(Path("results")).lines
+
+
+def test_a_budget_that_ends_in_the_middle_keeps_what_is_done(tiny, monkeypatch):
+    monkeypatch.setattr(items, "START", 0.0)
+    slow = small(epochs=200, rows=(Row("SNGM", "sngm", {256: 0.1}, paper=None),), batches=(256,), numbers={})
+    monkeypatch.setattr(items, "ITEMS", (replace(slow, seconds={256: 1e-6}),))
+    found = sngm("paper run table-9 --budget 4s --device cpu --jobs 2 --json")
+    assert found.code == 0, found.err
+    assert found.json["missing_runs"] > 0
+
+
+def test_runs_without_a_commit_are_refused(tiny, monkeypatch):
+    monkeypatch.setattr(making, "commit", lambda: "0123abc+")
+    refused(sngm("paper run table-9 --device cpu"), "in no commit")
+    monkeypatch.setattr(making, "commit", lambda: None)
+    refused(sngm("paper run table-9 --device cpu"), "SNGM_COMMIT")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("show table-22", ["table-2", "there are"]),
+        ("run nosuch", ["no item"]),
+        ("run table-2 --cells nosuch@8192", ["rows MSGD"]),
+        ("run table-2 --cells SNGM@77", ["batches 8192"]),
+        ("run table-2 --seeds 0", ["at least 1"]),
+        ("run table-2 --jobs 0", ["at least 1"]),
+        *((f"run table-2 --budget {text}", ["25m"]) for text in ("soon", "0", "-5m", "nan", "inf", "m", "1e99h")),
+        ("report --results nowhere", ["no folder nowhere"]),
+    ],
+)
+def test_what_makes_no_sense_is_refused(words, said):
+    refused(sngm(f"paper {words}"), *said)
