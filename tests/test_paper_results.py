@@ -221,7 +221,8 @@ def test_a_full_run_that_was_validated_is_a_trial_too():
 
 def test_the_best_rate_on_test_data_is_found_among_full_runs():
     there = Results([line(0.1, value=0.9), line(0.1, seed=1, value=0.92), line(0.4, value=0.95), line(0.8, batch=64)])
-    assert verdicts.look(next(small().cells()), there).on_test == (0.4, [0.95])
+    best = verdicts.look(next(small().cells()), there).on_test
+    assert [(found.config.lr, found.value("accuracy")) for found in best] == [(0.4, 0.95)]
 
 
 # ---------------------------------------------------------------- verdicts
@@ -255,7 +256,7 @@ def outcomes(ours, theirs):
     cells = list(small().cells())
     made = [[line(0.1, seed=i, value=v) for i, v in enumerate(values)] for values in (ours, theirs)]
     return {
-        (cell.row.name, 32): verdicts.Outcome(cell, 0.1, lines, [], False, None)
+        (cell.row.name, 32): verdicts.Outcome(cell, 0.1, lines, [], False, [])
         for cell, lines in zip(cells, made, strict=True)
     }
 

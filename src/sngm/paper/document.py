@@ -18,7 +18,7 @@ from ..report.paper import CLAIMS, FIGURES
 from ..report.stats import half_width
 from .items import COSTS_ON, ITEMS, Item
 from .results import FILE, Line, Results, read
-from .verdicts import RULES, Outcome, look, of_claim, of_number, text_of, value_of
+from .verdicts import RULES, Outcome, look, of_claim, of_number, text_of, value_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
@@ -30,10 +30,11 @@ FIRST_ITEMS = ("table-2", "table-6", "table-8")
 def pages(results: Results) -> dict[str, str]:
     """Every file of the results folder that is made, by its path in it: pages, figures and what they plot."""
     outcomes = {item.name: [look(planned, results) for planned in item.cells()] for item in ITEMS}
-    found = {"README.md": _readme(results, outcomes)}
+    pictures = drawn(outcomes)
+    found = {"README.md": _readme(results, outcomes, pictures)}
     for task in sorted({line.config.task for line in results.lines.values()}):
         found[f"{task}/runs.md"] = _runs(task, results)
-    for name, figure in drawn(outcomes).items():
+    for name, figure in pictures.items():
         plotted = {title: {s.label: s.points for s in panel} for title, panel in figure.panels.items()}
         found[f"{name}.json"] = json.dumps(plotted, indent=1) + "\n"
         found[f"{name}.svg"] = figures.standalone(figure)
@@ -52,8 +53,8 @@ def block(results: Results) -> str:
             if values := outcome.values:
                 rows.append([
                     item.task, str(planned.batch), planned.row.name, _number(planned.paper, item),
-                    text_of(fmean(values), item.metric), _interval(values, item), _link(outcome, "results/"),
-                    _hardware(outcome.lines),
+                    text_of(fmean(values), item.metric), _interval(values, item),
+                    _link(outcome.lines, item, "results/"), _hardware(outcome.lines),
                 ])  # fmt: skip
     if not rows:
         return f"{BEGIN}\nNo run has been kept yet.\n{END}"
@@ -105,7 +106,7 @@ def _with_block(readme: Path, text: str) -> str:
 # ---------------------------------------------------------------- the page of all results
 
 
-def _readme(results: Results, outcomes: dict[str, list[Outcome]]) -> str:
+def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, figures.Figure]) -> str:
     parts = [
         MADE,
         "# The paper's results, and ours",
@@ -119,6 +120,9 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]]) -> str:
     ]
     for item in ITEMS:
         parts += _section(item, outcomes[item.name])
+        for figure in FIGURES:
+            shown = [name for name in pictures if name.startswith(figure.name) and _runs_of(figure.name) == item.name]
+            parts += [f"![{pictures[name].description}]({name}.svg)" for name in shown]
     parts.append(_repeated(results))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -157,7 +161,7 @@ def _by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
 
 def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
     parts = [f"## {item.name}: {item.title}", f"{item.where} of the paper. Task `{item.task}`."]
-    shown = [outcome for outcome in outcomes if outcome.lines]
+    shown = [outcome for outcome in outcomes if outcome.lines or outcome.on_test]
     if shown:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
@@ -169,30 +173,27 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
     if claims:
         rows = [[f'"{claim.text}"', *of_claim(claim, item, by_cell)] for claim in claims]
         parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
-    parts += [
-        f"![{figure.title}]({figure.name}.svg)" for figure in FIGURES if _runs_of(figure.name) == item.name and shown
-    ]
     return [*parts, _missing(item, outcomes)]
 
 
 def _row(outcome: Outcome) -> list[str]:
     planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    ours = "diverged" if not values else text_of(fmean(values), item.metric)
+    ours = text_of(fmean(values), item.metric) if values else "diverged" if outcome.lines else "rate not chosen yet"
     if len(values) > 1:
         ours += f" {_interval(values, item)}"
     if outcome.diverged and values:
         ours += f" ({outcome.diverged} diverged)"
     first = [str(planned.batch), planned.row.name]
     if item.metric == "seconds":
-        return [*first, _number(planned.paper, item), ours, _link(outcome), _hardware(outcome.lines)]
+        return [*first, _number(planned.paper, item), ours, _link(outcome.lines, item), _hardware(outcome.lines)]
     gap = text_of(fmean(values) - planned.paper, item.metric, signed=True) if values and planned.paper else ""
     verdict = of_number(values, planned.paper, item.metric) if planned.paper else ""
     on_test = ""
-    if outcome.on_test:
-        lr, there = outcome.on_test
-        on_test = f"{text_of(fmean(there), item.metric)} (lr {lr:g}, n={len(there)})"
+    if there := outcome.on_test:
+        mean = text_of(fmean(values_of(there, item)), item.metric)
+        on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(there, item)})"
     rate = "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
-    return [*first, rate, _number(planned.paper, item), ours, _link(outcome), gap, verdict, on_test]
+    return [*first, rate, _number(planned.paper, item), ours, _link(outcome.lines, item), gap, verdict, on_test]
 
 
 def _missing(item: Item, outcomes: list[Outcome]) -> str:
@@ -284,13 +285,13 @@ def _anchor_title(label: str, batch: int) -> str:
     return f"{label} at batch {batch}"
 
 
-def _link(outcome: Outcome, before: str = "") -> str:
+def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
     """The number of seeds, leading to their runs."""
-    if not outcome.lines:
+    if not lines:
         return "0"
-    title = _anchor_title(str(outcome.lines[0].record["label"]), outcome.planned.batch)
+    title = _anchor_title(str(lines[0].record["label"]), lines[0].config.batch)
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it of a heading
-    return f"[{len(outcome.values)}]({before}{outcome.planned.item.task}/runs.md#{anchor})"
+    return f"[{len(values_of(lines, item))}]({before}{item.task}/runs.md#{anchor})"
 
 
 # ---------------------------------------------------------------- figures
@@ -322,7 +323,8 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
             if panels:
                 name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
                 found[name] = figures.Figure(
-                    f"{figure.title}, our runs", f"{figure.where}: {AXES[metric]} over training, mean over seeds",
+                    f"{figure.where.split(',')[0]}, our runs",
+                    f"{figure.title}: {AXES[metric]} over training, mean over seeds",
                     "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
                     cut=0.15,
                 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -36,13 +36,12 @@ class Outcome:
     lines: list[Line]
     missing: list[RunConfig]
     at_edge: bool
-    on_test: tuple[float, list[float]] | None
-    """The paper's own reading: of the rates with full runs, that with the best mean on test data, and its results."""
+    on_test: list[Line]
+    """The paper's own reading: of the rates with full runs, the runs of that with the best mean on test data."""
 
     @property
     def values(self) -> list[float]:
-        found = [value_of(line, self.planned.item) for line in self.lines]
-        return [value for value in found if value is not None]
+        return values_of(self.lines, self.planned.item)
 
     @property
     def diverged(self) -> int:
@@ -55,6 +54,11 @@ def value_of(line: Line, item: Item) -> float | None:
         found = line.record["timing"].get("seconds_per_epoch")
         return None if found is None else float(found)
     return line.value(item.metric)
+
+
+def values_of(lines: Iterable[Line], item: Item) -> list[float]:
+    """Of the runs that did not diverge."""
+    return [value for line in lines if (value := value_of(line, item)) is not None]
 
 
 def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
@@ -74,17 +78,13 @@ def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcom
     return Outcome(planned, cell.lr, lines, missing, summary["at_edge"], _best_on_test(like, results, item))
 
 
-def _best_on_test(like: RunConfig, results: Results, item: Item) -> tuple[float, list[float]] | None:
-    by_rate: dict[float, list[float]] = {}
+def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
+    by_rate: dict[float, list[Line]] = {}
     for line in results.of_task(item.task):
-        value = value_of(line, item)
-        if value is not None and _but_for_rate(line.config) == _but_for_rate(like):
-            by_rate.setdefault(line.config.lr, []).append(value)
-    if not by_rate:
-        return None
+        if value_of(line, item) is not None and _but_for_rate(line.config) == _but_for_rate(like):
+            by_rate.setdefault(line.config.lr, []).append(line)
     sign = 1 if item.higher_is_better else -1
-    best = max(sorted(by_rate), key=lambda lr: sign * fmean(by_rate[lr]))
-    return best, by_rate[best]
+    return max(by_rate.values(), key=lambda lines: sign * fmean(values_of(lines, item)), default=[])
 
 
 def _but_for_rate(config: RunConfig) -> RunConfig:
