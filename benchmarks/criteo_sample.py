@@ -80,11 +80,12 @@ def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
     """Each method at each batch: the rate chosen, and the test AUC of every seed."""
     select.EXTENSIONS = 0  # the grid is the paper's
     defaults = CriteoDeepFM().settings()
-    others = {name: getattr(args, name) for name in ("integers", "init")}
+    others = {name: getattr(args, name) for name in ("integers", "init", "embedding_l2")}
     wanted = Study(
         "criteo-deepfm", tuple(METHODS), BATCHES, args.seeds, args.epochs,
         method_settings={} if args.weight_decay is None else {"weight_decay": args.weight_decay},
         task_settings={"reduction": reduction} | {k: v for k, v in others.items() if v != defaults[k]},
+        settings={} if args.schedule is None else {"schedule": args.schedule},
     )  # fmt: skip
     # on a CPU too a whole batch at once: tables are read and written in each pass
     options = Options(device=args.device, data_dir=args.data_dir, pass_size=max(BATCHES))
@@ -145,6 +146,8 @@ def main() -> None:
     )
     parser.add_argument("--integers", choices=INTEGERS, default=INTEGERS[0], help="likewise; see the task's settings")
     parser.add_argument("--init", choices=INITS, default=INITS[0], help="likewise")
+    parser.add_argument("--embedding-l2", type=float, default=0.0, help="likewise")
+    parser.add_argument("--schedule", help="of the rate, another than the paper's constant one; likewise")
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
     parser.add_argument("--jobs", type=int, help="runs at a time; default: one a core, or one on a GPU")
     parser.add_argument("--only", choices=(*REDUCTIONS, "regression"), help="one part of it")

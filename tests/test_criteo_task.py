@@ -76,6 +76,21 @@ def test_weights_of_the_perceptron_begin_small_or_as_he_has_it(tmp_path):
         assert model.embeddings[0].abs().max() < 1e-3
 
 
+def test_a_decay_of_the_embeddings_alone_is_part_of_the_mean_loss(tmp_path):
+    grads = {}
+    for decay in (0.0, 0.25):
+        task = tasks.build("criteo-deepfm", {"files": "rows.tsv", "embedding_l2": decay}, tmp_path / "data")
+        torch.manual_seed(0)
+        model = task.model().double()
+        dense, categories, labels = (part[:64] for part in task.data().train.tensors)
+        task.loss(model, (dense.double(), categories, labels)).backward()
+        grads[decay] = {name: p.grad.clone() for name, p in model.named_parameters()}
+    for name, parameter in model.named_parameters():
+        wanted = grads[0.0][name] + (0.25 * parameter.detach() if name.startswith("embeddings") else 0.0)
+        torch.testing.assert_close(grads[0.25][name], wanted, rtol=1e-12, atol=1e-15)
+    refused(sngm(f"{LINE} --lr 0.1 --set embedding_l2=-1"), "embedding_l2", "at least 0")
+
+
 def test_of_methods_that_divide_by_the_norm_a_sum_is_a_mean(tmp_path):
     line = f"{LINE} --method sngm --lr 0.01 --batch 64 --epochs 1 --precision float64 --set weight_decay=0"
     for reduction in ("sum", "mean"):

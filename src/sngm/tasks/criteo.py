@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 import torch
@@ -31,7 +32,9 @@ class CriteoDeepFM(Task):
     Settings: `files`, names of text files separated by commas, in the folder criteo of the data folder, plain or gzip;
     `reduction`, "sum" or "mean"; `integers`, "minmax" for those scaled to [0, 1] as the library's example does, or
     "log" for log(1 + x - least) / log(1 + greatest - least), with both of the training rows; `init`, "small" for the
-    library's, where the perceptron's weights begin as 1e-4, or "he" for He et al.'s.
+    library's, where the perceptron's weights begin as 1e-4, or "he" for He et al.'s; `embedding_l2`, which adds half of
+    it times the squares of the embeddings to the mean loss: a weight decay of the embeddings alone, besides the
+    method's and the same for both reductions.
     """
 
     dataset = "criteo"
@@ -45,7 +48,14 @@ class CriteoDeepFM(Task):
     usual_lrs = (0.001, 0.01, 0.1)
     pass_size = 65536
 
-    def __init__(self, files: str = "", reduction: str = "sum", integers: str = "minmax", init: str = "small") -> None:
+    def __init__(
+        self,
+        files: str = "",
+        reduction: str = "sum",
+        integers: str = "minmax",
+        init: str = "small",
+        embedding_l2: float = 0.0,
+    ) -> None:
         for name, value, known in (
             ("reduction", reduction, REDUCTIONS),
             ("integers", integers, INTEGERS),
@@ -53,7 +63,10 @@ class CriteoDeepFM(Task):
         ):
             if value not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, got {value!r}")
+        if not 0 <= embedding_l2 < math.inf:
+            raise ValueError(f"embedding_l2 must be a number of at least 0, got {embedding_l2}")
         self.files, self.reduction, self.integers, self.init = files, reduction, integers, init
+        self.embedding_l2 = embedding_l2
         self._loaded: Criteo | None = None
 
     def _rows(self) -> Criteo:
@@ -69,11 +82,15 @@ class CriteoDeepFM(Task):
     def model(self) -> nn.Module:
         rows = self._rows()
         spans = rows.spans if self.integers == "log" else None
-        return DeepFM(rows.field_sizes, he=self.init == "he", log_spans=spans, l2_linear=0.0, l2_embedding=0.0)
+        return DeepFM(
+            rows.field_sizes, he=self.init == "he", log_spans=spans,
+            l2_linear=0.0, l2_embedding=self.embedding_l2 / 2,
+        )  # fmt: skip
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         dense, categories, labels = batch
-        return binary_cross_entropy_with_logits(model(dense, categories), labels.to(dense.dtype))
+        loss = binary_cross_entropy_with_logits(model(dense, categories), labels.to(dense.dtype))
+        return loss + model.penalty() if self.embedding_l2 else loss  # type: ignore[operator]
 
     def scale(self, batch: int) -> float:
         return float(batch) if self.reduction == "sum" else 1.0
