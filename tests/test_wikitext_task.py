@@ -283,6 +283,13 @@ def test_the_model_of_the_best_epoch_is_kept_and_tested_again(tmp_path):
     assert found["test_perplexity"] > 1.1 * last["test_perplexity"]
 
 
+def test_a_model_of_another_vocabulary_is_refused(tmp_path):
+    assert sngm(f"{LINE} --lr 0.1 --batch 4 --epochs 1 --out run").code == 0
+    with (tmp_path / "data" / "wikitext-2" / "train.txt").open("a") as text:
+        text.write("words that were not there\n")
+    refused(sngm("eval run --data-dir data --device cpu"), "another model", "decoder")
+
+
 WORST = """
 from sngm.tasks.wikitext import WikiText2LSTM
 

@@ -533,7 +533,5 @@ def main() -> None:
     except (FileExistsError, NotADirectoryError) as error:
         leave(USAGE, f"{error.filename} is no folder; name another with --out")
     except OSError as error:
-        leave(
-            FAILED,
-            f"{error.strerror or error}{f': {error.filename}' if error.filename else ''}; nothing finished is lost",
-        )
+        where = f": {error.filename}" if error.filename else ""
+        leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")

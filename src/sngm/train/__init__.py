@@ -76,5 +76,11 @@ def load_run(
         )
     config.check_source()
     model = config.build_task(data_dir).model().to(dtype=config.dtype)
-    model.load_state_dict(state.get("best_model") or state["model"])
+    try:
+        model.load_state_dict(state.get("best_model") or state["model"])
+    except RuntimeError as error:  # its lines name each tensor that does not fit
+        why = str(error).splitlines()[-1].strip()
+        raise UsageError(
+            f"{folder}: the task builds another model now than was trained, perhaps from other data: {why}"
+        ) from error
     return model.to(device), config
