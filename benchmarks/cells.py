@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -115,7 +116,14 @@ def heading(record: dict[str, Any], verdicts: Iterator[tuple[str, ...]]) -> list
     ]  # fmt: skip
 
 
-def write_docs(page: Path, path: Path, text: Callable[[dict[str, Any]], str]) -> None:
+def write_docs(parser: argparse.ArgumentParser, page: Path, path: Path, text: Callable[[dict[str, Any]], str]) -> None:
     """Put results between the marks of a page."""
+    if not path.is_file():
+        parser.error(f"no file {path}")
     head, rest = page.read_text().split(BEGIN, 1)
     page.write_text(f"{head}{BEGIN}{text(json.loads(path.read_text()))}{END}{rest.split(END, 1)[1]}")
+
+
+def need_gpu(parser: argparse.ArgumentParser) -> None:
+    if not torch.cuda.is_available():
+        parser.exit(2, "this measures a GPU, and torch sees none here\n")

@@ -418,9 +418,7 @@ def main() -> None:
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/criteo.md, no more")
     args = parser.parse_args()
     if args.write_docs:
-        if not args.write_docs.is_file():
-            parser.error(f"no file {args.write_docs}")
-        write_docs(PAGE, args.write_docs, page)
+        write_docs(parser, PAGE, args.write_docs, page)
         return
     args.device = torch.device(args.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if args.device.type == "cuda" and not torch.cuda.is_available():

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 from arena import copy_bandwidth
-from cells import DOCS, by_kind, heading, measure, take, verdict, write_docs
+from cells import DOCS, by_kind, heading, measure, need_gpu, take, verdict, write_docs
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
@@ -431,12 +431,9 @@ def main() -> None:
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/speed.md, run nothing")
     args = parser.parse_args()
     if args.write_docs:
-        if not args.write_docs.is_file():
-            parser.error(f"no file {args.write_docs}")
-        write_docs(PAGE, args.write_docs, page)
+        write_docs(parser, PAGE, args.write_docs, page)
         return
-    if not torch.cuda.is_available():
-        parser.exit(2, "this measures a GPU, and torch sees none here\n")
+    need_gpu(parser)
     unknown = set(args.modes) - set(MODES)
     if unknown or args.epochs < 2:
         parser.error(f"modes are {', '.join(MODES)}, got {', '.join(unknown)}" if unknown else "--epochs: at least 2")

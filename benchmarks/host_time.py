@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import DOCS, Cells, take, write_docs
+from cells import DOCS, Cells, need_gpu, take, write_docs
 
 import sngm
 
@@ -124,12 +124,9 @@ def main() -> None:
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/performance.md")
     args = parser.parse_args()
     if args.write_docs:
-        if not args.write_docs.is_file():
-            parser.error(f"no file {args.write_docs}")
-        write_docs(PAGE, args.write_docs, page)
+        write_docs(parser, PAGE, args.write_docs, page)
         return
-    if not torch.cuda.is_available():
-        parser.exit(2, "this measures a GPU, and torch sees none here\n")
+    need_gpu(parser)
     print(page(take(cells(), args.out and args.out / "host_time.json")))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import DOCS, by_kind, heading, measure, take, verdict, write_docs
+from cells import DOCS, by_kind, heading, measure, need_gpu, take, verdict, write_docs
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -187,12 +187,9 @@ def main() -> None:
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/language.md")
     args = parser.parse_args()
     if args.write_docs:
-        if not args.write_docs.is_file():
-            parser.error(f"no file {args.write_docs}")
-        write_docs(PAGE, args.write_docs, page)
+        write_docs(parser, PAGE, args.write_docs, page)
         return
-    if not torch.cuda.is_available():
-        parser.exit(2, "this measures a GPU, and torch sees none here\n")
+    need_gpu(parser)
     if args.epochs < 2:
         parser.error("--epochs: at least 2")
     record = take(cells(args), args.out and args.out / "language_epoch.json")
