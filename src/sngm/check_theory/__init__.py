@@ -31,6 +31,7 @@ CHECKS: dict[str, Callable[[int], Finding]] = {  # in the paper's order; each ta
     "theorem-2": bounds.theorem_2,
     "corollary-2": bounds.corollary_2,
     "theorem-3": bounds.theorem_3,
+    "lars-bound": bounds.lars_remark,
     "block-bounds": batches.block_bounds,
     "block-speed": batches.block_speed,
 }

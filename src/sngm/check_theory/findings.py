@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 HOLDS, FAILS, OPEN = "holds", "fails", "open"
 LEVEL = 0.99  # of the intervals over seeds
-ROUNDING = 1e-9  # relative; some statements are met with equality
+MET_WITHIN = 1e-9  # relative: a statement that is met with equality may seem exceeded by this much
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Finding:
     verdict: str
     measured: str
     expected: str = HOLDS
-    """The verdict that docs/theory.md explains: "fails" for the claims of the paper that are known to be wrong."""
+    """The verdict that docs/theory.md explains: "fails" for what is known not to hold as the check reads it."""
     why: str = ""
     """Where another verdict than "holds" is expected: the reason."""
     head: Sequence[str] = ()
@@ -78,5 +78,5 @@ def judge(holds: Any, fails: Any) -> str:
 
 def under(low: Any, high: Any, bound: Any) -> str:
     """The verdict on values that must lie under a bound, by the ends of their intervals."""
-    limit = np.multiply(bound, 1 + ROUNDING)
+    limit = np.multiply(bound, 1 + MET_WITHIN)
     return judge(np.less_equal(high, limit), np.greater(low, limit))

@@ -14,13 +14,15 @@ import torch
 from .. import theory
 from ..optim import LARS, SNGM
 from ..report.figures import Figure, Series
-from .findings import ROUNDING, Array, Finding, judge
+from .findings import MET_WITHIN, Array, Finding, judge
 from .problems import BOWL, COSH, EXP, QUADRATIC, QUARTIC, UNEVEN, WAVES, Problem, length, over
 
-BETAS = (0.0, 0.5, 0.9, 0.99)
-SAME = f"Holds if the worst case is met up to rounding (a relative {ROUNDING:g}), fails otherwise."
+LEMMA_BETAS = (0.0, 0.5, 0.9, 0.99)
+NOT_EXCEEDED = (
+    f"Holds if the limit is nowhere exceeded by more than rounding (a relative {MET_WITHIN:g}), fails otherwise."
+)
 # z is a difference of weights divided by 1-β, so that rounding grows with the weights over the length of a step.
-TRAINED_ROUNDING = 1e-6
+TRAINED_WITHIN = 1e-6
 AT_0 = 1e-6  # LARS is this near to 0 after the steps given to it, and no start is
 
 
@@ -96,8 +98,8 @@ def lemma_1(seeds: int) -> Finding:
     return Finding(
         name="lemma-1",
         statement="Lemma 1: at distance α the gradient of an (L, λ)-smooth h is at most (L α + ||∇h||) e^(λ α) long.",
-        rule=SAME,
-        verdict=judge(worst <= 1 + ROUNDING, worst > 1 + ROUNDING),
+        rule=NOT_EXCEEDED,
+        verdict=judge(worst <= 1 + MET_WITHIN, worst > 1 + MET_WITHIN),
         measured=(
             f"{draws} random pairs of points for each of {len(rows)} functions, and runs of SNGM: gradient over limit "
             f"at most {worst:.6f}"
@@ -129,7 +131,7 @@ def lemma_2(_: int) -> Finding:
     """The buffer under gradients of all sizes, and under one that never turns, which is the worst."""
     random = np.random.default_rng(2)
     rows, lines, worst = [], [], 0.0
-    for slot, beta in enumerate(BETAS):
+    for slot, beta in enumerate(LEMMA_BETAS):
         steady = trace(lambda w: np.ones_like(w), np.zeros(10), 0.1, beta, 500)
         wild = trace(lambda w: random.normal(size=10) * 10 ** random.uniform(-9, 9), np.zeros(10), 0.1, beta, 500)
         blocks = trace(noisy(UNEVEN), UNEVEN.start, 0.1, beta, 300, UNEVEN.blocks)
@@ -149,8 +151,8 @@ def lemma_2(_: int) -> Finding:
     return Finding(
         name="lemma-2",
         statement="Lemma 2: the norm of SNGM's buffer u is at most 1 / (1-β).",
-        rule=SAME,
-        verdict=judge(worst <= 1 + ROUNDING, worst > 1 + ROUNDING),
+        rule=NOT_EXCEEDED,
+        verdict=judge(worst <= 1 + MET_WITHIN, worst > 1 + MET_WITHIN),
         measured=f"(1-β) ||u|| at most {worst:.9f}, with the package's SNGM under gradients of norms from 1e-9 to 1e9",
         head=("momentum", "one direction", "random", "block by block"),
         rows=rows,
@@ -161,7 +163,7 @@ def lemma_2(_: int) -> Finding:
 def lemma_3(_: int) -> Finding:
     """The auxiliary sequence, for SNGM and in its block-wise form."""
     rows, worst = [], 0.0
-    for beta in BETAS:
+    for beta in LEMMA_BETAS:
         for problem, blocks in ((QUADRATIC, ()), (COSH, ()), (UNEVEN, UNEVEN.blocks), (COSH, COSH.blocks)):
             run = trace(noisy(problem), problem.start, 0.01, beta, 200, blocks)
             missed = float(residuals(run, blocks).max())
@@ -171,8 +173,8 @@ def lemma_3(_: int) -> Finding:
         name="lemma-3",
         figures={"lemma-3": moves()},
         statement="Lemma 3: z = (w_t - β w_{t-1}) / (1-β) moves by exactly -η / (1-β) times the normalised gradient.",
-        rule=SAME,
-        verdict=judge(worst <= ROUNDING, worst > ROUNDING),
+        rule=f"Holds if no move differs by more than rounding (a relative {MET_WITHIN:g}), fails otherwise.",
+        verdict=judge(worst <= MET_WITHIN, worst > MET_WITHIN),
         measured=f"the move of z differs from the lemma by at most {worst:.1g} of its length, over {len(rows)} runs",
         head=("function", "blocks", "momentum", "largest difference"),
         rows=rows,
@@ -181,7 +183,7 @@ def lemma_3(_: int) -> Finding:
 
 def moves() -> Figure:
     """What the lemma is for: w speeds up and slows down, z does not."""
-    beta, eta = BETAS[2], 0.01
+    beta, eta = LEMMA_BETAS[2], 0.01
     run = trace(noisy(QUADRATIC), QUADRATIC.start, eta, beta, 200)
     lines = []
     for slot, (label, way) in enumerate((("w", run.w), ("z", auxiliary(run)))):
@@ -255,12 +257,12 @@ def training(_: int) -> Finding:
         x_label="step", y_label="||u||", worst_at_bottom=False,
         panels={"digits, momentum 0.9": [Series("||u||", 0, points, marks=False), Series("1 / (1-β)", 1, limit)]},
     )  # fmt: skip
-    holds = largest <= 1 + ROUNDING and missed <= TRAINED_ROUNDING
+    holds = largest <= 1 + MET_WITHIN and missed <= TRAINED_WITHIN
     return Finding(
         name="training",
         statement="Lemmas 2 and 3 on a real run: the digits task, trained by SNGM at a constant learning rate.",
         rule=(
-            f"Holds if (1-β) ||u|| is at most 1 and z moves as Lemma 3 says up to {TRAINED_ROUNDING:g} of its length, "
+            f"Holds if (1-β) ||u|| is at most 1 and z moves as Lemma 3 says up to {TRAINED_WITHIN:g} of its length, "
             "fails otherwise."
         ),
         verdict=judge(holds, not holds),
@@ -287,8 +289,8 @@ def lars(_: int) -> Finding:
             steps = round(20 / eta)
             by_lars, by_sngm = (descend(method, start, eta, steps) for method in ("lars", "sngm"))
             forecast = start * (1 - eta) ** steps
-            stuck.append(abs(by_lars[-1] - forecast) <= ROUNDING and abs(by_lars[-1]) < AT_0)
-            arrived.append(abs(by_sngm[-1] + 1) <= eta * (1 + ROUNDING))
+            stuck.append(abs(by_lars[-1] - forecast) <= MET_WITHIN and abs(by_lars[-1]) < AT_0)
+            arrived.append(abs(by_sngm[-1] + 1) <= eta * (1 + MET_WITHIN))
             rows.append([eta, start, steps, float(f"{by_lars[-1]:.3g}"), float(f"{by_sngm[-1]:.4g}")])
             if (eta, start) == (0.1, 1.0):
                 panel = [

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically, write_json
-from ..report.figures import css, inline, standalone
-from ..report.html import STYLE, box, fact_list, section, table_row
+from ..report.figures import inline, standalone
+from ..report.html import box, document, fact_list, section, table_row, words
 from .findings import FAILS, HOLDS, OPEN, Finding
 
 OWN_STYLE = """
-.said td:last-child{white-space:normal;min-width:18rem}.said tbody th{white-space:nowrap;min-width:0}
+.said tbody th{white-space:nowrap;min-width:0}
 .said a{color:inherit}
 .holds{color:var(--s2)}.fails{color:var(--s1)}.open{color:var(--soft)}
 section p{max-width:54rem}
@@ -54,15 +54,8 @@ def html(findings: Sequence[Finding], facts: dict[str, Any]) -> str:
     ]
     table = box("Verdicts", ["check", "verdict", "statement"], body, kind="said")
     parts = [head, section("Verdicts", table), *map(_finding, findings)]
-    parts.append(section("How it was run", fact_list({key: _text(value) for key, value in facts.items()})))
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>The paper's statements, checked</title><style>{css(':root')}{STYLE}{OWN_STYLE}</style></head>\n"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    parts.append(section("How it was run", fact_list({key: words(value) for key, value in facts.items()})))
+    return document("The paper's statements, checked", "".join(parts), OWN_STYLE)
 
 
 def _verdict(finding: Finding) -> str:
@@ -78,7 +71,7 @@ def _finding(finding: Finding) -> str:
         f'<h3 class="soft">{escape(figure.title)}</h3>{inline(figure, name)}'
         for name, figure in finding.figures.items()
     )
-    rows = [table_row(_text(first), *map(_text, rest)) for first, *rest in finding.rows]
+    rows = [table_row(words(first), *map(words, rest)) for first, *rest in finding.rows]
     grid = box(f"Numbers of {finding.name}", finding.head, rows, kind="runs")
     numbers = f"<details><summary>The numbers</summary>{grid}</details>" if rows else ""
     return (
@@ -86,9 +79,3 @@ def _finding(finding: Finding) -> str:
         f'<p>Measured: {escape(finding.measured)}.</p>{why}<p class="soft">{escape(finding.rule)}</p>{figures}{numbers}'
         "</section>"
     )
-
-
-def _text(value: object) -> str:
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items())
-    return f"{value:g}" if isinstance(value, float) else str(value)

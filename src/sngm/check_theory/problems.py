@@ -7,15 +7,35 @@ to the optimizers of the package.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from .. import theory
 from .findings import Array
 
 DIVERGED = 1e3  # times the gradient norm at the start: noise and overshooting stay far below, divergence passes it soon
+
+
+@dataclass(frozen=True, slots=True)
+class Phi:
+    """What LARS multiplies a block's step by, given the norm of the block's weights: from `low` to `high`."""
+
+    low: float
+    high: float
+    radius: float | None = None
+    """None: the norm itself, cut at both ends, as the paper's example has it. Else it jumps from low to high here."""
+
+    def __call__(self, norms: Array) -> Array:
+        """
+        >>> Phi(1.0, 3.0)(np.array([0.5, 2.0, 9.0])), Phi(1.0, 3.0, radius=2.0)(np.array([0.5, 2.0, 9.0]))
+        (array([1., 2., 3.]), array([1., 1., 3.]))
+        """
+        if self.radius is None:
+            return np.clip(norms, self.low, self.high)
+        return np.where(norms <= self.radius, self.low, self.high)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +56,8 @@ class Problem:
     """The sizes of the blocks, one after another; none: all is one block."""
     coin: bool = False
     """Noise that is plus or minus its deviation, rather than normal: the sign of a gradient then can be pure chance."""
+    phi: Phi | None = None
+    """For runs of LARS."""
 
     @property
     def gap(self) -> float:
@@ -75,7 +97,7 @@ class Runs:
 def simulate(
     problem: Problem, method: str, etas: Array, beta: float, batch: int, steps: int, seeds: int, seed: int = 0
 ) -> Runs:
-    """Runs of "msgd", "sngm" or "block-sngm" from u = 0. All learning rates meet the same noise."""
+    """Runs of "msgd", "sngm", "block-sngm" or "lars" from u = 0. All learning rates meet the same noise."""
     random = np.random.default_rng(seed)
     lanes = (len(etas), seeds)
     w = np.broadcast_to(problem.start, (*lanes, len(problem.start))).copy()
@@ -93,11 +115,14 @@ def simulate(
                 g += problem.draw(random, seeds, batch)
             if method == "sngm":
                 g /= or_1(length(g))[..., None]
-            elif method == "block-sngm":
-                norms = np.sqrt(np.add.reduceat(g * g, offsets, axis=-1))
+            elif method in ("block-sngm", "lars"):
+                norms = block_norms(g, offsets)
                 # a gradient of 0 has no ratio: it counts as equal norms, whose ratio is the least
                 rho = np.maximum(rho, theory.rho(np.where(norms.any(axis=-1, keepdims=True), norms, 1.0)))
                 g /= np.repeat(or_1(norms), sizes, axis=-1)
+                if method == "lars":
+                    assert problem.phi is not None
+                    g *= np.repeat(problem.phi(block_norms(w, offsets)), sizes, axis=-1)
             u *= beta
             u += g
             w -= etas[:, None, None] * u
@@ -108,6 +133,11 @@ def simulate(
 def length(vectors: Array) -> Array:
     """The Euclidean norm over the last axis."""
     return np.asarray(np.sqrt(np.einsum("...i,...i->...", vectors, vectors)))
+
+
+def block_norms(vectors: Array, offsets: NDArray[np.int_]) -> Array:
+    """The norms of the blocks that begin at these offsets of the last axis."""
+    return np.asarray(np.sqrt(np.add.reduceat(vectors * vectors, offsets, axis=-1)))
 
 
 def or_1(norms: Array) -> Array:
@@ -194,3 +224,48 @@ COUPLED = quadratic(
     "coupled", np.geomspace(0.01, 1, 12), np.ones(12), even(1.0, 12), blocks=(4, 4, 4),
     turn=np.linalg.qr(np.random.default_rng(12).normal(size=(12, 12)))[0],
 )  # fmt: skip
+
+# ---------------------------------------------------------------- for LARS
+
+# Every block stays where phi is `low`, and the way down takes 1 / low times the steps.
+SLOW_BOWLS = replace(BOWLS, name="bowls, φ low", phi=Phi(0.125, 0.25, radius=2.0))
+SCALED_UNEVEN = replace(UNEVEN, name="uneven, φ cut", phi=Phi(0.5, 2.0))
+SCALED_SLOPES = replace(SLOPES, name="slopes, φ cut", phi=Phi(0.5, 1.0))
+
+
+def stairs(edge: float = 64.0, half_fall: float = 30.0) -> Problem:
+    """Steps of 1 climb these stairs, and what they climb is then lost in small steps down a slope.
+
+    At every whole number on the stairs the function rises a little to the right, so that a step goes to the left, where
+    the next stair is higher. With phi `high` on the stairs and `low` below their edge, LARS gains height at gradients
+    near 0 in a few long steps, and loses it in many short ones at large gradients. It is L-smooth with L = 1.
+    """
+    swing, lean = 1 / (2 * np.pi), 0.9  # slopes of the stairs are swing (cos - lean): a curvature of 1, and uphill
+    landing = swing * (1 - lean)  # the slope where steps land
+    bottom = 2 * half_fall + landing  # the slope grows over half of the fall and shrinks over the other
+    height = landing * half_fall + half_fall**2 / 2 + (landing + half_fall) ** 2 / 2
+    count = int((height - 0.01) / (swing * lean))  # so many stairs that the start is just above the foot of the slope
+    first = edge + count
+    low = height - swing * lean * count
+
+    def gradient(x: Array) -> Array:
+        down = edge - x
+        on_stairs = swing * (np.cos(2 * np.pi * (first - x)) - lean)
+        below = np.where(down < half_fall, landing + down, bottom - down)
+        return np.where(x > first, landing + x - first, np.where(x > edge, on_stairs, below))
+
+    def loss(w: Array) -> Array:
+        x = w[..., 0]
+        down, up = edge - x, first - x
+        on_stairs = low - swing * (np.sin(2 * np.pi * up) / (2 * np.pi) - lean * up)
+        below = np.where(down < half_fall, height - landing * down - down**2 / 2, (bottom - down) ** 2 / 2)
+        return np.where(up < 0, low - landing * up + up**2 / 2, np.where(x > edge, on_stairs, below))
+
+    formula = f"{count} stairs up to the left, and a slope down"
+    return Problem(
+        "stairs", formula, loss, gradient, np.array([first]), 1.0, np.zeros(1), blocks=(1,),
+        phi=Phi(0.5, 128.0, radius=edge + 0.5),
+    )  # fmt: skip
+
+
+STAIRS = stairs()

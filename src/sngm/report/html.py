@@ -1,9 +1,11 @@
-"""Pieces of a page: its style, tables that scroll in a box of their own, lists of facts."""
+"""A page that loads nothing and runs nothing, and its pieces: tables that scroll in a box, lists of facts."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from html import escape
+
+from .figures import css
 
 STYLE = """
 *{box-sizing:border-box}
@@ -23,6 +25,7 @@ thead th{border-top:0;color:var(--soft);font-size:.88rem;white-space:nowrap}
 tbody th{font-weight:600;min-width:8.5rem;max-width:18rem}
 td{white-space:nowrap}
 td.best b::after{content:" ▲";font-size:.7em;color:var(--s0)}
+.said td:last-child{white-space:normal;min-width:18rem}
 .runs{font-size:.84rem}.runs th,.runs td{padding:.3rem .7rem}
 .legend{list-style:none;display:flex;flex-wrap:wrap;gap:.3rem 1.2rem;padding:0;margin:.75rem 0 .5rem;font-size:.9rem}
 .legend li{display:flex;gap:.5rem;align-items:center;min-width:0}
@@ -41,6 +44,18 @@ th,td{padding:.45rem .6rem}}
 @media print{main{max-width:none;padding:0}.scroll{overflow:visible}.chart,tr{break-inside:avoid}
 h2{break-after:avoid}td{white-space:normal}}
 """
+
+
+def document(title: str, body: str, style: str = "") -> str:
+    """The whole page. Should text ever get in unescaped, the policy in the head still lets nothing load or run."""
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
+        f"<title>{escape(title)}</title><style>{css(':root')}{STYLE}{style}</style></head>\n"
+        f"<body><main>{body}</main></body></html>\n"
+    )
 
 
 def box(name: str, head: Iterable[str], body: Iterable[str], kind: str = "") -> str:
@@ -68,3 +83,14 @@ def fact_list(named: dict[str, str], more: str = "") -> str:
     """Names and what they are; `more` is put after them as it is."""
     items = "".join(f"<dt>{escape(key)}</dt><dd>{escape(value)}</dd>" for key, value in named.items())
     return f"<dl>{items}{more}</dl>"
+
+
+def words(value: object) -> str:
+    """A value of a record as text, not escaped.
+
+    >>> words({"torch": "2.5", "numpy": "2.1"}), words(0.1 + 0.2), words(None)
+    ('torch 2.5, numpy 2.1', '0.3', 'None')
+    """
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+    return f"{value:g}" if isinstance(value, float) else str(value)

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sized
 from html import escape
 from pathlib import Path
 
-from .figures import Figure, by_batch, by_rate, css, curves, inline, standalone
-from .html import STYLE, box, fact_list, section, table_row
+from .figures import Figure, by_batch, by_rate, curves, inline, standalone
+from .html import box, document, fact_list, section, table_row
 from .stats import Summary, summarise
 from .tables import caption, details, footnotes, table
 
@@ -50,18 +50,11 @@ def write(folder: Path) -> Path:
 
 
 def html(summary: Summary) -> str:
-    """The page. All text is escaped; should that ever fail, the policy in the head still lets nothing load or run."""
+    """The page. All text is escaped."""
     parts = [_head(summary), _table(summary)]
     parts += [_figure(summary, *figure) for figure in FIGURES]
     parts += [_rates(summary), _provenance(summary)]
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(summary.task)}: large-batch study</title><style>{css(':root')}{STYLE}</style></head>\n"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return document(f"{summary.task}: large-batch study", "".join(parts))
 
 
 def _head(summary: Summary) -> str:
