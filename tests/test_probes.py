@@ -13,14 +13,14 @@ from runs import config, metrics, run, strict_json
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from sngm import probes, tasks
+from sngm import cli_probe, probes, tasks
 from sngm.errors import UsageError
 from sngm.files import finite
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.models.lstm import WordLSTM
 from sngm.probes.sample import Sample, chains
 from sngm.tasks import Splits, Task, Tensors
-from sngm.train import resolve, rng, train
+from sngm.train import Options, resolve, rng, train
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +140,60 @@ def test_the_variance_is_unbiased_and_its_interval_holds_for_batches_of_all_size
         held += found.low <= 3 <= found.high
         scales.append(found.scale)
     assert np.mean(variances) == pytest.approx(9, rel=4 * math.sqrt(2 / 6 / 11 / 400))
-    assert 0.90 <= held / 400 <= 0.99
+    assert 0.92 <= held / 400 <= 0.99, "96 % in the long run; 1 % is a standard deviation of 400 tries"
     assert np.median(scales) == pytest.approx(9 / 6, rel=0.1)
+
+
+def normal(shape, generator):
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+
+def chi_square(shape, generator):
+    return (normal(shape, generator) ** 2 - 1) / math.sqrt(2)
+
+
+def student(shape, generator):
+    """t with three degrees of freedom: its fourth moment is infinite."""
+    return normal(shape, generator) / (normal((*shape, 3), generator) ** 2).sum(-1).sqrt()
+
+
+# docs/probes.md has these shares from 1,500 tries; 400 have a standard deviation of 1.1 to 1.7 %
+@pytest.mark.parametrize(
+    ("draw", "directions", "groups", "least"),
+    [(normal, 1, 16, 0.89), (normal, 50, 8, 0.92), (chi_square, 1, 16, 0.87), (student, 3, 8, 0.87)],
+)
+def test_the_interval_of_sigma_holds_also_for_noise_of_few_directions_and_heavy_tails(draw, directions, groups, least):
+    """sigma = 1, in groups of 16 samples. Student's t over the summands of sigma^2 held in 84 to 88 % of most."""
+    w = parameter(directions)
+    generator = torch.Generator().manual_seed(0)
+    held = 0
+    for _ in range(400):
+        rows = draw((16 * groups, directions), generator) / math.sqrt(directions)
+        found = probes.noise(lambda batch: w @ batch.mean(0), [w], rows.split(16))
+        held += found.low <= 1 <= found.high
+    assert least <= held / 400 <= 0.99
+
+
+def test_the_interval_is_known_from_few_numbers_of_a_gradient():
+    """In 30,000 dimensions, most of the noise in a few of them: beside the jackknife with all of each gradient."""
+    size, groups = 30_000, 10
+    rows = drawn(groups, size) * torch.logspace(0, -3, size, dtype=torch.float64)
+    w = torch.zeros(size, dtype=torch.float64, requires_grad=True)
+    found = probes.noise(lambda batch: w @ batch[0], [w], rows.split(1))
+    logs = [math.log(torch.cat([rows[:i], rows[i + 1 :]]).var(0).sum().item()) for i in range(groups)]
+    error = math.sqrt((groups - 1) * np.var(logs))
+    assert math.log(found.high / found.sigma) == pytest.approx(2.262 * error / 2, rel=0.15)
+    assert found.low * found.high == pytest.approx(found.sigma**2)
+
+
+def test_noise_that_one_batch_has_alone_has_no_upper_end():
+    w = parameter(2)
+    batches = [torch.zeros(1, 2, dtype=torch.float64)] * 4 + [torch.ones(1, 2, dtype=torch.float64)]
+    found = probes.noise(lambda batch: w @ batch[0], [w], batches)
+    assert (found.low, found.high) == (0.0, math.inf)
+    still = probes.noise(lambda batch: w @ batch[0], [w], batches[:4])
+    assert (still.sigma, still.low, still.high) == (0.0, 0.0, 0.0)
+    assert math.isnan(probes.noise(lambda batch: w @ batch[0], [w], batches[3:]).high)
 
 
 def test_the_noise_scale_is_infinite_where_noise_is_all_there_is():
@@ -364,6 +416,36 @@ def test_a_point_is_what_the_pieces_give(norm):
     assert point["rho"] == pytest.approx(rows.mean(0).norm().item() / sum(point["block_norms"]))
 
 
+class Drops(nn.Module):
+    """Dropout that no layer shows."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, x):
+        return self.linear(nn.functional.dropout(x, 0.5))
+
+
+@pytest.mark.parametrize("model", [Drops(), nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))])
+def test_with_dropout_gradient_and_hessian_are_of_one_function(model):
+    task = config().build_task()
+    training = task.data().train
+    samples = Sample(task, model, training, 8, 48, 40, lambda text: None)
+    point = samples.measure(model)
+    assert samples.draws
+    twin = copy.deepcopy(model).double()
+    losses = []
+    for number, (indices,) in enumerate(chains(training, 48, None)):
+        inputs, labels = training[indices]
+        rng.seed_torch(4, number)
+        losses.append(cross_entropy(twin(inputs.double()), labels))
+    mean, params = sum(losses) / len(losses), list(twin.parameters())
+    gradient = torch.cat([g.flatten() for g in torch.autograd.grad(mean, params, retain_graph=True)])
+    assert point["gradient_norm"] == pytest.approx(gradient.norm().item())
+    assert point["eigenvalue"] == pytest.approx(largest(dense_hessian(mean, params)), rel=1e-3)
+
+
 class Pictures(Task):
     """A net whose BatchNorm takes groups within a pass."""
 
@@ -427,17 +509,45 @@ def test_figures_are_of_the_mean_loss_also_where_a_task_trains_on_sums():
         assert found["Sums"]["points"][0][key] == found["Means"]["points"][0][key]
 
 
-@pytest.mark.filterwarnings("ignore:.*does not hold the official words")
-def test_streams_go_on_from_what_they_carry(tmp_path):
+def a_text(tmp_path):
+    """Of 600 words, and how to read it."""
     folder = tmp_path / "data" / "wikitext-2"
     folder.mkdir(parents=True)
     draw = random.Random(0)
     for name in ("train", "valid", "test"):
         (folder / f"{name}.txt").write_text(" ".join(f"w{draw.randrange(9)}" for _ in range(600)) + "\n")
-    given = {"task_settings": {"width": 4, "bptt": 5, "layers": 1, "dropout": 0.0}, "precision": "float64"}
+    return {"task_settings": {"width": 4, "bptt": 5, "layers": 1, "dropout": 0.0}, "precision": "float64"}
+
+
+@pytest.mark.filterwarnings("ignore:.*does not hold the official words")
+def test_runs_of_a_text_are_measured_on_the_same_streams_whatever_their_batch(tmp_path):
+    given = a_text(tmp_path)
+    for batch in (4, 20):
+        # a rate at which nothing moves, so that both are one model
+        wanted = resolve("wikitext2-lstm", "msgd", lr=1e-30, batch=batch, epochs=1, **given)
+        train(wanted, tmp_path / f"b{batch}", Options(device="cpu", data_dir=tmp_path / "data"))
+    found = probes.of_runs(["b4", "b20"], samples=32, iterations=5, data_dir=tmp_path / "data", device="cpu")
+    small, large = found["runs"]
+    for key in ("samples", "groups", "group", "loss", "gradient_norm", "sigma", "hessian_norm"):
+        assert small[key] == large[key], key
+
+
+def test_runs_on_different_parts_of_the_data_are_not_compared(tmp_path):
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    for part in ("full", "select"):
+        train(resolve("own.py:Line", "msgd", lr=0.01, part=part, epochs=1), tmp_path / part)
+    refused(sngm("probe full select --device cpu"), "different parts of the data", "each part by themselves")
+    assert sngm("probe select --device cpu").code == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*does not hold the official words")
+def test_streams_go_on_from_what_they_carry(tmp_path):
+    given = a_text(tmp_path)
     wanted = resolve("wikitext2-lstm", "msgd", lr=0.5, batch=4, epochs=1, **given)
     found = probes.along(wanted, points=2, steps=3, samples=32, data_dir=tmp_path / "data", device="cpu")
     assert (found["samples"], found["groups"], found["group"]) == (32, 16, 2)
+    # 601 words make 4 streams of 150, and those 30 windows of 5 each: what a batch is made of, and not words
+    assert found["training_samples"] == 4 * 30
     assert [point["step"] for point in found["points"]] == [0, 3]
     task = tasks.build("wikitext2-lstm", given["task_settings"], tmp_path / "data")
     rng.seed_torch(0, rng.MODEL)
@@ -489,12 +599,25 @@ def test_the_probe_of_digits_says_what_it_costs_and_writes_what_it_found(tmp_pat
     assert [point["step"] for point in record["points"]] == [0, 20, 40]
     assert [entry["lambda"] for entry in record["frontier"]] == [0.0, 5.0]
     assert record["cost"]["gradients"] <= 3 * 7808
-    assert record["cost"]["seconds"] < 30
+    assert record["cost"]["training"] == 40 * 32
+    assert record["training_samples"] == 1280
+    assert record["L_settled"]
+    assert record["sigma_high"] == max(point["sigma_interval"][1] for point in record["points"])
     steps = [strict_json(line) for line in (tmp_path / "here" / "steps.jsonl").read_text().splitlines()]
     assert len(steps) == 40
     assert max(step["rho"] for step in steps) == record["rho"]
     for step in steps:
         assert len(step["block_norms"]) == len(record["step_blocks"]) == 8
+
+
+def test_what_was_not_measured_well_is_marked():
+    point = {"settled": False, "hessian_norm": 2.5, "eigenvalue": 2.5, "samples": 256}
+    assert cli_probe.SHARED["|H|"](point) == ">2.5"
+    assert cli_probe.SHARED["|H|"](point | {"settled": True}) == "2.5"
+    shown = {
+        scale: cli_probe.SHARED["noise scale"](point | {"noise_scale": scale}) for scale in (41.6, 104, 6183, math.inf)
+    }
+    assert list(shown.values()) == ["42", "100", "~6000", "inf"]
 
 
 def test_runs_are_held_beside_each_other_on_the_same_groups(tmp_path):

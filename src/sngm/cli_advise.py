@@ -34,7 +34,11 @@ def advise(
         int | None, typer.Option("--to-batch", help="The batch to carry it over to, with SNGM.")
     ] = None,
     gradients: Annotated[
-        float | None, typer.Option(help="A budget: gradients of single samples, epochs times samples.")
+        float | None,
+        typer.Option(
+            help="A budget: gradients of single samples, epochs times samples. Of a text, a sample is a window of a "
+            "stream (bptt words), and an epoch has steps times batch of them."
+        ),
     ] = None,
     gap: Annotated[float | None, typer.Option(help="How far the loss at the start is above its minimum.")] = None,
     L: Annotated[float | None, typer.Option("--L", help="Smoothness: the largest norm of the Hessian.")] = None,
@@ -131,7 +135,7 @@ def _from_numbers(
     beta = 0.9 if beta is None else beta
     # Theorem 1 and MSGD's bound know no lambda
     smooth = {"L": None, "relaxed": ((lam, L),)} if lam else {"L": L}
-    return advise_budget(gradients, Constants(gap, sigma, beta, **smooth), math.inf, measured=False)
+    return advise_budget(gradients, Constants(gap, sigma, beta, **smooth), measured=False)
 
 
 def _from_pilot(
@@ -146,7 +150,6 @@ def _from_pilot(
     from .probes import along
     from .show import step_progress
     from .train import RunConfig, resolve
-    from .train.evaluate import samples_of
     from .train.processes import choose_device
 
     folder = Path(what)
@@ -158,16 +161,13 @@ def _from_pilot(
         found = read_json(folder / "probe.json")
         if not isinstance(found, dict) or found.get("kind") != "pilot":
             raise UsageError(f"{folder} holds probes of runs, and advice needs those of a task")
-        constants, most = Constants.of_probe(found), math.inf
     else:
         place = choose_device(device)
         config: RunConfig = resolve(what, "msgd", lr=middle_rate(what, "msgd"), epochs=1, device=place)
-        most = len(samples_of(config.build_task(data_dir), config)[0])
         show = step_progress(on_cpu=place.type == "cpu")
         found = along(config, steps=pilot_steps, device=device, data_dir=data_dir, say=say_over_steps, progress=show)
-        constants = Constants.of_probe(found)
     made = {key: found.get(key) for key in ("versions", "hardware", "commit")}
-    return {"task": what, **advise_budget(gradients, constants, most, measured=True), **made}
+    return {"task": what, **advise_budget(gradients, Constants.of_probe(found), measured=True), **made}
 
 
 def _print(advice: dict[str, Any]) -> None:
@@ -189,6 +189,8 @@ def _print(advice: dict[str, Any]) -> None:
     show(["number", "value", "source", "how"], [[fact.name, fact.text, fact.source, fact.why] for fact in facts])
     if advice["kind"] == "budget":
         show(*methods_table(advice))
+    for warning in advice["warnings"]:
+        print(f"\nBeware: {warning}")
     for note in advice["notes"]:
         print(f"\n{note}")
     if advice["kind"] == "recipe":

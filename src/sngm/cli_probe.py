@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +23,6 @@ EXAMPLES = (
     "sngm probe runs/small-batch runs/large-batch --out probes/sharpness",
 )
 DIVERGED = 4
-SETTLED = 0.05  # of the Hessian's norm: an error that needs no mention
 
 
 def probe(
@@ -104,7 +104,8 @@ def probe(
         found = along(
             config, points=5 if points is None else points, steps=steps, say=say_over_steps, progress=_steps(), **how
         )
-        text = _table(found["points"], POINTS) + _pilot_in_words(found)
+        text = _table([{"samples": found["samples"], **point} for point in found["points"]], POINTS)
+        text += _pilot_in_words(found)
     if folder is not None:
         _write(folder, found)
     found.pop("steps", None)
@@ -174,8 +175,18 @@ def _relative(point: dict[str, Any]) -> str:
     return f"{point['hessian_norm'] * point['weight_norm'] ** 2:.3g}"
 
 
+def _noise_scale(point: dict[str, Any]) -> str:
+    """With no more digits than it has: none beyond its order where it is above the number of samples."""
+    digits = 1 if _rough(point) else 2
+    return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
+
+
+def _rough(point: dict[str, Any]) -> bool:
+    return bool(point["samples"] < point["noise_scale"] < math.inf)
+
+
 def _unsettled(point: dict[str, Any]) -> bool:
-    return bool(point["eigenvalue_error"] > SETTLED * point["hessian_norm"])
+    return not point["settled"]
 
 
 def _downwards(point: dict[str, Any]) -> bool:
@@ -185,13 +196,14 @@ def _downwards(point: dict[str, Any]) -> bool:
 NOTES: dict[str, Any] = {
     "> the iterations ended before it had settled: at least this; take more --iterations": _unsettled,
     "* the eigenvalue is negative: a direction in which the loss bends down": _downwards,
+    "~ more noise than these samples can average away: good for its order at best; take more --samples": _rough,
 }
 SHARED = {
     "loss": lambda p: f"{p['loss']:.4g}",
     "|g|": lambda p: f"{p['gradient_norm']:.3g}",
     "|H|": lambda p: (">" * _unsettled(p)) + f"{p['hessian_norm']:.3g}" + "*" * _downwards(p),
     "sigma": _interval,
-    "noise scale": lambda p: f"{p['noise_scale']:.3g}",
+    "noise scale": _noise_scale,
     "rho": lambda p: f"{p['rho']:.3f}",
     "cos": lambda p: f"{p['cos']:.3f}",
 }
@@ -217,7 +229,9 @@ def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:
 def _pilot_in_words(found: dict[str, Any]) -> str:
     frontier = ", ".join(f"{entry['L']:.4g} at lambda {entry['lambda']:g}" for entry in found["frontier"])
     over = f" over groups of {found['group']}, which BatchNorm normalises together" if found["batchnorm"] else ""
-    lines = [f"L {frontier}", f"sigma at most {found['sigma']:.4g}{over}"]
+    lines = [f"{'L' if found['L_settled'] else 'L, not settled, at least'} {frontier}"]
+    lines.append(f"sigma {found['sigma']:.4g}, at the high end of the intervals {found['sigma_high']:.4g}{over}")
+    lines.append("both are the largest of the points visited; between and beyond them they may be larger")
     if found["rho"] is not None:
         count = len(found["step_blocks"])
         lines.append(f"rho(S) {found['rho']:.4g} for S = {count} tensors, the largest of all steps")

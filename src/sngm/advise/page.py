@@ -44,7 +44,10 @@ def answer(advice: Record) -> str:
             f"SNGM at batch {value['batch']}: learning rate {value['learning rate']}, weight decay "
             f"{value['weight decay']}, {value['steps']} steps."
         )
-    borne = "; ".join(f"{row['method']} {row['batch']:,} at lr {row['lr']:.3g}" for row in advice["methods"])
+    borne = "; ".join(
+        f"{row['method']} none" if row["batch"] is None else f"{row['method']} {row['batch']:,} at lr {row['lr']:.3g}"
+        for row in advice["methods"]
+    )
     return f"Largest batches for {advice['gradients']:,.0f} gradients: {borne}."
 
 
@@ -53,7 +56,8 @@ def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
     said = {"largest batch": RULE, "lr": THEORY, "steps": "counted", "bound": THEORY, "lowest bound": THEORY}
     head = ["method", *(f"{name} ({source})" for name, source in said.items()), "by"]
     rows = [
-        [row["method"], f"{row['batch']:,}", f"{row['lr']:.3g}", f"{row['steps']:,}", f"{row['bound']:.3g}",
+        [row["method"], *(["none", "", "", ""] if row["batch"] is None else
+         [f"{row['batch']:,}", f"{row['lr']:.3g}", f"{row['steps']:,}", f"{row['bound']:.3g}"]),
          f"{row['best_bound']:.3g} at {row['best_batch']:,}", row["statement"]]
         for row in advice["methods"]
     ]  # fmt: skip
@@ -64,6 +68,8 @@ def html(advice: Record) -> str:
     """The page. It loads nothing and runs nothing."""
     title = f"Advice for {advice.get('task') or 'your numbers'}"
     parts = [f'<header><p class="soft">{escape(title)}</p><h1>{escape(answer(advice))}</h1></header>']
+    if advice["warnings"]:
+        parts.append(section("Beware", "".join(f"<p>{escape(text)}</p>" for text in advice["warnings"])))
     if advice["kind"] == "recipe":
         parts.append(section("To train by", f"<pre><code>{escape(advice['command'])}</code></pre>"))
         parts.append(section("Where the numbers come from", _table(advice["facts"])))
@@ -73,7 +79,7 @@ def html(advice: Record) -> str:
         parts.append(section("What each method bears", box("Methods", head, [table_row(*row) for row in rows])))
         figure, note = (
             _bounds(advice),
-            "Each at its best admissible learning rate. A ring marks the largest batch borne.",
+            "Each at its best admissible learning rate. A ring marks the largest batch borne, if there is one.",
         )
     parts.append(section(figure.title, f'<p class="soft">{escape(note)}</p>{inline(figure, "advice")}'))
     if advice["kind"] == "budget":
@@ -113,7 +119,8 @@ def _bounds(advice: Record) -> Figure:
     panel = []
     for slot, curve in enumerate(advice["curves"]):
         points = [(float(b), bound) for b, bound in zip(curve.batches, curve.bounds, strict=True)]
-        panel.append(Series(curve.method, slot, points, ring=float(curve.batches[curve.largest])))
+        ring = None if curve.largest is None else float(curve.batches[curve.largest])
+        panel.append(Series(curve.method, slot, points, ring=ring))
     lows = "; ".join(f"{row['method']} {row['best_bound']:.3g} at {row['best_batch']}" for row in advice["methods"])
     everything = [y for series in panel for _, y in series.points]
     return Figure(

@@ -108,15 +108,23 @@ def along(
         "status": status,
         "config": config.as_dict(),
         **_about(sample),
+        # of a text these are windows of its streams, which are what a batch is made of
+        "training_samples": len(setup.training),
         "scale": setup.task.scale(config.batch),
         "points": found,
         "L": max(curves),
+        "L_settled": all(p["settled"] for p in found),
         "sigma": max(p["sigma"] for p in found),
+        "sigma_high": max(p["sigma_interval"][1] for p in found),
         "frontier": [{"lambda": lam, "L": L} for lam, L in frontier(curves, slopes, lambdas).items()],
         "rho": max(known, default=None),
         "step_blocks": each["names"],
         "steps": each["each"],
-        "cost": {"gradients": _spent(sample, found), "seconds": time.monotonic() - began},
+        "cost": {
+            "gradients": _spent(sample, found),
+            "training": len(each["each"]) * config.batch,
+            "seconds": time.monotonic() - began,
+        },
         **provenance(where),
     }
 
@@ -133,13 +141,20 @@ def of_runs(
 ) -> Record:
     """Measure the last checkpoint of each run: sharpness, above all, of small- and of large-batch runs.
 
-    Runs of one task are all measured on the same samples. With BatchNorm they are one function of the weights only if
-    groups have the same size, so the default is the smallest `bn_group` among them, for all.
+    Runs of one task are all measured on the same samples: texts are cut into as many streams as the smallest batch
+    among them has, and runs that were trained on different parts of the data are refused. With BatchNorm they are one
+    function of the weights only if groups have the same size, so the default is the smallest `bn_group` among them.
     """
     where = alone(device)
     loaded = [(Path(folder), *load_run(Path(folder), where, data_dir, partial=True)) for folder in folders]
     if not loaded:
         raise UsageError("there are no runs to measure")
+    if len(parts := sorted({config.part for _, _, config in loaded})) > 1:
+        raise UsageError(
+            f"these runs were trained on different parts of the data ({' and '.join(parts)}), so that no samples are "
+            "the same for all; measure the runs of each part by themselves"
+        )
+    streams = min(config.batch for _, _, config in loaded)
     plans = [BatchPlan.of(c.batch, c.workers, c.micro, c.bn_group) for _, _, c in loaded]
     group = min(plan.bn_group for plan in plans) if bn_group is None else bn_group
     if group < 1:
@@ -147,7 +162,7 @@ def of_runs(
     runs: list[Record] = []
     for folder, model, config in loaded:
         task = config.build_task(data_dir)
-        training = in_streams(samples_of(task, config)[0], config.batch)
+        training = in_streams(samples_of(task, config)[0], streams)
         sample = Sample(task, model, training, group, samples, iterations, say)
         if not runs:
             say(cost_in_words(sample, len(loaded)))
@@ -184,8 +199,8 @@ def cost_in_words(sample: Sample, points: int) -> str:
 def in_words(point: Point) -> str:
     """The figures that matter most."""
     return (
-        f"loss {point['loss']:.4g}, |g| {point['gradient_norm']:.3g}, |H| {point['hessian_norm']:.3g}, "
-        f"sigma {point['sigma']:.3g}"
+        f"loss {point['loss']:.4g}, |g| {point['gradient_norm']:.3g}, "
+        f"|H| {'' if point['settled'] else '>'}{point['hessian_norm']:.3g}, sigma {point['sigma']:.3g}"
     )
 
 

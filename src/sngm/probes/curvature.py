@@ -55,8 +55,9 @@ def curvature(
     a small step apart, which needs float64. That is good for five digits if the loss is smooth. With ReLUs it may be
     far too large: a kink on the way counts as curvature.
 
-    Kept in memory are five vectors of the parameters' size, and the host waits for the device once a product. The
-    parameters are left as they were; random numbers, such as dropout's, are the same in every look at the loss.
+    It takes the memory of the loss and its derivatives and of seven vectors of the parameters' size, and the host waits
+    for the device once a product. The parameters are left as they were; random numbers, such as dropout's, are the same
+    in every look at the loss.
 
     Args:
         loss: gives the loss, always of the same samples; or yields it in parts that add up to it, each of which is

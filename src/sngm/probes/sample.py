@@ -26,6 +26,7 @@ GROUPS = 16  # batches whose gradients are compared, where any size will do
 PASS = 64  # samples that go through a model at once, where groups may be merged
 LEAST = 4  # such batches, where BatchNorm makes them large
 WINDOWS = 4  # at least, of a stream that carries something from one to the next
+SETTLED = 0.05  # of the Hessian's norm: an error that needs no mention
 Point = dict[str, Any]
 Group = tuple[Batch, Batch]  # samples, and what they go on from
 
@@ -52,6 +53,7 @@ class Sample:
             if value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
         self.task, self.iterations, self.say, self.told = task, iterations, say, False
+        self.draws = False  # whether the loss has been seen to draw random numbers, as dropout does
         self.twin = copy.deepcopy(model).to(torch.float64)
         norms = [m for m in self.twin.modules() if isinstance(m, _BatchNorm)]
         track(norms, False)  # statistics of the groups are used, and those that run are not
@@ -88,7 +90,9 @@ class Sample:
         if not self.told:
             self.told = True
             self.say(f"at most about {_seconds((time.monotonic() - start) * self.looks)} a point")
-        merged = groups if self.normalises else _merged(groups, max(1, PASS // self.group))
+        # Merged groups would draw other numbers, and the Hessian be that of another function than the gradient.
+        alone = self.normalises or self.draws
+        merged = groups if alone else _merged(groups, max(1, PASS // self.group))
         shares = [len(batch[0]) / self.samples for batch, _ in merged]
 
         def parts() -> Iterator[Tensor]:
@@ -107,6 +111,7 @@ class Sample:
             "hessian_norm": steep.norm,
             "eigenvalue": steep.eigenvalue,
             "eigenvalue_error": steep.error,
+            "settled": steep.error <= SETTLED * steep.norm,
             "products": steep.products,
             "by": steep.by,
             "rho": own.rho,
@@ -131,8 +136,18 @@ class Sample:
         return self._follow(number, batch, carried)[0]
 
     def _follow(self, number: int, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
+        device = self.params[0].device
         rng.seed_torch(PROBE, number)
-        return self.task.follow(self.twin, to_device(batch, self.params[0].device, torch.float64), carried)
+        before = _random_state(device)
+        found = self.task.follow(self.twin, to_device(batch, device, torch.float64), carried)
+        self.draws = self.draws or not torch.equal(before, _random_state(device))
+        return found
+
+
+def _random_state(device: torch.device) -> Tensor:
+    """Of what a loss on this device draws from: another one after it has drawn. Both are kept on the host."""
+    host = torch.get_rng_state()
+    return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
 
 
 def _merged(groups: list[Group], count: int) -> list[Group]:
