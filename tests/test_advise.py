@@ -395,3 +395,31 @@ def test_digits_trained_as_advised_are_within_half_a_point_of_the_small_batch(tm
         assert result.code == 0, result.err
         large.append(100 * result.json["result"]["test_accuracy"])
     assert statistics.mean(large) >= statistics.mean(small) - 0.5, (small, large)
+
+
+def test_folders_are_refused_before_the_work(tmp_path):
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "page.md").write_text("mine")
+    (tmp_path / "file").write_text("mine")
+    for out in ("docs", "file"):
+        refused(sngm(f"advise --gradients 1e6 --gap 1 --L 1 --sigma 1 --out {out}"), out, "--out")
+        refused(sngm(f"probe digits --out {out}"), out, "--out")
+        refused(sngm(f"check-theory --only lars --out {out}"), out, "--out")
+    assert [path.name for path in (tmp_path / "docs").iterdir()] == ["page.md"]
+
+
+def test_numbers_beyond_all_bounds_are_refused():
+    refused(sngm("advise --gradients 8e6 --gap 2.3 --L 1e300 --sigma 1e300"), "not finite")
+
+
+def test_settings_of_a_task_are_carried_over_and_the_data_folder_too(tmp_path):
+    line = "advise digits --from-sgd lr=0.1,batch=64 --to-batch 256 --set width=4 --data-dir here --device cpu --json"
+    command = sngm(line).json["command"]
+    assert command.endswith("--set width=4 --data-dir here")
+    refused(sngm(line.replace("width=4", "nosuch=4")), "nosuch", "width")
+    refused(sngm("advise --gradients 1e6 --gap 1 --L 1 --sigma 1 --set width=4"), "--set is of a task")
+
+
+def test_a_part_of_the_checks_leaves_the_page_of_all_alone(tmp_path):
+    assert sngm("check-theory --only lars --seeds 2").code == 0
+    assert [path.name for path in (tmp_path / "runs").iterdir()] == ["check-theory-lars-2-seeds"]

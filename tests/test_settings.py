@@ -305,7 +305,7 @@ def test_extrap_sgd_has_both_rates_in_tensors():
     optimizer = build_optimizer(wanted, model, tensor_rates=True)
     set_rates(optimizer, 0.5)
     for group in optimizer.param_groups:
-        assert (float(group["lr"]), float(group["inner_lr"])) == (0.1, 0.1 / 16)
+        assert (float(group["lr"]), float(group["inner_lr"])) == (0.1, 0.1 / 8)
 
 
 def test_a_tensor_is_filled_only_for_a_new_factor_and_stays_the_same_one():

@@ -633,4 +633,4 @@ def test_the_inner_rate_of_extrap_sgd_follows_the_schedule():
     model = nn.Linear(2, 2)
     optimizer = build_optimizer(sngm.train.resolve("digits", "extrap-sgd", lr=0.8), model)
     set_rates(optimizer, 0.5)
-    assert [(group["lr"], group["inner_lr"]) for group in optimizer.param_groups] == [(0.4, 0.025)] * 2
+    assert [(group["lr"], group["inner_lr"]) for group in optimizer.param_groups] == [(0.4, 0.05)] * 2

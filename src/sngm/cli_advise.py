@@ -12,6 +12,8 @@ import typer
 
 from .cli_words import DATA, JSON
 from .errors import UsageError
+from .files import check_folder, finite
+from .spec import parse_settings
 
 EXAMPLES = (
     "sngm advise digits --from-sgd lr=0.03,batch=32 --to-batch 512",
@@ -48,6 +50,7 @@ def advise(
     pilot_steps: Annotated[
         int | None, typer.Option("--pilot-steps", help="End the pilot after so many steps, if it takes more.")
     ] = None,
+    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value: a setting of the task.")] = None,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="Folder for page and record. Default: runs/advise- and a name.")
     ] = None,
@@ -62,6 +65,11 @@ def advise(
     numbers: dict[str, Any] = {"--gap": gap, "--L": L, "--sigma": sigma, "--beta": beta, "--lam": lam}
     _check(what, from_sgd, to_batch, gradients, numbers, pilot_steps)
     how: dict[str, Any] = {"pilot_steps": pilot_steps, "device": device, "data_dir": data_dir}
+    if settings:
+        how["task_settings"] = _of_task(what, settings)
+    name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
+    folder = out or Path("runs") / f"advise-{name}-{f'b{to_batch}' if gradients is None else f'{gradients:g}'}"
+    check_folder(folder, "advice.json")
     if what is not None and from_sgd is not None and to_batch is not None:
         advice = _from_sgd(what, from_sgd, to_batch, **how)
     elif what is not None:
@@ -70,12 +78,8 @@ def advise(
         advice = _from_numbers(gradients or 0.0, **{option.strip("-"): value for option, value in numbers.items()})
     from .advise.page import plain, write
 
-    name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
-    folder = out or Path("runs") / f"advise-{name}-{f'b{to_batch}' if gradients is None else f'{gradients:g}'}"
     page = write(folder, advice)
     if as_json:
-        from .files import finite
-
         print(json.dumps({**finite(plain(advice)), "report": str(page)}, indent=2))
     else:
         _print(advice)
@@ -114,6 +118,15 @@ def _check(
         raise UsageError("--pilot-steps: without a task there is no pilot")
 
 
+def _of_task(what: str | None, settings: list[str]) -> dict[str, Any]:
+    """The settings of a task that were given; others are refused."""
+    from .study.grid import split_settings
+
+    if what is None or Path(what).is_dir():
+        raise UsageError("--set is of a task, and none is named")
+    return split_settings(what, [], parse_settings(settings))[1]
+
+
 def _from_sgd(task: str, recipe: str, to_batch: int, **how: Any) -> dict[str, Any]:
     from . import tasks
     from .advise import Recipe, carry_recipe
@@ -139,7 +152,12 @@ def _from_numbers(
 
 
 def _from_pilot(
-    what: str, gradients: float, pilot_steps: int | None, device: str | None, data_dir: Path | None
+    what: str,
+    gradients: float,
+    pilot_steps: int | None,
+    device: str | None,
+    data_dir: Path | None,
+    task_settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Of a folder that `sngm probe` wrote, or of a pilot as it would make it."""
     from .advise import Constants
@@ -163,7 +181,9 @@ def _from_pilot(
             raise UsageError(f"{folder} holds probes of runs, and advice needs those of a task")
     else:
         place = choose_device(device)
-        config: RunConfig = resolve(what, "msgd", lr=middle_rate(what, "msgd"), epochs=1, device=place)
+        config: RunConfig = resolve(
+            what, "msgd", lr=middle_rate(what, "msgd"), epochs=1, device=place, task_settings=task_settings
+        )
         show = step_progress(on_cpu=place.type == "cpu")
         found = along(config, steps=pilot_steps, device=device, data_dir=data_dir, say=say_over_steps, progress=show)
     made = {key: found.get(key) for key in ("versions", "hardware", "commit")}

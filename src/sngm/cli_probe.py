@@ -78,8 +78,9 @@ def probe(
             raise UsageError(f"{', '.join(given)}: of a task's pilot; a run has been made already")
         from .probes import of_runs
 
-        found = of_runs(what, bn_group=bn_group, say=say_over_steps, **how)
         folder = out
+        _check_out(folder)
+        found = of_runs(what, bn_group=bn_group, say=say_over_steps, **how)
         text = _table(found["runs"], RUNS)
     else:
         from .cli import middle_rate, numbers
@@ -101,6 +102,7 @@ def probe(
             how["lambdas"] = [0.0 if word.strip() in ("0", "0.0") else numbers("--lambdas", word)[0]
                               for word in lambdas.split(",")]  # fmt: skip
         folder = out or Path("runs") / f"probe-{config.task.rpartition('/')[2].replace(':', '-')}-{config.hash}"
+        _check_out(folder)
         found = along(
             config, points=5 if points is None else points, steps=steps, say=say_over_steps, progress=_steps(), **how
         )
@@ -153,6 +155,13 @@ def _steps() -> Callable[..., None]:
         print(f"{start}step {step} of {steps}", end=end, file=sys.stderr, flush=True)
 
     return show
+
+
+def _check_out(folder: Path | None) -> None:
+    from .files import check_folder
+
+    if folder is not None:
+        check_folder(folder, "probe.json")
 
 
 def _write(folder: Path, found: dict[str, Any]) -> None:

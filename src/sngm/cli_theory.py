@@ -18,6 +18,7 @@ from .spec import split_list
 if TYPE_CHECKING:
     from .check_theory import Finding
 
+SEEDS = 20
 EXAMPLES = (
     "sngm check-theory",
     "sngm check-theory --only theorem-1,lars",
@@ -27,10 +28,11 @@ EXAMPLES = (
 
 def check_theory(
     only: Annotated[str | None, typer.Option(help="Names of checks, by commas. Default: all.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the page, figures and numbers.")] = Path(
-        "runs/check-theory"
-    ),
-    seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = 20,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the page. Default: runs/check-theory, and what of it."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = SEEDS,
     as_json: JSON = False,
 ) -> None:
     """Check the paper's statements by experiment. Each gets a verdict from what was measured: holds, fails or open. The
@@ -40,7 +42,7 @@ def check_theory(
 
     from .check_theory import CHECKS, check
     from .check_theory.page import summary, write
-    from .files import finite
+    from .files import check_folder, finite
     from .optim.registry import nearest
     from .train.record import provenance
 
@@ -50,12 +52,14 @@ def check_theory(
             raise UsageError(f"no check is called {name!r}{nearest(name, list(CHECKS))}; there are {', '.join(CHECKS)}")
     if seeds < 2:
         raise UsageError(f"--seeds must be at least 2, for intervals; got {seeds}")
-    out.mkdir(parents=True, exist_ok=True)  # refused now, not after the work
+    part = "" if only is None else "-" + "-".join(names)
+    folder = out or Path("runs") / f"check-theory{part}{'' if seeds == SEEDS else f'-{seeds}-seeds'}"
+    check_folder(folder, "findings.json")
     with _progress(len(names)) as show:
         found = check(names, seeds, show)
     seconds = round(sum(finding.seconds for finding in found), 1)
     facts = {"seeds": seeds, "seconds": seconds, **provenance(torch.device("cpu"))}
-    page = write(out, found, facts)
+    page = write(folder, found, facts)
     if as_json:
         findings = [finding.as_dict() for finding in found]
         print(json.dumps(finite({"findings": findings, **facts, "report": str(page)}), indent=2))

@@ -7,6 +7,7 @@ import fcntl
 import json
 import math
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,23 @@ def write_atomically(path: Path, content: bytes) -> None:
 def write_json(path: Path, value: Any) -> None:
     """For people to read, too."""
     write_atomically(path, (json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
+
+
+def check_folder(folder: Path, mark: str) -> None:
+    """Refuse a folder for results, before they are worked out, that could not take them; nothing is made.
+
+    Such as one that holds other things: `mark` is a file that such results have.
+    """
+    if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
+        raise UsageError(f"{folder} holds other things than a {mark}; name another folder with --out")
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        raise UsageError(f"{there} is no folder; name another with --out")
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UsageError(f"{there}: {error.strerror}; name another folder with --out") from error
 
 
 def read_json(path: Path) -> Any:

@@ -152,19 +152,22 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
     gap, sigma, beta, L, relaxed = constants[:5]
     found: list[tuple[str, str, Any, Any]] = []  # method, statement, rates, bounds
     try:
-        if L is not None:
-            # a batch of B is one sample of another problem, whose noise is that of a mean
-            squared = theory.msgd_best(gap, steps, 1, L, sigma / np.sqrt(batches), beta)
-            found.append(("msgd", "Section 3, all noise over B", squared.eta, np.sqrt(squared.bound)))
-            found.append(("sngm", "Theorem 1", *theory.smooth_best(gap, steps, batches, L, sigma, beta)))
-        if relaxed:
-            tried = [theory.relaxed_best(gap, steps, batches, own, sigma, beta, lam) for lam, own in relaxed]
-            bounds, rates = np.stack([t.bound for t in tried]), np.stack([t.eta for t in tried])
-            # Each pair fits the points visited, and none is known to hold elsewhere: the lowest bound is the best case.
-            at = bounds.argmin(axis=0), np.arange(len(batches))
-            found.append(("sngm (relaxed)", "Theorem 2", rates[at], bounds[at]))
+        with np.errstate(over="ignore", invalid="ignore"):  # told of below
+            if L is not None:
+                # a batch of B is one sample of another problem, whose noise is that of a mean
+                squared = theory.msgd_best(gap, steps, 1, L, sigma / np.sqrt(batches), beta)
+                found.append(("msgd", "Section 3, all noise over B", squared.eta, np.sqrt(squared.bound)))
+                found.append(("sngm", "Theorem 1", *theory.smooth_best(gap, steps, batches, L, sigma, beta)))
+            if relaxed:
+                tried = [theory.relaxed_best(gap, steps, batches, own, sigma, beta, lam) for lam, own in relaxed]
+                bounds, rates = np.stack([t.bound for t in tried]), np.stack([t.eta for t in tried])
+                # Each pair fits the points visited, none is known to hold elsewhere: the lowest bound is the best case.
+                at = bounds.argmin(axis=0), np.arange(len(batches))
+                found.append(("sngm (relaxed)", "Theorem 2", rates[at], bounds[at]))
     except ValueError as error:
         raise UsageError(str(error)) from None
+    if not all(np.isfinite(bounds).all() for *_, bounds in found):
+        raise UsageError("a bound is not finite with these numbers; gap, L or sigma is too large")
     target = NEAR_LOWEST * min(float(bounds.min()) for *_, bounds in found)
     whole = [int(batch) for batch in batches]
     return [

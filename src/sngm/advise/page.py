@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..files import write_atomically, write_json
-from ..report.figures import Figure, Series, css, inline
-from ..report.html import STYLE, box, fact_list, section, table_row
+from ..report.figures import Figure, Series, inline
+from ..report.html import box, document, fact_list, section, table_row, words
 from .facts import RULE, THEORY, Fact
 
 MOST = 400  # points of a drawn line
-OWN_STYLE = ".said td:last-child{white-space:normal;min-width:16rem}pre{overflow-x:auto;white-space:pre-wrap}"
+OWN_STYLE = "pre{overflow-x:auto;white-space:pre-wrap}"
 Record = dict[str, Any]
 
 
@@ -85,16 +85,9 @@ def html(advice: Record) -> str:
     if advice["kind"] == "budget":
         parts.append(section("The constants", _table(advice["constants"])))
     parts.append(section("How to read it", "".join(f"<p>{escape(text)}</p>" for text in advice["notes"])))
-    made = {key: _words(advice[key]) for key in ("versions", "hardware", "commit") if advice.get(key)}
+    made = {key: words(advice[key]) for key in ("versions", "hardware", "commit") if advice.get(key)}
     parts.append(section("How it was made", fact_list(made)) if made else "")
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width,initial-scale=1">'
-        '<meta name="color-scheme" content="light dark">'
-        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{escape(title)}</title><style>{css(':root')}{STYLE}{OWN_STYLE}</style></head>\n"
-        f"<body><main>{''.join(parts)}</main></body></html>\n"
-    )
+    return document(title, "".join(parts), OWN_STYLE)
 
 
 def _table(facts: Sequence[Fact]) -> str:
@@ -133,7 +126,3 @@ def _bounds(advice: Record) -> Figure:
         log_y=min(everything) > 0,
         worst_at_bottom=False,
     )
-
-
-def _words(value: object) -> str:
-    return ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)

@@ -113,6 +113,7 @@ def carry_recipe(
     recipe: Recipe,
     to_batch: int,
     *,
+    task_settings: Record | None = None,
     pilot_steps: int | None = None,
     device: str | None = None,
     data_dir: Path | None = None,
@@ -125,6 +126,7 @@ def carry_recipe(
         task: by name, or the user's own.
         recipe: what is trained with SGD.
         to_batch: SNGM's batch.
+        task_settings: those of the task that differ from its defaults.
         pilot_steps: to end the pilot after, where it would take more.
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
@@ -137,7 +139,10 @@ def carry_recipe(
     if recipe.weight_decay is not None:
         own["weight_decay"] = recipe.weight_decay
     where = alone(device)
-    common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own}
+    common: Record = {
+        "lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own,
+        "task_settings": task_settings,
+    }  # fmt: skip
     small = resolve(task, "msgd", batch=recipe.batch, **common)
     large = resolve(task, "sngm", batch=to_batch, **common)
     setup = prepare(small, Processes(0, 1, where), data_dir, step="eager")
@@ -172,7 +177,7 @@ def carry_recipe(
         "task": task,
         "recipe": {**dataclasses.asdict(recipe), "weight_decay": decay, "epochs": small.epochs},
         "facts": facts,
-        "command": _command(task, recipe, carried, to_batch),
+        "command": _command(task, recipe, carried, large, data_dir),
         "warnings": _warnings(setup, small, large, epochs, part),
         "notes": _notes(setup.model, small, large, weights, carried.lr),
         "norms": norms,
@@ -220,13 +225,17 @@ def _pilot(
     return torch.stack(taken.rows).norm(dim=1).tolist(), epochs
 
 
-def _command(task: str, recipe: Recipe, carried: Carried, to_batch: int) -> str:
-    words = ["sngm", "train", task, "--method", "sngm", "--lr", f"{carried.lr:g}", "--batch", str(to_batch)]
+def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
+    words = ["sngm", "train", task, "--method", "sngm", "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
     words += ["--set", f"weight_decay={carried.weight_decay:g}"]
     if recipe.momentum != 0.9:
         words += ["--set", f"momentum={recipe.momentum:g}"]
     if recipe.epochs is not None:
         words += ["--epochs", str(recipe.epochs)]
+    for key, value in large.task_settings.items():
+        words += ["--set", f"{key}={value}"]
+    if data_dir is not None:
+        words += ["--data-dir", str(data_dir)]
     return shlex.join(words)
 
 

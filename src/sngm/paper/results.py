@@ -183,7 +183,7 @@ def command_of(config: RunConfig) -> str:
         (config.method_settings, usual.method_settings),
         (config.task_settings, usual.task_settings),
     ):
-        for key, value in settings.items():
+        for key, value in sorted(settings.items()):
             if repr(value) != repr(defaults.get(key)):  # 0 and 0.0 make different records
                 words += ["--set", f"{key}={value}"]
     return shlex.join(words)
