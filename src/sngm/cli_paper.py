@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli_words import DATA, JSON, examples, verbs
-from .errors import Interrupted, UsageError
+from .errors import Failed, Interrupted, UsageError
 
 if TYPE_CHECKING:
     from .paper.items import Item
@@ -21,7 +21,7 @@ verb = verbs(app)
 
 ITEM = Annotated[str, typer.Argument(help="Such as table-2; sngm paper list has them all.")]
 RESULTS = Annotated[Path, typer.Option("--results", help="Folder of the kept runs.")]
-HERE = Path("results")
+FOLDER = Path("results")
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -34,7 +34,7 @@ def top() -> None:
 
 
 @verb("sngm paper list", "sngm paper list --json", name="list")
-def list_items(results: RESULTS = HERE, as_json: JSON = False) -> None:
+def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     """List the tables and figures, how much of each has been run, and what the rest would cost."""
     from .paper import document, items, verdicts
     from .paper.results import read
@@ -43,7 +43,7 @@ def list_items(results: RESULTS = HERE, as_json: JSON = False) -> None:
     found: list[dict[str, Any]] = []
     for item in items.ITEMS:
         outcomes = [verdicts.look(planned, there) for planned in item.cells()]
-        left = [(outcome, document.to_come(outcome)) for outcome in outcomes]
+        left = [(outcome, outcome.to_come) for outcome in outcomes]
         found.append({
             "item": item.name, "title": item.title, "task": item.task, "cells": len(outcomes),
             "complete": sum(1 for _, count in left if not count), "missing_runs": sum(count for _, count in left),
@@ -64,7 +64,7 @@ def list_items(results: RESULTS = HERE, as_json: JSON = False) -> None:
 
 
 @verb("sngm paper show table-2", "sngm paper show table-6 --json")
-def show(item: ITEM, results: RESULTS = HERE, as_json: JSON = False) -> None:
+def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     """Show a table of the paper with ours beside it: rates, seeds, intervals and verdicts."""
     from .paper import document, items
     from .paper.results import read
@@ -87,7 +87,7 @@ def run(
     seeds: Annotated[int | None, typer.Option(help="Seeds of each result. Default: the item's.")] = None,
     budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 25m, and go on later.")] = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/paper"),
-    results: RESULTS = HERE,
+    results: RESULTS = FOLDER,
     data_dir: DATA = None,
     device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")] = None,
     jobs: Annotated[int | None, typer.Option(help="Runs at a time; of times always one.")] = None,
@@ -97,7 +97,7 @@ def run(
     """Make the runs of an item that are missing, and keep each as soon as it is there. The same command goes on where
     it stopped; runs of other machines count if their lines are in the results.
     """
-    from .paper import document, items
+    from .paper import items
     from .paper import run as making
     from .paper.results import read
     from .paper.verdicts import look
@@ -109,22 +109,22 @@ def run(
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
     limit = None if budget is None else duration_of(budget)
     planned = making.select(found, cells.split(",") if cells else None)
-    outcomes = [look(one, read(results), seeds) for one in planned]
     if dry_run:
-        _plan(found, outcomes, as_json)
+        there = read(results)
+        _plan(found, [look(one, there, seeds) for one in planned], as_json)
         return
     from .show import interrupt_on_signal, study_progress
     from .train.loop import Options
 
     interrupt_on_signal()
     try:
-        outcomes = making.run(
+        outcomes, failed = making.run(
             planned, out=out, options=Options(device=device, data_dir=data_dir), seeds=seeds, jobs=jobs, budget=limit,
             results=results, show=study_progress,
         )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted(f"what is done is in {results}; the same command goes on from there") from None
-    left = sum(map(document.to_come, outcomes))
+    left = sum(outcome.to_come for outcome in outcomes)
     if as_json:
         print(json.dumps({"item": found.name, "missing_runs": left, "results": str(results)}, indent=2))
         return
@@ -133,12 +133,15 @@ def run(
         + (f"{left} runs still missing; the same command makes them" if left else "all runs are there")
     )
     print("sngm paper report writes them up")
+    if failed:
+        config, record = failed[0]
+        raise Failed(f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}")
 
 
 @verb("sngm paper add runs/table-2/*", "sngm paper add ../other/results")
 def add(
     folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs, of studies, or of results.")],
-    results: RESULTS = HERE,
+    results: RESULTS = FOLDER,
 ) -> None:
     """Keep runs that were made elsewhere: of run folders, of studies, or of another machine's results. Runs that have
     not finished are left out.
@@ -164,7 +167,7 @@ def add(
 
 @verb("sngm paper report", "sngm paper report --check")
 def report(
-    results: RESULTS = HERE,
+    results: RESULTS = FOLDER,
     readme: Annotated[
         Path | None,
         typer.Option(help="A page whose first table is written too. Default: README.md beside the results."),
@@ -208,13 +211,13 @@ def duration_of(text: str) -> float:
 
 
 def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
-    from .paper.document import hours, to_come
+    from .paper.document import hours
     from .paper.items import COSTS_ON
 
     plan = [
         {
             "cell": outcome.planned.name, "grid": list(outcome.planned.study().lrs or ()), "lr": outcome.lr,
-            "runs": to_come(outcome), "seconds_each": round(outcome.planned.seconds()),
+            "runs": outcome.to_come, "seconds_each": round(outcome.planned.seconds()),
         }
         for outcome in outcomes
     ]  # fmt: skip

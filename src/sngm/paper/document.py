@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from .. import tasks
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
@@ -18,7 +19,7 @@ from ..report.paper import CLAIMS, FIGURES
 from ..report.stats import half_width
 from .items import COSTS_ON, ITEMS, Item
 from .results import FILE, Line, Results, read
-from .verdicts import RULES, Outcome, look, of_claim, of_number, text_of, value_of, values_of
+from .verdicts import NOT_REPRODUCED, RULES, Outcome, look, of_claim, of_number, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
@@ -121,7 +122,7 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
     for item in ITEMS:
         parts += _section(item, outcomes[item.name])
         for figure in FIGURES:
-            shown = [name for name in pictures if name.startswith(figure.name) and _runs_of(figure.name) == item.name]
+            shown = [name for name in pictures if name.startswith(figure.name) and figure.item == item.name]
             parts += [f"![{pictures[name].description}]({name}.svg)" for name in shown]
     parts.append(_repeated(results))
     return "\n\n".join(part for part in parts if part) + "\n"
@@ -142,14 +143,14 @@ def as_data(item: Item, results: Results) -> dict[str, Any]:
             {
                 "method": o.planned.row.name, "batch": o.planned.batch, "paper": o.planned.paper, "lr": o.lr,
                 "values": o.values, "half_width": half_width(o.values), "runs": [line.hash for line in o.lines],
-                "verdict": of_number(o.values, o.planned.paper, item.metric) if o.planned.paper else None,
-                "missing_runs": to_come(o),
+                "verdict": _verdict(o), "diverged": o.diverged,
+                "missing_runs": o.to_come,
             }
             for o in outcomes
         ],
         "claims": [
             {"text": claim.text, "verdict": verdict, "from": why}
-            for claim in CLAIMS if claim.table == item.name
+            for claim in CLAIMS if claim.item == item.name
             for verdict, why in [of_claim(claim, item, by_cell)]
         ],
     }  # fmt: skip
@@ -161,7 +162,11 @@ def _by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
 
 def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
     parts = [f"## {item.name}: {item.title}", f"{item.where} of the paper. Task `{item.task}`."]
-    shown = [outcome for outcome in outcomes if outcome.lines or outcome.on_test]
+    if item.apart:
+        parts.append(f"These numbers cannot be held against the paper's: {item.apart}.")
+    if item.guesses:
+        parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
+    shown = [outcome for outcome in outcomes if outcome.lines or outcome.on_test or outcome.nothing_trains]
     if shown:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
@@ -169,16 +174,19 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         ordered = sorted(shown, key=lambda outcome: outcome.planned.batch)
         parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
     by_cell = _by_cell(outcomes)
-    claims = [claim for claim in CLAIMS if claim.table == item.name]
+    claims = [claim for claim in CLAIMS if claim.item == item.name]
     if claims:
-        rows = [[f'"{claim.text}"', *of_claim(claim, item, by_cell)] for claim in claims]
+        rows = [[f'"{claim.text}" {claim.note}'.strip(), *of_claim(claim, item, by_cell)] for claim in claims]
         parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
     return [*parts, _missing(item, outcomes)]
 
 
 def _row(outcome: Outcome) -> list[str]:
     planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    ours = text_of(fmean(values), item.metric) if values else "diverged" if outcome.lines else "rate not chosen yet"
+    if values:
+        ours = text_of(fmean(values), item.metric)
+    else:
+        ours = "diverged" if outcome.lines or outcome.nothing_trains else "rate not chosen yet"
     if len(values) > 1:
         ours += f" {_interval(values, item)}"
     if outcome.diverged and values:
@@ -186,8 +194,9 @@ def _row(outcome: Outcome) -> list[str]:
     first = [str(planned.batch), planned.row.name]
     if item.metric == "seconds":
         return [*first, _number(planned.paper, item), ours, _link(outcome.lines, item), _hardware(outcome.lines)]
-    gap = text_of(fmean(values) - planned.paper, item.metric, signed=True) if values and planned.paper else ""
-    verdict = of_number(values, planned.paper, item.metric) if planned.paper else ""
+    gap, verdict = "", _verdict(outcome) or ""
+    if values and planned.paper and not item.apart:
+        gap = text_of(fmean(values) - planned.paper, item.metric, signed=True)
     on_test = ""
     if there := outcome.on_test:
         mean = text_of(fmean(values_of(there, item)), item.metric)
@@ -196,11 +205,20 @@ def _row(outcome: Outcome) -> list[str]:
     return [*first, rate, _number(planned.paper, item), ours, _link(outcome.lines, item), gap, verdict, on_test]
 
 
+def _verdict(outcome: Outcome) -> str | None:
+    planned, item = outcome.planned, outcome.planned.item
+    if planned.paper is None or item.apart:
+        return None
+    if outcome.nothing_trains:
+        return NOT_REPRODUCED
+    return of_number(outcome.values, planned.paper, item.metric, outcome.diverged)
+
+
 def _missing(item: Item, outcomes: list[Outcome]) -> str:
     """What has not been run, and what it would cost: at the least, since a grid may grow."""
     runs, seconds, cells = 0, 0.0, []
     for outcome in outcomes:
-        count = to_come(outcome)
+        count = outcome.to_come
         if count:
             runs += count
             seconds += count * outcome.planned.seconds()
@@ -212,13 +230,6 @@ def _missing(item: Item, outcomes: list[Outcome]) -> str:
         f"Missing: {runs} runs, about {hours(seconds)} on {COSTS_ON} one after the other, of {', '.join(cells)}. "
         f"`sngm paper run {item.name}` makes them.{needs}"
     )
-
-
-def to_come(outcome: Outcome) -> int:
-    """How many runs a cell still needs: those known to be missing, and the results that wait for a rate."""
-    study = outcome.planned.study()
-    waiting = 0 if outcome.lr is not None or not outcome.missing else study.seeds
-    return len(outcome.missing) + waiting
 
 
 def hours(seconds: float) -> str:
@@ -237,9 +248,9 @@ def _repeated(results: Results) -> str:
     rows = []
     for again in results.repeated:
         first = results.lines[again.hash]
-        item = next(item for item in ITEMS if item.task == first.config.task and item.metric != "seconds")
-        a, b = value_of(first, item), value_of(again, item)
-        shown = ["diverged" if value is None else text_of(value, item.metric) for value in (a, b)]
+        metric = tasks.find(first.config.task).metric
+        scores = (line.value(metric) for line in (first, again))
+        shown = ["none" if score is None else text_of(score, metric) for score in scores]
         rows.append([f"`{again.hash}`", f"`{first.record['command']}`", *shown, str(again.record["commit"])])
     head = ["run", "command", "first", "again", "commit of the second"]
     return "## Runs made again\n\n" + "\n".join(_grid(head, rows))
@@ -256,7 +267,7 @@ def _runs(task: str, results: Results) -> str:
         groups.setdefault((str(line.record["label"]), line.config.batch), []).append(line)
     for (label, batch), runs in sorted(groups.items(), key=lambda group: (group[0][1], group[0][0])):
         rows = [_run(line) for line in runs]
-        head = ["run", "lr", "schedule", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
+        head = ["run", "lr", "settings", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
         parts.append(f"## {_anchor_title(label, batch)}")
         parts.append("\n".join(_grid(head, rows)))
         parts.append("```\n" + "\n".join(str(line.record["command"]) for line in runs) + "\n```")
@@ -269,10 +280,11 @@ def _run(line: Line) -> list[str]:
     result = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in shown.items())
     if line.record["status"] == "diverged":
         result = "diverged"
-    schedule = c.schedule + (f", warm-up {c.warmup:g}" if c.warmup else "")
+    special = [f"warm-up {c.warmup:g}"] if c.warmup else []
+    settings = ", ".join([c.schedule, *special, *(f"{key}={value}" for key, value in sorted(c.task_settings.items()))])
     pace = line.record["timing"].get("seconds_per_epoch")
     return [
-        f"`{line.hash}`", f"{c.lr:g}", schedule, c.part, str(c.seed), str(c.epochs), result,
+        f"`{line.hash}`", f"{c.lr:g}", settings, c.part, str(c.seed), str(c.epochs), result,
         "" if pace is None else f"{pace:.3g}", line.hardware, f"`{line.record['commit']}`",
     ]  # fmt: skip
 
@@ -297,11 +309,6 @@ def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
 # ---------------------------------------------------------------- figures
 
 
-def _runs_of(figure: str) -> str:
-    """The item whose runs a figure draws."""
-    return {"figure-1": "figure-1", "figure-2": "table-2", "figure-3": "table-6", "figure-4": "table-8"}[figure]
-
-
 def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
     """The paper's figures from our runs: the mean over seeds of each method, a panel a batch and axis."""
     found = {}
@@ -312,10 +319,11 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
                 panel = []
                 for slot, name in enumerate(figure.methods):
                     lines = next(
-                        (o.lines for o in outcomes[_runs_of(figure.name)]
+                        (o.lines for o in outcomes[figure.item]
                          if o.planned.row.name == name and o.planned.batch == batch), []
                     )  # fmt: skip
-                    points = _mean_curve([line for line in lines if metric in line.curve], metric)
+                    finished = [line for line in lines if line.record["status"] == "finished" and metric in line.curve]
+                    points = _mean_curve(finished, metric)
                     if points:
                         panel.append(figures.Series(name, slot, points, marks=False))
                 if panel:

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..files import finite, read_json, write_atomically
+from ..files import finite, locked, read_json, write_atomically
 from ..report.records import BROKEN
 from ..train.config import RunConfig, resolve
-from ..train.record import FINISHED
+from ..train.record import FINISHED, differences
 
 FOLDER = Path("results")
 FILE, REPEATED = "runs.jsonl", "repeated.jsonl"
-KEPT = ("config", "label", "hash", "status", "result", "result_of", "result_epoch", "data", "versions", "hardware")
+KEPT = (
+    "config", "label", "hash", "status", "result", "result_of", "result_epoch", "data", "started", "versions",
+    "hardware",
+)  # fmt: skip
 TIMES = ("seconds", "seconds_per_epoch", "step")
 NOT_OF_A_CURVE = ("epoch", "step", "lr")
 DIGITS = 5  # of a curve's numbers
@@ -59,6 +62,12 @@ class Line:
         return c.method, c.batch, c.part, c.lr, c.seed, self.hash, str(self.record["commit"]), self.text
 
     @property
+    def made(self) -> tuple[Any, ...]:
+        """What tells a run from the same one made again; the one that was begun first counts."""
+        times, place = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
+        return str(self.record.get("started", "")), str(self.record["commit"]), times, place
+
+    @property
     def text(self) -> str:
         return json.dumps(finite(self.record), sort_keys=True, allow_nan=False, separators=(", ", ": "))
 
@@ -81,7 +90,7 @@ class Results:
             return found
         if config.part == "select":
             full = self.lines.get(replace(config, part="full").hash)
-            if full and any(key.startswith("validation_") for key in full.result):
+            if full and "validation" in full.record["data"]:
                 return full
         return None
 
@@ -117,6 +126,14 @@ def of_folder(path: Path) -> Line:
     record = read_json(path / "run.json")
     if not isinstance(record, dict) or record.get("status") not in FINISHED:
         raise UsageError(f"{path}: not a run that has finished; go on with it first")
+    if record["config"].get("task_source"):
+        raise UsageError(
+            f"{path}: a run of {record['config']['task']}, a task of your own; only those of the paper are kept"
+        )
+    if record.get("made_before"):
+        raise UsageError(
+            f"{path}: made in pieces with other code or on other hardware; delete it and make it in one go"
+        )
     commit = record.get("commit")
     if not commit or commit.endswith("+"):
         why = "the code had changes that are in no commit" if commit else "its record names no commit"
@@ -138,28 +155,43 @@ def rounded(value: float | None) -> float | None:
 def keep(lines: Iterable[Line], folder: Path = FOLDER) -> int:
     """Add runs to the files of their tasks; say how many were new.
 
-    A run whose config is there already changes no result: it is kept as that run repeated.
+    Of runs with the same config, the one that was begun first is the result, and the others are that run repeated.
     """
     by_task: dict[str, list[Line]] = {}
     for line in lines:
         by_task.setdefault(line.config.task, []).append(line)
-    added = 0
-    for task, new in by_task.items():
-        files = {name: folder / task / name for name in (FILE, REPEATED)}
-        there = {name: read_lines(path) if path.exists() else [] for name, path in files.items()}
-        known = {line.text for lines in there.values() for line in lines}
-        for line in new:
-            if line.text not in known:
-                repeats = any(line.hash == other.hash for other in there[FILE])
-                there[REPEATED if repeats else FILE].append(line)
-                known.add(line.text)
-                added += 1
-        (folder / task).mkdir(parents=True, exist_ok=True)
+    return sum(_keep_of_task(folder / task, new) for task, new in by_task.items())
+
+
+def _keep_of_task(folder: Path, new: list[Line]) -> int:
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {name: folder / name for name in (FILE, REPEATED)}
+    with locked(folder, waiting=lambda: None):  # another process may be keeping runs too
+        there = [line for path in files.values() if path.exists() for line in read_lines(path)]
+        known = {(line.hash, *line.made) for line in there}
+        fresh = {(line.hash, *line.made): line for line in new if (line.hash, *line.made) not in known}
+        _check_data([*there, *fresh.values()])
+        ordered = sorted([*there, *fresh.values()], key=lambda line: line.made)
+        first = {line.hash: line for line in reversed(ordered)}
         for name, path in files.items():
-            if there[name]:
-                text = "".join(line.text + "\n" for line in sorted(there[name], key=lambda line: line.order))
+            lines = [line for line in ordered if (first[line.hash] is line) == (name == FILE)]
+            if lines or path.exists():
+                text = "".join(line.text + "\n" for line in sorted(lines, key=lambda line: line.order))
                 write_atomically(path, text.encode())
-    return added
+    return len(fresh)
+
+
+def _check_data(lines: list[Line]) -> None:
+    """Runs of one task are only comparable on the same data."""
+    seen: dict[tuple[str, str], Line] = {}
+    for line in lines:
+        key = line.config.part, str(line.config.task_settings.get("files"))
+        other = seen.setdefault(key, line)
+        if differing := differences(other.record["data"], line.record["data"]):
+            raise UsageError(
+                f"{line.config.task}, run {line.hash}: on other data than run {other.hash}, which is kept: "
+                + "; ".join(differing)
+            )
 
 
 def command_of(config: RunConfig) -> str:
@@ -170,14 +202,14 @@ def command_of(config: RunConfig) -> str:
     'sngm train digits --method sngm --lr 0.3 --batch 512 --seed 1 --set weight_decay=0.0008'
     """
     usual = resolve(config.task, config.method, lr=config.lr, batch=config.batch, device="cuda")
-    words = ["sngm", "train", config.task, "--method", config.method, "--lr", f"{config.lr:g}", "--batch"]
+    words = ["sngm", "train", config.task, "--method", config.method, "--lr", repr(config.lr), "--batch"]
     words.append(str(config.batch))
     for field in fields(RunConfig):
         name = field.name
         value, default = getattr(config, name), getattr(usual, name)
         if value == default or name in ("method_settings", "task_settings", "task_source"):
             continue
-        shown = "inf" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+        shown = "inf" if value is None else str(value)
         words += [f"--{name.replace('_', '-')}", shown]
     for settings, defaults in (
         (config.method_settings, usual.method_settings),

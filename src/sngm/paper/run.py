@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,11 +15,12 @@ from ..study import launch
 from ..study.grid import Study, run_name
 from ..train.config import RunConfig
 from ..train.loop import Options
-from ..train.record import commit
+from ..train.record import FINISHED, commit
 from .items import Item, Planned
 from .results import FOLDER, Results, keep, of_folder, read
 from .verdicts import Outcome, look
 
+Failure = tuple[RunConfig, launch.Record]
 Show = Callable[[Study], AbstractContextManager[Callable[[launch.Progress], None]]]  # how far a study is
 
 
@@ -52,8 +54,10 @@ def run(
     budget: float | None = None,
     results: Path = FOLDER,
     show: Show,
-) -> list[Outcome]:
+) -> tuple[list[Outcome], list[Failure]]:
     """Make what is missing of these cells, one after the other, until all is there or the budget is used up.
+
+    Returns what is there then, and the runs that failed.
 
     Raises:
         KeyboardInterrupt: asked to stop. What is done is kept, and a run that was under way goes on later.
@@ -63,18 +67,18 @@ def run(
         why = "the code has changes that are in no commit" if name else "no commit is known for this code"
         raise UsageError(f"{why}, so nobody could repeat these runs; commit first, or set SNGM_COMMIT")
     end = None if budget is None else time.monotonic() + budget
+    failed: list[Failure] = []
     for cell in planned:
-        if not look(cell, read(results), seeds).missing:
-            continue
-        if end is not None and time.monotonic() + cell.seconds() > end:
+        if end is not None and time.monotonic() > end:
             break
-        with _until(end):
+        if look(cell, read(results), seeds).missing:
             try:
-                _make(cell, out, options, seeds, jobs, results, show)
+                with _named(name), _until(end):
+                    failed += _make(cell, out, options, seeds, jobs, results, show)
             except OutOfTime:
                 break
     there = read(results)
-    return [look(cell, there, seeds) for cell in planned]
+    return [look(cell, there, seeds) for cell in planned], failed
 
 
 def _make(
@@ -85,7 +89,7 @@ def _make(
     jobs: int | None,
     results: Path,
     show: Show,
-) -> None:
+) -> list[Failure]:
     """One cell, as a study. Runs of other machines count, and are not made again."""
     there: Results = read(results)
     folder = out / planned.item.name / f"{planned.row.name}-{planned.batch}".lower().replace(" ", "-")
@@ -98,20 +102,33 @@ def _make(
 
     def keep_new(progress: launch.Progress) -> None:
         nonlocal kept
-        for config, _ in progress.done[kept:]:
-            path = folder / "runs" / run_name(config)
-            if there.of(config) is None and path.exists():
-                keep([of_folder(path)], results)
+        for config, record in progress.done[kept:]:
+            if record["status"] in FINISHED and there.of(config) is None:
+                keep([of_folder(folder / "runs" / run_name(config))], results)
         kept = len(progress.done)
         say(progress)
 
     alone = 1 if planned.item.metric == "seconds" else jobs  # times are of runs that have the machine to themselves
     with show(study) as say:
-        launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new)
+        return launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new).failed
 
 
 class OutOfTime(Exception):
     """The budget is used up."""
+
+
+@contextmanager
+def _named(commit: str) -> Iterator[None]:
+    """The commit of the runs' processes, whatever is edited meanwhile."""
+    before = os.environ.get("SNGM_COMMIT")
+    os.environ["SNGM_COMMIT"] = commit
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["SNGM_COMMIT"]
+        else:
+            os.environ["SNGM_COMMIT"] = before
 
 
 @contextmanager

@@ -24,7 +24,7 @@ from .evaluate import data_of, evaluate, order_of, samples_of
 from .feed import place
 from .optimizer import set_rates
 from .processes import Processes, join, set_numerics
-from .record import FINISHED, RunFolder, describe, final
+from .record import FINISHED, RunFolder, describe, final, goes_on
 from .setup import Setup, prepare
 from .sinks import open_sink
 
@@ -113,6 +113,8 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
     processes.start_alike(model)
     state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), setup)
     record = describe(config, model, processes, setup.data)
+    if processes.first and folder.file.exists():
+        record |= goes_on(folder.read(), record)
     journal = Journal(config, folder, record, state, options) if processes.first else None
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
     held_out = {name: place(samples, processes.device) for name, samples in setup.held_out.items()}

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,17 @@ def describe(config: RunConfig, model: nn.Module, processes: Processes, data: di
         "data": data,
         "result": {},
         "timing": {},
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(processes.device),
     }
+
+
+def goes_on(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What the record of a run that goes on keeps of its beginning: when that was, and what else it was made with."""
+    kept = {"started": before["started"]} if "started" in before else {}
+    made = {key: before.get(key) for key in ("commit", "hardware", "versions")}
+    others = before.get("made_before", []) + ([made] if any(made[key] != now[key] for key in made) else [])
+    return {**kept, "made_before": others} if others else kept
 
 
 def final(metrics: dict[str, Any]) -> dict[str, Any]:
