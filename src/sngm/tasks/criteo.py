@@ -47,6 +47,7 @@ class CriteoDeepFM(Task):
     bias_lr = "full"
     usual_lrs = (0.001, 0.01, 0.1)
     pass_size = 65536
+    pass_size_on_cpu = 8192  # the tables are read and written in every pass
 
     def __init__(
         self,
