@@ -125,6 +125,12 @@ def test_of_a_run_made_twice_the_first_counts_in_whatever_order_they_come(tmp_pa
     assert [found.value("accuracy") for found in there.repeated] == [0.91]
 
 
+def test_of_two_runs_of_a_config_in_a_merged_file_the_first_counts(tmp_path):
+    both = line(value=0.9), line(value=0.91, started="2026-01-02")
+    for lines in (both, both[::-1]):
+        assert [found.value("accuracy") for found in Results(lines).lines.values()] == [0.9]
+
+
 def test_runs_on_other_data_are_not_mixed(tmp_path):
     keep([line()], tmp_path)
     with pytest.raises(UsageError, match=r"other data.*fingerprint: a there, b here"):
@@ -137,6 +143,8 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
     [
         (lambda r: r["config"].update(lr=0.3), "hash"),
         (lambda r: r.pop("curve"), "not a run"),
+        (lambda r: r.pop("timing"), "not a run"),
+        (lambda r: r.pop("data"), "not a run"),
         (lambda r: r["config"].pop("batch"), "not a run"),
         (lambda r: r.update(hardware=None), "not a run"),
     ],

@@ -81,7 +81,10 @@ class Results:
     """All committed runs of all tasks: one a config, and those that were made again."""
 
     def __init__(self, lines: Iterable[Line], repeated: Iterable[Line] = ()) -> None:
-        self.lines = {line.hash: line for line in lines}
+        self.lines: dict[str, Line] = {}
+        for line in lines:  # two of one config may stand in a file that git has merged
+            if line.hash not in self.lines or line.made < self.lines[line.hash].made:
+                self.lines[line.hash] = line
         self.repeated = [line for line in repeated if line.hash in self.lines]
 
     def of(self, config: RunConfig) -> Line | None:
@@ -111,8 +114,9 @@ def read_lines(path: Path) -> list[Line]:
     for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
         try:
             line = Line(json.loads(text))
-            line.order  # noqa: B018  reads all that is needed
-            whole = isinstance(line.curve, dict) and line.config.hash == line.hash and line.hardware
+            line.order, line.made  # noqa: B018  read all that is needed
+            parts = (line.curve, line.result, line.record["data"])
+            whole = all(isinstance(part, dict) for part in parts) and line.config.hash == line.hash and line.hardware
         except (*BROKEN, UsageError) as error:
             raise UsageError(f"{path}, line {number}: not a run that is kept here ({error})") from error
         if not whole:
