@@ -1,9 +1,10 @@
 """Host time of an optimizer step, by the number of elements and by how long the host waited before it.
 
 The same number of equal tensors, small and large, each stepped right after other work and after a wait of some
-milliseconds, as steps of large tensors impose it: four conditions, in shuffled order, so that whatever the machine does
-meanwhile falls on all alike. The wait is made by a kernel that does nothing. If host time depends on the elements, it
-does so at equal waits; if it depends on the wait, small tensors show it too, and so does torch's own fused SGD.
+milliseconds, as steps of large tensors impose it. All optimizers in all four conditions take turns in shuffled order,
+so that whatever the machine does meanwhile falls on all alike, and the work before each step is that of an optimizer of
+its own, so that none finds its objects in the processor's caches. The wait is made by a kernel that does nothing. If
+host time depends on the elements, it does so at equal waits; if it depends on the wait, small tensors show it too.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from cells import DOCS, Cells, need_gpu, take, write_docs
+from cells import DOCS, need_gpu, take, write_docs
 
 import sngm
 
 EXAMPLES = """examples:
-  python benchmarks/host_time.py --out build/bench              half a minute on a GPU
+  python benchmarks/host_time.py --out build/bench              a minute on a GPU, 85 GB of its memory
   python benchmarks/host_time.py --write-docs build/bench/host_time.json
 """
 PAGE = DOCS / "performance.md"
@@ -32,6 +33,7 @@ SMALL, LARGE = 4_000, 15_000_000  # elements of one
 WAITS = (0, 6)  # ms
 ROUNDS, FIRST = 200, 10  # of each condition, and those before that do not count
 LIMIT_US = 150
+CELL = "us"
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 CONTENDERS: dict[str, Make] = {
@@ -44,32 +46,31 @@ CONTENDERS: dict[str, Make] = {
 }
 
 
-def host_us(make: Make) -> dict[str, dict[str, float]]:
-    """Of a step that begins when the GPU has nothing left to do: median and quartiles, in each condition."""
-    steps = {elements: stepper(make, elements) for elements in (SMALL, LARGE)}
-    conditions = [(elements, wait) for elements in steps for wait in WAITS]
-    taken: dict[tuple[int, int], list[float]] = {condition: [] for condition in conditions}
+def host_us() -> dict[str, dict[str, dict[str, float]]]:
+    """Of steps that begin when the GPU has nothing left to do: median and quartiles in each condition."""
+    before = stepper(CONTENDERS["SNGM"], SMALL)
+    steps = {(name, n): stepper(make, n) for name, make in CONTENDERS.items() for n in (SMALL, LARGE)}
+    conditions = [(*key, wait) for key in steps for wait in WAITS]
+    taken: dict[tuple[str, int, int], list[float]] = {condition: [] for condition in conditions}
     cycles = cycles_a_second() / 1e3
     shuffle = random.Random(0).shuffle
     for i in range(FIRST + ROUNDS):
         shuffle(conditions)
-        for elements, wait in conditions:
+        for name, elements, wait in conditions:
             torch.cuda.synchronize()
-            steps[SMALL]()  # whatever came before, the host has just been at work
+            before()  # the host has just been at work
             if wait:
                 torch.cuda._sleep(int(wait * cycles))
             torch.cuda.synchronize()
             start = time.perf_counter()
-            steps[elements]()
+            steps[name, elements]()
             if i >= FIRST:
-                taken[elements, wait].append(time.perf_counter() - start)
+                taken[name, elements, wait].append(time.perf_counter() - start)
     torch.cuda.synchronize()
-    found = {}
-    for (elements, wait), times in taken.items():
+    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in CONTENDERS}
+    for (name, elements, wait), times in taken.items():
         low, median, high = (round(1e6 * quartile, 1) for quartile in statistics.quantiles(times, n=4))
-        found[f"{elements}, {wait} ms"] = {"low": low, "median": median, "high": high}
-    steps.clear()
-    torch.cuda.empty_cache()
+        found[name][f"{elements}, {wait} ms"] = {"low": low, "median": median, "high": high}
     return found
 
 
@@ -88,13 +89,8 @@ def cycles_a_second() -> float:
     return 100_000_000 / (time.perf_counter() - start)
 
 
-def cells() -> Cells:
-    for name, make in CONTENDERS.items():
-        yield name, partial(host_us, make)
-
-
 def page(record: dict[str, Any]) -> str:
-    found, where = record["cells"], record["about"]
+    found, where = record["cells"][CELL], record["about"]
     columns = [f"{elements}, {wait} ms" for wait in WAITS for elements in (SMALL, LARGE)]
     heads = [f"{TENSORS * elements:,}, {wait} ms" for wait in WAITS for elements in (SMALL, LARGE)]
     lines = [
@@ -127,7 +123,7 @@ def main() -> None:
         write_docs(parser, PAGE, args.write_docs, page)
         return
     need_gpu(parser)
-    print(page(take(cells(), args.out and args.out / "host_time.json")))
+    print(page(take([(CELL, host_us)], args.out and args.out / "host_time.json")))
 
 
 if __name__ == "__main__":

@@ -725,6 +725,43 @@ def test_a_replayed_step_reads_gradients_rates_and_settings_as_they_are_now(rule
     assert replayed(pair.ours) == [6]
 
 
+@pytest.mark.parametrize("graphs", [True, False])
+@pytest.mark.parametrize("rule", ["sngm", "block-sngm", "lars", "lamb"])
+@pytest.mark.usefixtures("recorded")
+def test_the_host_does_the_same_whatever_the_number_of_elements(rule, graphs, chunks, plans, monkeypatch):
+    chunks(64, 64)
+    calls = []
+    for elements in (4, 400):
+        params = make_params(torch.float64, [(elements // 2, 2)] * 3)
+        optimizer = build(rule, params)
+        for _ in range(3):
+            step(optimizer, params, gradients(params, 0))
+        place = optimizer._plan.places[0]
+        with monkeypatch.context() as patch:  # what is launched is not the host's
+            patch.setattr(Recorded, "__call__", lambda self, stream: graphs)
+            patch.setattr(sys.modules[plans.Place.__module__].Launch, "__call__", lambda self, pool, stream: None)
+            calls.append(calls_of(optimizer.step))
+        assert len(place.replays.graphs) == 1
+    assert calls[0] == calls[1]
+    assert len(calls[0]) > 50
+
+
+def calls_of(function):
+    """The names of all functions that were called, Python's and C's, in their order."""
+    names = []
+
+    def note(frame, event, argument):
+        if event in ("call", "c_call"):
+            names.append(frame.f_code.co_qualname if event == "call" else argument.__qualname__)
+
+    sys.setprofile(note)
+    try:
+        function()
+    finally:
+        sys.setprofile(None)
+    return names
+
+
 @pytest.mark.usefixtures("recorded")
 def test_replayed_steps_round_at_random_as_launched_ones_do(plans, monkeypatch):
     runs = []
