@@ -505,6 +505,22 @@ def test_an_interrupted_study_says_how_to_go_on_and_ends_the_same(how, uninterru
 
 @linux
 @pytest.mark.slow
+def test_a_study_interrupted_while_its_workers_start_says_no_more_than_that():
+    mark = f"SNGM_TEST_{uuid.uuid4().hex}"
+    process = start(f"{LONG} --out study", **{mark: "1"})
+    wait_for(Path("study/study.json").exists)
+    os.killpg(process.pid, signal.SIGINT)
+    shown = finish(process, 30)
+    assert (shown.code, shown.out) == (130, "")
+    assert shown.err.splitlines() == [
+        "stopping at the next step of each run; once more to end at once",
+        "sngm: interrupted; what is done is in study; the same command goes on from there",
+    ]
+    wait_for(lambda: not living(mark), 5)
+
+
+@linux
+@pytest.mark.slow
 def test_a_killed_study_leaves_no_process_behind_and_goes_on(uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})

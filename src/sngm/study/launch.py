@@ -165,9 +165,8 @@ class _Launcher:
         context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
         if not self.on_gpu:
             context.set_forkserver_preload(["sngm.study.launch"])
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits it: Ctrl-C is not for it
-            forkserver.ensure_running()
-            signal.signal(signal.SIGINT, before)
+            with _undisturbed():  # as the server and those it forks will be: Ctrl-C is not for it
+                forkserver.ensure_running()
         pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up)
         others = set(multiprocessing.active_children())
         try:
@@ -205,7 +204,8 @@ class _Launcher:
                 self.progress.repeated += 1
                 self._finish(pool, cell, config, finished)
             else:
-                future = pool.submit(_make, config, path, options)
+                with _undisturbed():  # it may start a process
+                    future = pool.submit(_make, config, path, options)
                 self.futures[future] = cell, config
 
     def _finish(self, pool: ProcessPoolExecutor, cell: Cell, config: RunConfig, record: Record) -> None:
@@ -257,6 +257,19 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     return record if record["status"] in FINISHED else None
 
 
+INTERRUPTS = (signal.SIGINT, signal.SIGALRM)
+
+
+@contextlib.contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep Ctrl-C and the end of a budget waiting, here and in processes that are started, until those are ready."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Compute as a worker process does."""
@@ -270,7 +283,7 @@ def one_thread() -> Iterator[None]:
 
 # ---------------------------------------------------------------- in a worker process
 
-_stop = _end = _busy = False
+_stop = _end = _steps = False  # asked to stop, asked to end, has made steps that are worth keeping
 
 
 def _warm_up() -> None:
@@ -280,6 +293,7 @@ def _warm_up() -> None:
     torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
     signal.signal(signal.SIGINT, _ask_to_stop)
     signal.signal(signal.SIGTERM, _ask_to_stop)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
 
 
 def _end_with_parent() -> None:
@@ -291,20 +305,26 @@ def _end_with_parent() -> None:
 
 
 def _ask_to_stop(number: int, _: Any) -> None:
-    """Ctrl-C asks for a stop at the next step; SIGTERM for the process to end then, at once if it does nothing."""
+    """Ctrl-C asks for a stop at the next step; SIGTERM for the process to end then, or at once if nothing is lost."""
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
-    if _end and not _busy:
+    if _end and not _steps:
         os._exit(0)
 
 
+def _should_stop() -> bool:
+    """Asked after each step. What comes before the first, such as compiling, may be long, and is not waited for."""
+    global _steps
+    _steps = True
+    return _stop
+
+
 def _make(config: RunConfig, path: Path, options: dict[str, Any]) -> Record:
-    global _busy
-    _busy = True
+    global _steps
     try:
         if _stop:
             return {"status": "interrupted"}
-        return train(config, path, Options(**options, should_stop=lambda: _stop))
+        return train(config, path, Options(**options, should_stop=_should_stop))
     except Interrupted:
         return {"status": "interrupted"}
     except (UsageError, OSError):  # the next run would fail likewise
@@ -313,6 +333,6 @@ def _make(config: RunConfig, path: Path, options: dict[str, Any]) -> Record:
         text = "".join(traceback.format_exception(error))
         return {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text, "result": {}}
     finally:
-        _busy = False
+        _steps = False
         if _end:
             os._exit(0)
