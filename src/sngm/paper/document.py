@@ -3,6 +3,7 @@ first table of the project's README."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections import Counter
@@ -17,7 +18,7 @@ from ..files import write_atomically
 from ..report import figures
 from ..report.paper import CLAIMS, FIGURES
 from ..report.stats import half_width
-from .items import COSTS_ON, ITEMS, Item, find
+from .items import COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, Line, Results, read
 from .verdicts import NOT_REPRODUCED, RULES, Outcome, look, of_claim, of_number, text_of, values_of
 
@@ -308,24 +309,23 @@ def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
 
 
 def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
-    """The paper's figures from our runs: the mean over seeds of each method, a panel a batch and axis."""
+    """The paper's figures from our runs: the mean over seeds of each method, a panel a batch, loss and axis."""
     found = {}
     for figure in FIGURES:
         for metric in figure.metrics:
             panels = {}
-            for batch in figure.batches:
+            by_cell = _by_cell(outcomes[figure.item])
+            for loss, batch in itertools.product(("", ON_MEAN), figure.batches):
                 panel = []
                 for slot, name in enumerate(figure.methods):
-                    lines = next(
-                        (o.lines for o in outcomes[figure.item]
-                         if o.planned.row.name == name and o.planned.batch == batch), []
-                    )  # fmt: skip
+                    cell = by_cell.get((name + loss, batch))
+                    lines = [] if cell is None else cell.lines
                     finished = [line for line in lines if line.record["status"] == "finished" and metric in line.curve]
                     points = _mean_curve(finished, metric)
                     if points:
                         panel.append(figures.Series(name, slot, points, marks=False))
                 if panel:
-                    panels[f"batch {batch}"] = panel
+                    panels[f"batch {batch}{loss}"] = panel
             if panels:
                 name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
                 found[name] = figures.Figure(
