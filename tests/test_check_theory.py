@@ -13,11 +13,11 @@ import torch
 from console import refused, sngm
 
 from sngm import LARS, SNGM, check_theory, theory
-from sngm.check_theory import batches, bounds, findings, lemmas, problems
+from sngm.check_theory import batches, bounds, corollaries, findings, lemmas, problems
 from sngm.check_theory.problems import Phi, simulate
 from sngm.report.stats import half_width
 
-FOUND = [*vars(problems).values(), *vars(batches).values(), bounds.sharp(16.0)]
+FOUND = [*vars(problems).values(), *vars(batches).values(), corollaries.sharp(16.0)]
 EVERY = list({id(each): each for each in FOUND if isinstance(each, problems.Problem)}.values())
 NAMES = [problem.name for problem in EVERY]
 
@@ -93,7 +93,7 @@ def test_lars_climbs_the_stairs_in_long_steps_and_falls_in_short_ones():
 
 
 def test_a_run_that_diverges_is_infinite_and_breaks_every_bound():
-    runs = simulate(bounds.sharp(64.0), "msgd", np.array([1.0]), 0.9, 1, 2000, seeds=2)
+    runs = simulate(corollaries.sharp(64.0), "msgd", np.array([1.0]), 0.9, 1, 2000, seeds=2)
     assert np.isinf(runs.norm).all()
     mean, low, high = findings.interval(runs.norm)
     assert np.isinf([mean, low, high]).all()
@@ -264,14 +264,14 @@ def test_a_lars_that_reaches_the_minimum_makes_the_check_fail(monkeypatch):
 def test_the_power_of_a_budget_is_fitted_for_each_seed():
     budgets = [4**k for k in range(6, 13)]
     norms = np.array([[3 * budget**-0.2, budget**-0.3] for budget in budgets])
-    power, off = bounds.powers(budgets, norms)
+    power, off = corollaries.powers(budgets, norms)
     assert power == pytest.approx([-0.2, -0.3])
     assert np.abs(off).max() <= 1e-12
     norms[3, 0] *= 1.5
-    assert np.abs(bounds.powers(budgets, norms)[1][:, 0]).max() == pytest.approx(0.416, abs=1e-3)  # 1.5^(6/7) - 1
+    assert np.abs(corollaries.powers(budgets, norms)[1][:, 0]).max() == pytest.approx(0.416, abs=1e-3)  # 1.5^(6/7) - 1
 
 
-def corollaries(monkeypatch, level, spread=0.0):
+def verdicts_of_corollaries(monkeypatch, level, spread=0.0):
     """Their verdicts, if every mean norm is this share of the bound, and the seeds are this share of it apart."""
 
     def made_up(problem, method, etas, beta, batch, steps, seeds):
@@ -281,24 +281,24 @@ def corollaries(monkeypatch, level, spread=0.0):
         norm = bound * np.tile(level + spread * np.linspace(-1, 1, seeds), (len(etas), 1))
         return problems.Runs(norm, norm, norm)
 
-    monkeypatch.setattr(bounds, "simulate", made_up)
-    return [bounds.corollary_1(5).verdict, bounds.corollary_2(5).verdict]
+    monkeypatch.setattr(corollaries, "simulate", made_up)
+    return [corollaries.corollary_1(5).verdict, corollaries.corollary_2(5).verdict]
 
 
 def test_a_corollary_is_judged_by_its_bound_and_worse_data_never_help(monkeypatch):
-    assert corollaries(monkeypatch, 0.9) == ["holds", "holds"]
-    assert corollaries(monkeypatch, 1.1) == ["fails", "fails"]
-    assert corollaries(monkeypatch, 0.9, spread=0.03) == ["holds", "holds"]
+    assert verdicts_of_corollaries(monkeypatch, 0.9) == ["holds", "holds"]
+    assert verdicts_of_corollaries(monkeypatch, 1.1) == ["fails", "fails"]
+    assert verdicts_of_corollaries(monkeypatch, 0.9, spread=0.03) == ["holds", "holds"]
     for spread in (0.2, 0.5, 0.8):  # the wider the seeds are apart, the less is shown
-        assert corollaries(monkeypatch, 0.9, spread) == ["open", "open"]
+        assert verdicts_of_corollaries(monkeypatch, 0.9, spread) == ["open", "open"]
 
 
 def test_the_power_has_its_interval_over_seeds_and_is_not_judged():
     budgets = [4**k for k in range(6, 13)]
     factors = np.array([1.0, 1.1, 0.9, 1.2])
     flat = np.outer([0.01 * (1.02 if k % 2 else 1) for k in range(7)], factors)  # does not fall with the budget
-    growth = bounds.Growth("a", 0.9, budgets, [1] * 7, flat, np.ones(7))
-    found = bounds.of_order([growth])
+    growth = corollaries.Growth("a", 0.9, budgets, [1] * 7, flat, np.ones(7))
+    found = corollaries.of_order([growth])
     assert found["verdict"] == "holds"
     assert "is not judged" in found["rule"]
     assert "the power 0.000 ± 0.000 (off by up to 1.1%) for a" in found["measured"].replace("-0.000", "0.000")
@@ -373,7 +373,7 @@ def test_where_the_reference_diverges_the_verdicts_are_open(monkeypatch):
 def test_side_by_side_is_one_after_another():
     etas = np.array([0.01, 0.1])
     together = simulate(batches.side_by_side(2), "sngm", np.tile(etas, 4), 0.9, 4, 20, seeds=3)
-    alone = [simulate(bounds.sharp(L), "sngm", etas, 0.9, 4, 20, seeds=3).norm for L in bounds.SHARPNESS]
+    alone = [simulate(corollaries.sharp(L), "sngm", etas, 0.9, 4, 20, seeds=3).norm for L in corollaries.SHARPNESS]
     np.testing.assert_allclose(together.norm, np.concatenate(alone), rtol=1e-12)
 
 

@@ -1,7 +1,7 @@
 """The paper's statements as experiments, each with a verdict that is derived from what was measured.
 
-`bounds` has the theorems, `lemmas` the lemmas, LARS and a training, `batches` what the paper concludes about batch
-sizes and blocks. `sngm check-theory` runs them; docs/theory.md says what came out.
+`bounds` has the theorems, `corollaries` theirs, `lemmas` the lemmas, LARS and a training, `batches` what the paper
+concludes about batch sizes and blocks. `sngm check-theory` runs them; docs/theory.md says what came out.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from . import batches, bounds, lemmas
+from . import batches, bounds, corollaries, lemmas
 from .findings import Finding
 
 __all__ = ["CHECKS", "Finding", "check"]
@@ -23,13 +23,13 @@ CHECKS: dict[str, Callable[[int], Finding]] = {  # in the paper's order; each ta
     "lemma-3": lemmas.lemma_3,
     "training": lemmas.training,
     "theorem-1": bounds.theorem_1,
-    "corollary-1": bounds.corollary_1,
+    "corollary-1": corollaries.corollary_1,
     "batch-limit-msgd": batches.batch_limit_msgd,
     "batch-limit-sngm": batches.batch_limit_sngm,
     "batch-larger": batches.batch_larger,
     "batch-larger-tuned": batches.batch_larger_tuned,
     "theorem-2": bounds.theorem_2,
-    "corollary-2": bounds.corollary_2,
+    "corollary-2": corollaries.corollary_2,
     "theorem-3": bounds.theorem_3,
     "lars-bound": bounds.lars_remark,
     "block-bounds": batches.block_bounds,

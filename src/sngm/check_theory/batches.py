@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from .. import theory
 from ..report.figures import Figure, Series
-from .bounds import SHARPNESS, sharp
+from .corollaries import SHARPNESS, sharp
 from .findings import MET_WITHIN, Array, Finding, interval, judge
 from .problems import UNEVEN, Problem, even, quadratic, simulate
 
