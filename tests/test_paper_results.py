@@ -331,6 +331,36 @@ def test_verdicts_on_a_claim(kind, ours, theirs, verdict):
     assert verdicts.of_claim(Claim("table-9", "", (PAIR,), kind), small(), outcomes(ours, theirs))[0] == verdict
 
 
+@pytest.mark.parametrize(("worse", "verdict"), [("MSGD", "holds"), ("SNGM", "contradicted")])
+def test_where_every_rate_diverged_the_other_is_better(worse, verdict):
+    there = outcomes(HIGH, HIGH)
+    there[worse, 32] = replace(there[worse, 32], lr=None, lines=[], nothing_trains=True)
+    found = verdicts.of_claim(Claim("table-9", "", (PAIR,)), small(), there)
+    assert found[0] == verdict
+    assert "all rates" in found[1]
+    both = {cell: replace(there[worse, 32], planned=o.planned) for cell, o in there.items()}
+    assert verdicts.of_claim(Claim("table-9", "", (PAIR,)), small(), both)[0] == "open"
+
+
+def test_a_claim_about_training_loss_looks_at_that_of_the_last_epoch_too():
+    claim, there = Claim("table-9", "", (PAIR,), also=("train_loss",)), outcomes(HIGH, LOW)
+    for name, losses in (("SNGM", LOW), ("MSGD", HIGH)):
+        for made, loss in zip(there[name, 32].lines, losses, strict=True):
+            made.curve["train_loss"] = [0.1, loss]
+    verdict, why = verdicts.of_claim(claim, small(), there)
+    assert verdict == "holds"
+    assert "train loss of SNGM at 32 - MSGD at 32: -0.02, p = " in why
+    for made in there["SNGM", 32].lines:
+        made.curve["train_loss"] = [0.1, 0.95]
+    assert verdicts.of_claim(claim, small(), there)[0] == "contradicted"
+
+
+def test_a_claim_is_tested_on_the_mean_loss_too_where_that_was_run():
+    claims = document.as_data(items.find("table-8"), read(HERE / "results"))["claims"]
+    assert [claim["note"] for claim in claims] == ["On the sum.", "On the mean."]
+    assert [claim["from"].count("SNGM on the mean loss at") for claim in claims] == [0, 8]
+
+
 def test_of_a_metric_that_should_be_low_the_lower_is_better(monkeypatch):
     monkeypatch.setattr(tasks.find("digits"), "higher_is_better", False)
     assert verdicts.of_claim(Claim("table-9", "", (PAIR,)), small(), outcomes(LOW, HIGH))[0] == "holds"

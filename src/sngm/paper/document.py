@@ -8,6 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -16,7 +17,7 @@ from .. import tasks
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
-from ..report.paper import CLAIMS, FIGURES
+from ..report.paper import CLAIMS, FIGURES, Claim
 from ..report.stats import half_width
 from .items import COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, Line, Results, read
@@ -148,8 +149,8 @@ def as_data(item: Item, results: Results) -> dict[str, Any]:
             for o in outcomes
         ],
         "claims": [
-            {"text": claim.text, "verdict": verdict, "from": why}
-            for claim in CLAIMS if claim.item == item.name
+            {"text": claim.text, "note": claim.note, "verdict": verdict, "from": why}
+            for claim in _claims(item)
             for verdict, why in [of_claim(claim, item, by_cell)]
         ],
     }  # fmt: skip
@@ -162,10 +163,10 @@ def _by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
 def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
     parts = [f"## {item.name}: {item.title}", f"{item.where} of the paper. Task `{item.task}`."]
     if item.apart:
-        parts.append(f"These numbers cannot be held against the paper's: {item.apart}.")
+        parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
         parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
-    shown = [outcome for outcome in outcomes if outcome.lines or outcome.on_test or outcome.nothing_trains]
+    shown = [outcome for outcome in outcomes if outcome.tried or outcome.on_test]
     if shown:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
@@ -173,19 +174,27 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         ordered = sorted(shown, key=lambda outcome: outcome.planned.batch)
         parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
     by_cell = _by_cell(outcomes)
-    claims = [claim for claim in CLAIMS if claim.item == item.name]
-    if claims:
+    if claims := _claims(item):
         rows = [[f'"{claim.text}" {claim.note}'.strip(), *of_claim(claim, item, by_cell)] for claim in claims]
         parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
     return [*parts, _missing(item, outcomes)]
 
 
+def _claims(item: Item) -> list[Claim]:
+    """The paper's on this item; where we ran its methods on another loss too, once more on that."""
+    claims = [claim for claim in CLAIMS if claim.item == item.name]
+    if not any(row.name.endswith(ON_MEAN) for row in item.rows):
+        return claims
+    versions = []
+    for claim in claims:
+        pairs = tuple(((a + ON_MEAN, x), (b + ON_MEAN, y)) for (a, x), (b, y) in claim.pairs)
+        versions += [replace(claim, note="On the sum."), replace(claim, note="On the mean.", pairs=pairs)]
+    return versions
+
+
 def _row(outcome: Outcome) -> list[str]:
     planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    if values:
-        ours = text_of(fmean(values), item.metric)
-    else:
-        ours = "diverged" if outcome.lines or outcome.nothing_trains else "rate not chosen yet"
+    ours = text_of(fmean(values), item.metric) if values else "diverged" if outcome.tried else "rate not chosen yet"
     if len(values) > 1:
         ours += f" {_interval(values, item)}"
     if outcome.diverged and values:
@@ -198,7 +207,7 @@ def _row(outcome: Outcome) -> list[str]:
         gap = text_of(fmean(values) - planned.paper, item.metric, signed=True)
     on_test = ""
     if there := outcome.on_test:
-        mean = text_of(fmean(values_of(there, item)), item.metric)
+        mean = text_of(fmean(values_of(there, item.metric)), item.metric)
         on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(there, item)})"
     rate = "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
     return [*first, rate, _number(planned.paper, item), ours, _link(outcome.lines, item), gap, verdict, on_test]
@@ -302,7 +311,7 @@ def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
         return "0"
     title = _anchor_title(str(lines[0].record["label"]), lines[0].config.batch)
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it of a heading
-    return f"[{len(values_of(lines, item))}]({before}{item.task}/runs.md#{anchor})"
+    return f"[{len(values_of(lines, item.metric))}]({before}{item.task}/runs.md#{anchor})"
 
 
 # ---------------------------------------------------------------- figures

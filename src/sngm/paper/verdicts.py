@@ -26,10 +26,11 @@ or with fewer seeds, the verdict is *open*.
 
 A claim is tested by pairs of cells with at least {SEEDS} seeds each. Of a pair, the first is better if Welch's test
 says so at 5 %; two are similar if the 95 % interval of their difference lies within the distance above, and are not if
-it lies outside; one that diverged with all seeds is worse than one that never did. The claim *holds* if every pair
-shows it (four of five where the paper says "almost all"), is *contradicted* if more pairs show the opposite than may,
-and is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times are compared on
-one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
+it lies outside; one that diverged with all seeds, or at all rates, is worse than one that never did. A claim about
+training loss is tested by that of the last epoch too. The claim *holds* if every pair shows it (four of five where the
+paper says "almost all"), is *contradicted* if more pairs show the opposite than may, and is *open* otherwise. The
+levels are those of single tests, and not corrected for their number. Times are compared on one kind of hardware; beside
+the paper's, on eight V100, they get no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,11 @@ class Outcome:
 
     @property
     def values(self) -> list[float]:
-        return values_of(self.lines, self.planned.item)
+        return values_of(self.lines, self.planned.item.metric)
+
+    @property
+    def tried(self) -> bool:
+        return bool(self.lines) or self.nothing_trains
 
     @property
     def diverged(self) -> int:
@@ -64,17 +69,19 @@ class Outcome:
         return len(self.missing) + waiting
 
 
-def value_of(line: Line, item: Item) -> float | None:
-    """What a run says in this table."""
-    if item.metric == "seconds":
+def value_of(line: Line, metric: str) -> float | None:
+    """What a run says of this."""
+    if metric == "seconds":
         found = line.record["timing"].get("seconds_per_epoch")
         return None if found is None else float(found)
-    return line.value(item.metric)
+    if metric == "train_loss":
+        return line.curve[metric][-1] if line.record["status"] == "finished" else None
+    return line.value(metric)
 
 
-def values_of(lines: Iterable[Line], item: Item) -> list[float]:
+def values_of(lines: Iterable[Line], metric: str) -> list[float]:
     """Of the runs that did not diverge."""
-    return [value for line in lines if (value := value_of(line, item)) is not None]
+    return [value for line in lines if (value := value_of(line, metric)) is not None]
 
 
 def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
@@ -106,10 +113,10 @@ def _seeds(cell: Cell, lr: float, results: Results) -> list[Line]:
 def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
     by_rate: dict[float, list[Line]] = {}
     for line in results.of_task(item.task):
-        if value_of(line, item) is not None and _but_for_rate(line.config) == _but_for_rate(like):
+        if value_of(line, item.metric) is not None and _but_for_rate(line.config) == _but_for_rate(like):
             by_rate.setdefault(line.config.lr, []).append(line)
     sign = 1 if item.higher_is_better else -1
-    return max(by_rate.values(), key=lambda lines: sign * fmean(values_of(lines, item)), default=[])
+    return max(by_rate.values(), key=lambda lines: sign * fmean(values_of(lines, item.metric)), default=[])
 
 
 def _but_for_rate(config: RunConfig) -> RunConfig:
@@ -145,50 +152,53 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
     """The verdict on a claim, and the numbers it rests on."""
     found: list[str] = []
     numbers: list[str] = []
-    for first, second in claim.pairs:
+    for metric, (first, second) in itertools.product((item.metric, *claim.also), claim.pairs):
         ours, theirs = outcomes.get(first), outcomes.get(second)
-        if ours is None or theirs is None or not ours.lines or not theirs.lines:
+        if ours is None or theirs is None or not (ours.tried and theirs.tried):
             found.append(OPEN)
             continue
-        verdict, why = _pair(claim.kind, ours, theirs)
+        verdict, why = _pair(claim.kind, ours, theirs, metric)
         found.append(verdict)
-        numbers.append(f"{first[0]} at {first[1]} - {second[0]} at {second[1]}: {why}")
+        of = f"{metric.replace('_', ' ')} of " if metric in claim.also else ""
+        numbers.append(f"{of}{first[0]} at {first[1]} - {second[0]} at {second[1]}: {why}")
     needed = claim.share * len(found)
     if found.count(CONTRADICTED) > len(found) - needed:
         return CONTRADICTED, "; ".join(numbers)
     return (HOLDS if found.count(HOLDS) >= needed else OPEN), "; ".join(numbers) or "no runs yet"
 
 
-def _pair(kind: str, ours: Outcome, theirs: Outcome) -> tuple[str, str]:
+def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:
     """Of two cells: what a claim about them gets, and why."""
-    item, (a, b) = ours.planned.item, (ours.values, theirs.values)
-    if ours.diverged or theirs.diverged:
-        why = f"{ours.diverged} of {len(ours.lines)} and {theirs.diverged} of {len(theirs.lines)} diverged"
-        sure = kind == "better" and min(len(ours.lines), len(theirs.lines)) >= SEEDS
-        if sure and not b and not ours.diverged:
-            return HOLDS, why
-        return (CONTRADICTED if sure and not a and not theirs.diverged else OPEN), why
-    gap = text_of(fmean(a) - fmean(b), item.metric, signed=True)
+    item, (a, b) = ours.planned.item, (values_of(cell.lines, metric) for cell in (ours, theirs))
+    if not (a and b) or ours.diverged or theirs.diverged:
+        why = " and ".join(
+            "all rates" if cell.nothing_trains else f"{cell.diverged} of {len(cell.lines)}" for cell in (ours, theirs)
+        )
+        sure = kind == "better" and all(cell.nothing_trains or len(cell.lines) >= SEEDS for cell in (ours, theirs))
+        if sure and not b and a and not ours.diverged:
+            return HOLDS, f"{why} diverged"
+        return (CONTRADICTED if sure and not a and b and not theirs.diverged else OPEN), f"{why} diverged"
+    gap = text_of(fmean(a) - fmean(b), metric, signed=True)
     if min(len(a), len(b)) < SEEDS:
         return OPEN, f"{gap}, too few seeds"
-    if item.metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
+    if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
         return OPEN, f"{gap}, on different hardware"
     p = contrast((1, a), (-1, b))
-    judge = _better if kind == "better" else _similar
-    return judge(a, b, item), gap + ("" if p is None else f", p = {p:.2g}")
+    higher = item.higher_is_better and metric == item.metric
+    verdict = _better(a, b, higher) if kind == "better" else _similar(a, b, metric)
+    return verdict, gap + ("" if p is None else f", p = {p:.2g}")
 
 
-def _better(ours: list[float], theirs: list[float], item: Item) -> str:
+def _better(ours: list[float], theirs: list[float], higher: bool) -> str:
     p = contrast((1, ours), (-1, theirs))
     if p is None or p >= LEVEL:
         return OPEN
-    ahead = fmean(ours) > fmean(theirs)
-    return HOLDS if ahead == item.higher_is_better else CONTRADICTED
+    return HOLDS if (fmean(ours) > fmean(theirs)) == higher else CONTRADICTED
 
 
-def _similar(ours: list[float], theirs: list[float], item: Item) -> str:
+def _similar(ours: list[float], theirs: list[float], metric: str) -> str:
     """By the interval of the difference: two one-sided tests, at 2.5 % each."""
-    gap, allowed = fmean(ours) - fmean(theirs), tolerance(item.metric, fmean(theirs))
+    gap, allowed = fmean(ours) - fmean(theirs), tolerance(metric, fmean(theirs))
     beyond = [contrast((1, ours), (-1, [value + sign * allowed for value in theirs])) for sign in (-1, 1)]
     if not all(p is not None and p < LEVEL for p in beyond):
         return OPEN
