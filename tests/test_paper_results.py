@@ -1,7 +1,10 @@
 """`sngm paper`: the paper's numbers as data, the runs that are kept, verdicts, and pages that say what the runs say."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +89,8 @@ def line(lr=0.1, seed=0, part="full", value=0.9, batch=32, method="sngm", commit
     name = "validation_accuracy" if part == "select" else "test_accuracy"
     return Line({
         "config": config.as_dict(), "label": config.label, "hash": config.hash, "status": status,
-        "result": {name: value}, "timing": {"seconds_per_epoch": value}, "versions": {}, "commit": commit,
+        "result": {name: value}, "result_epoch": 2, "timing": {"seconds_per_epoch": value}, "versions": {},
+        "commit": commit,
         "data": {"training": {"samples": 10, "fingerprint": data}}, "started": started,
         "hardware": {"name": "a machine"}, "curve": {"train_loss": [2.0, 1.0], name: [0.5, value]},
         "command": command_of(config),
@@ -118,8 +122,8 @@ def test_merging_two_machines_in_either_order_gives_the_same_file(tmp_path):
 def test_of_a_run_made_twice_the_first_counts_in_whatever_order_they_come(tmp_path, order):
     both = line(value=0.9), line(value=0.91, commit="fedcba9", started="2026-01-02")
     for i in order:
-        assert keep([both[i], both[i]], tmp_path) == 1
-    assert keep(both, tmp_path) == 0
+        assert keep([both[i], both[i]], tmp_path) == (1, i != order[0])
+    assert keep(both, tmp_path) == (0, 0)
     there = read(tmp_path)
     assert [found.value("accuracy") for found in there.lines.values()] == [0.9]
     assert [found.value("accuracy") for found in there.repeated] == [0.91]
@@ -147,6 +151,11 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
         (lambda r: r.pop("data"), "not a run"),
         (lambda r: r["config"].pop("batch"), "not a run"),
         (lambda r: r.update(hardware=None), "not a run"),
+        (lambda r: r.update(timing=None), "timing is no mapping"),
+        (lambda r: r["timing"].update(seconds_per_epoch="abc"), "'abc' is no number"),
+        (lambda r: r["result"].update(test_accuracy="x"), "'x' is no number"),
+        (lambda r: r["result"].update(test_accuracy=0.95), "0.95 in the result, and 0.9 in the curve"),
+        (lambda r: r["curve"].update(test_accuracy=[0.5]), "0.9 in the result, and not in the curve"),
     ],
 )
 def test_a_line_that_was_tampered_with_is_refused(tmp_path, change, said):
@@ -158,6 +167,53 @@ def test_a_line_that_was_tampered_with_is_refused(tmp_path, change, said):
         read(tmp_path)
 
 
+def test_what_is_no_text_or_no_file_is_refused_by_name(tmp_path):
+    (tmp_path / "digits").mkdir()
+    path = tmp_path / "digits" / "runs.jsonl"
+    path.write_bytes(b"\xff\n")
+    with pytest.raises(UsageError, match=r"runs.jsonl: not a run that is kept here .*utf-8"):
+        read(tmp_path)
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(UsageError, match=r"runs.jsonl: not a run that is kept here .*directory"):
+        read(tmp_path)
+
+
+def test_a_folder_of_results_that_is_not_there_is_refused(tmp_path):
+    for verb in ("list", "show table-2", "run table-2 --dry-run"):
+        refused(sngm(f"paper {verb} --results nowhere"), "no folder nowhere", "--results")
+        assert sngm(f"paper {verb}").code == 0, "nothing has been run yet"
+    Path("results").write_text("")
+    refused(sngm("paper list"), "no folder results")
+
+
+@pytest.mark.parametrize("cells", ["''", "SNGM@8192,", ",8192", "@"])
+def test_an_empty_part_of_cells_is_not_everything(cells):
+    refused(sngm(f"paper run table-2 --dry-run --cells {cells}"), "--cells has an empty part")
+
+
+def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
+    """Of a copy, whose optimizer is edited."""
+    root = tmp_path / "copy"
+    shutil.copytree(HERE / "src" / "sngm", root / "sngm", ignore=shutil.ignore_patterns("__pycache__"))
+    git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b"]
+    for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
+        subprocess.run([*git, *words], check=True)
+    monkeypatch.delenv("SNGM_COMMIT")
+    ask = [sys.executable, "-c", "from sngm.train.record import commit; print(commit())"]
+
+    def name():
+        done = subprocess.run(
+            ask, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True
+        )
+        return done.stdout.strip()
+
+    assert len(name()) == 12
+    with open(root / "sngm" / "optim" / "sngm.py", "a") as file:
+        file.write("# changed\n")
+    assert name().endswith("+")
+
+
 def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     assert sngm("train digits --lr 0.1 --batch 256 --epochs 1 --device cpu --out run").code == 0
     record = json.loads(Path("run/run.json").read_text())
@@ -165,10 +221,21 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
         Path("run/run.json").write_text(json.dumps({**record, "commit": name}))
         refused(sngm("paper add run"), "SNGM_COMMIT")
     Path("run/run.json").write_text(json.dumps({**record, "status": "interrupted"}))
-    assert "1 that have not finished" in sngm("paper add run").out
+    refused(sngm("paper add run"), "none of the 1 runs has finished")
+    Path("run/run.json").write_text(json.dumps({**record, "config": {**record["config"], "seed": 3}}))
+    refused(sngm("paper add run"), "run: not as it was written", "hash")
+    Path("run/run.json").write_text(json.dumps({**record, "result": {"test_accuracy": 0.99}}))
+    refused(sngm("paper add run"), "0.99 in the result")
     Path("run/run.json").write_text(json.dumps(record))
-    assert "1 of 1 runs are new" in sngm("paper add run").out
-    assert "0 of 1 runs are new" in sngm("paper add run").out
+    metrics = Path("run/metrics.jsonl").read_text()
+    Path("run/metrics.jsonl").write_text(metrics[:20])
+    refused(sngm("paper add run"), "run: not as it was written")
+    Path("run/metrics.jsonl").write_text(metrics)
+    assert sngm("paper add run").out == "1 of 1 runs are new in results\n"
+    assert sngm("paper add run").out == "0 of 1 runs are new in results\n"
+    Path("run/run.json").write_text(json.dumps({**record, "started": "2099"}))
+    assert sngm("paper add run").out == "1 of 1 runs are new in results, 1 of them one that was there made again\n"
+    Path("run/run.json").write_text(json.dumps(record))
     refused(sngm("paper add nowhere"), "no run")
     Path("again").mkdir()
     for key, value in (("made_before", [{"commit": "1"}]), ("config", {**record["config"], "task_source": "1234"})):
@@ -411,7 +478,7 @@ def test_the_pages_say_what_the_runs_say(copied):
 @pytest.mark.parametrize(
     ("name", "old", "new"),
     [
-        ("wikitext2-lstm/runs.jsonl", '"test_perplexity": 117.8', '"test_perplexity": 107.8'),
+        ("wikitext2-lstm/runs.jsonl", '"seconds_per_epoch": ', '"seconds_per_epoch": 1'),
         ("README.md", "117.83", "107.83"),
         ("../README.md", "89.87", "99.87"),
         ("wikitext2-lstm/runs.md", "117.83", "107.83"),
@@ -429,10 +496,18 @@ def test_a_changed_record_or_table_is_found(copied, name, old, new):
 
 
 def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
-    (copied / "figure-3.svg").write_text("drawn otherwise")
+    picture = copied / "figure-3.svg"
+    text = picture.read_text()
+    picture.write_text(text.replace("stroke-width:2", "stroke-width:3"))
     assert sngm("paper report --check").code == 0
-    (copied / "figure-3.svg").unlink()
+    for changed in ("drawn otherwise", "", text.replace(">SNGM", ">MSGD")):
+        picture.write_text(changed)
+        refused(sngm("paper report --check"), "figure-3.svg")
+    picture.unlink()
     refused(sngm("paper report --check"), "figure-3.svg")
+    picture.write_text(text)
+    (copied / "figure-9.svg").write_text(text)
+    refused(sngm("paper report --check"), "figure-9.svg")
 
 
 def test_links_lead_to_headings_that_are_there(copied):

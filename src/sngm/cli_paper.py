@@ -39,7 +39,7 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     from .paper import document, items, verdicts
     from .paper.results import read
 
-    there = read(results)
+    there = read(_folder(results))
     found: list[dict[str, Any]] = []
     for item in items.ITEMS:
         outcomes = [verdicts.look(planned, there) for planned in item.cells()]
@@ -47,7 +47,7 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
         found.append({
             "item": item.name, "title": item.title, "task": item.task, "cells": len(outcomes),
             "complete": sum(1 for _, count in left if not count), "missing_runs": sum(count for _, count in left),
-            "missing_hours": round(sum(count * o.planned.seconds() for o, count in left) / 3600, 2),
+            "missing_hours": round(sum(count * o.planned.seconds() for o, count in left) / 3600, 4),
             "needs": item.needs,
         })  # fmt: skip
     if as_json:
@@ -69,7 +69,7 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     from .paper import document, items
     from .paper.results import read
 
-    found, there = items.find(item), read(results)
+    found, there = items.find(item), read(_folder(results))
     if as_json:
         print(json.dumps(document.as_data(found, there), indent=2))
         return
@@ -108,9 +108,9 @@ def run(
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
     limit = None if budget is None else duration_of(budget)
-    planned = making.select(found, cells.split(",") if cells else None)
+    planned = making.select(found, None if cells is None else cells.split(","))
     if dry_run:
-        there = read(results)
+        there = read(_folder(results))
         _plan(found, [look(one, there, seeds) for one in planned], as_json)
         return
     from .show import interrupt_on_signal, study_progress
@@ -161,8 +161,12 @@ def add(
         ended = [path for path in made if read_json(path / "run.json").get("status") in FINISHED]
         lines += [of_folder(path) for path in ended]
         unfinished += len(made) - len(ended)
+    if not lines:
+        raise UsageError(f"none of the {unfinished} runs has finished; go on with them first")
+    new, repeated = keep(lines, results)
+    of_these = f", {repeated} of them one that was there made again" if repeated else ""
     left_out = f"; {unfinished} that have not finished were left out" if unfinished else ""
-    print(f"{keep(lines, results)} of {len(lines)} runs are new in {results}{left_out}")
+    print(f"{new} of {len(lines)} runs are new in {results}{of_these}{left_out}")
 
 
 @verb("sngm paper report", "sngm paper report --check")
@@ -194,6 +198,13 @@ def report(
     print("\n".join(f"wrote {path}" for path in changed) or "nothing has changed")
 
 
+def _folder(results: Path) -> Path:
+    """Refuse a folder that was named and is not there; without one nothing has been run yet."""
+    if not results.is_dir() and (results != FOLDER or results.exists()):
+        raise UsageError(f"no folder {results}; name that of the kept runs with --results")
+    return results
+
+
 def duration_of(text: str) -> float:
     """Seconds of such as 90, 90s, 25m or 1.5h.
 
@@ -216,7 +227,7 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
 
     plan = [
         {
-            "cell": outcome.planned.name, "grid": list(outcome.planned.study().lrs or ()), "lr": outcome.lr,
+            "cell": outcome.planned.name, "grid": list(outcome.rates), "lr": outcome.lr,
             "runs": outcome.to_come, "seconds_each": round(outcome.planned.seconds()),
         }
         for outcome in outcomes
@@ -230,4 +241,7 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
         chosen = "" if entry["lr"] is None else f", {entry['lr']:g} chosen"
         what = f"{entry['runs']} runs of {entry['seconds_each']} s" if entry["runs"] else "complete"
         print(f"{entry['cell']}: {what} (rates {rates}{chosen})")
+    if not total:
+        print("all runs are there")
+        return
     print(f"{sum(entry['runs'] for entry in plan)} runs, about {hours(total)} on {COSTS_ON}, one after the other")

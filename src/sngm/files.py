@@ -41,14 +41,19 @@ def check_folder(folder: Path, mark: str) -> None:
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
         raise UsageError(f"{folder} holds other things than a {mark}; name another folder with --out")
+    check_writable(folder)
+
+
+def check_writable(folder: Path, option: str = "--out") -> None:
+    """Refuse a folder that nothing could be written into, or that could not be made; nothing is made."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise UsageError(f"{there} is no folder; name another with --out")
+        raise UsageError(f"{there} is no folder; name another with {option}")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UsageError(f"{there}: {error.strerror}; name another folder with --out") from error
+        raise UsageError(f"{there}: {error.strerror}; name another folder with {option}") from error
 
 
 def read_json(path: Path) -> Any:

@@ -17,17 +17,18 @@ from .. import tasks
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
-from ..report.paper import CLAIMS, FIGURES, Claim
+from ..report.paper import ADAM, CLAIMS, CLARS, EXTRAP, FIGURES, LAMB, LARS, MSGD, SNGM, Claim
 from ..report.stats import half_width
-from .items import COSTS_ON, ITEMS, ON_MEAN, Item, find
+from .items import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, Line, Results, read
-from .verdicts import NOT_REPRODUCED, RULES, Outcome, look, of_claim, of_number, text_of, values_of
+from .verdicts import NOT_REPRODUCED, RULES, SEEDS, Outcome, look, of_claim, of_number, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
 AXES = {"train_loss": "training loss", "test_accuracy": "test accuracy, %", "validation_perplexity":
         "validation perplexity", "validation_auc": "validation AUC"}  # fmt: skip
 FIRST_ITEM = "table-2"
+LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
 
 
 def pages(results: Results) -> dict[str, str]:
@@ -52,7 +53,7 @@ def block(results: Results) -> str:
         outcome = look(planned, results)
         if values := outcome.values:
             rows.append([
-                str(planned.batch), planned.row.name, _number(planned.paper, item),
+                str(planned.batch), planned.row.name, f"{outcome.lr:g}", _number(planned.paper, item),
                 text_of(fmean(values), item.metric), _interval(values, item),
                 _link(outcome.lines, item, "results/"), _hardware(outcome.lines),
             ])  # fmt: skip
@@ -62,7 +63,7 @@ def block(results: Results) -> str:
         "Mean over n seeds, at a rate chosen on validation data. Each n leads to its runs. The paper's other tables, "
         "verdicts, and what is missing are in [results](results/README.md)."
     )
-    head = ["batch", "method", "paper", "ours", "95 % interval", "n", "hardware"]
+    head = ["batch", "method", "lr", "paper", "ours", "95 % interval", "n", "hardware"]
     return "\n".join([BEGIN, *_grid(head, rows), "", text, END])
 
 
@@ -80,16 +81,25 @@ def write(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def stale(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Files that do not say what the runs say. Of pictures only the numbers plotted count, not how they are drawn."""
+    """Files that do not say what the runs say: changed, missing, or left over from a figure that is no more.
+
+    Of pictures the numbers plotted and the words count, not how they are drawn.
+    """
     results = read(folder)
-    found = []
-    for name, text in pages(results).items():
+    found, wanted = [], pages(results)
+    for name, text in wanted.items():
         path = folder / name
-        if not path.exists() or (path.suffix != ".svg" and path.read_text("utf-8") != text):
+        there = path.read_text("utf-8", errors="replace") if path.exists() else ""
+        if (_words(there) != _words(text)) if path.suffix == ".svg" else (there != text):
             found.append(path)
+    found += [path for path in sorted(folder.glob("figure-*")) if path.name not in wanted]
     if readme is not None and readme.read_text("utf-8") != _with_block(readme, block(results)):
         found.append(readme)
     return found
+
+
+def _words(picture: str) -> list[str]:
+    return re.findall(r">([^<>{}]+)<", picture)
 
 
 def has_block(readme: Path) -> bool:
@@ -166,7 +176,7 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
         parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
-    shown = [outcome for outcome in outcomes if outcome.tried or outcome.on_test]
+    shown = [outcome for outcome in outcomes if outcome.tried or outcome.on_test or outcome.lr]
     if shown:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
@@ -175,14 +185,14 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
     by_cell = _by_cell(outcomes)
     if claims := _claims(item):
-        rows = [[f'"{claim.text}" {claim.note}'.strip(), *of_claim(claim, item, by_cell)] for claim in claims]
+        rows = [[_said(claim), *of_claim(claim, item, by_cell)] for claim in claims]
         parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
     return [*parts, _missing(item, outcomes)]
 
 
 def _claims(item: Item) -> list[Claim]:
-    """The paper's on this item; where we ran its methods on another loss too, once more on that."""
-    claims = [claim for claim in CLAIMS if claim.item == item.name]
+    """The paper's on this item, and ours; where we ran its methods on another loss too, once more on that."""
+    claims = [claim for claim in (*CLAIMS, *ASKED) if claim.item == item.name]
     if not any(row.name.endswith(ON_MEAN) for row in item.rows):
         return claims
     versions = []
@@ -192,9 +202,15 @@ def _claims(item: Item) -> list[Claim]:
     return versions
 
 
+def _said(claim: Claim) -> str:
+    text = claim.text if claim in ASKED else f'"{claim.text}"'
+    return f"{text} {claim.note}".strip()
+
+
 def _row(outcome: Outcome) -> list[str]:
     planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    ours = text_of(fmean(values), item.metric) if values else "diverged" if outcome.tried else "rate not chosen yet"
+    missing = "rate not chosen yet" if outcome.lr is None else "not run yet"
+    ours = text_of(fmean(values), item.metric) if values else "diverged" if outcome.tried else missing
     if len(values) > 1:
         ours += f" {_interval(values, item)}"
     if outcome.diverged and values:
@@ -246,7 +262,8 @@ def hours(seconds: float) -> str:
     >>> hours(90), hours(5400), hours(360000)
     ('2 minutes', '1.5 hours', '100 hours')
     """
-    return f"{max(1, round(seconds / 60))} minutes" if seconds < 3600 else f"{seconds / 3600:.3g} hours"
+    minutes = max(1, round(seconds / 60))
+    return f"{minutes} minute{'s' * (minutes > 1)}" if seconds < 3600 else f"{seconds / 3600:.3g} hours"
 
 
 def _repeated(results: Results) -> str:
@@ -269,14 +286,19 @@ def _repeated(results: Results) -> str:
 
 def _runs(task: str, results: Results) -> str:
     lines = results.of_task(task)
-    parts = [MADE, f"# Runs of {task}", f"{len(lines)} runs, as kept in [{FILE}]({FILE}) with their curves."]
-    groups: dict[tuple[str, int], list[Line]] = {}
+    parts = [
+        MADE,
+        f"# Runs of {task}",
+        f"{len(lines)} runs, as kept in [{FILE}]({FILE}) with their "
+        "curves. Seconds an epoch may be of runs that shared a GPU with others.",
+    ]
+    groups: dict[tuple[int, str], list[Line]] = {}
     for line in lines:
-        groups.setdefault((str(line.record["label"]), line.config.batch), []).append(line)
-    for (label, batch), runs in sorted(groups.items(), key=lambda group: (group[0][1], group[0][0])):
+        groups.setdefault((line.config.batch, _anchor_title(line)), []).append(line)
+    for (_, title), runs in sorted(groups.items()):
         rows = [_run(line) for line in runs]
         head = ["run", "lr", "settings", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
-        parts.append(f"## {_anchor_title(label, batch)}")
+        parts.append(f"## {title}")
         parts.append("\n".join(_grid(head, rows)))
         parts.append("```\n" + "\n".join(str(line.record["command"]) for line in runs) + "\n```")
     return "\n\n".join(parts) + "\n"
@@ -301,16 +323,20 @@ def _short(value: float | None) -> str:
     return "none" if value is None else f"{value:.5g}"
 
 
-def _anchor_title(label: str, batch: int) -> str:
-    return f"{label} at batch {batch}"
+def _anchor_title(line: Line) -> str:
+    """The heading of a run: its method, batch, and what of the task is not as usual."""
+    usual = tasks.build(line.config.task).settings()
+    other = [f", {key} {value}" for key, value in sorted(line.config.task_settings.items()) if value != usual[key]]
+    return f"{line.record['label']} at batch {line.config.batch}{''.join(other)}"
 
 
 def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
     """The number of seeds, leading to their runs."""
     if not lines:
         return "0"
-    title = _anchor_title(str(lines[0].record["label"]), lines[0].config.batch)
-    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it of a heading
+    anchor = re.sub(r"[^\w\- ]", "", _anchor_title(lines[0]).lower()).replace(
+        " ", "-"
+    )  # as GitHub makes it of a heading
     return f"[{len(values_of(lines, item.metric))}]({before}{item.task}/runs.md#{anchor})"
 
 
@@ -325,25 +351,30 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
             panels = {}
             by_cell = _by_cell(outcomes[figure.item])
             for loss, batch in itertools.product(("", ON_MEAN), figure.batches):
-                panel = []
-                for slot, name in enumerate(figure.methods):
-                    cell = by_cell.get((name + loss, batch))
-                    lines = [] if cell is None else cell.lines
-                    finished = [line for line in lines if line.record["status"] == "finished" and metric in line.curve]
-                    points = _mean_curve(finished, metric)
-                    if points:
-                        panel.append(figures.Series(name, slot, points, marks=False))
-                if panel:
+                cells = [(name, by_cell.get((name + loss, batch))) for name in figure.methods]
+                panel = [line for name, cell in cells if cell and (line := _series(name, cell, metric))]
+                if any(line.points for line in panel):
                     panels[f"batch {batch}{loss}"] = panel
             if panels:
                 name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
                 found[name] = figures.Figure(
-                    f"{figure.where.split(',')[0]}, our runs",
-                    f"{figure.title}: {AXES[metric]} over training, mean over seeds",
+                    f"{figure.where.split(',')[0]}, our runs of {figure.task}",
+                    f"{figure.title}: {AXES[metric]} over training, mean over three seeds or as many as said",
                     "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
                     cut=0.15,
                 )  # fmt: skip
     return found
+
+
+def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
+    """A method looks the same in every figure; one of which every rate diverged is a cross at the last epoch."""
+    slot = LOOKS.index(name)
+    if cell.nothing_trains:
+        return figures.Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])
+    finished = [line for line in cell.lines if line.record["status"] == "finished" and metric in line.curve]
+    points, few = _mean_curve(finished, metric), len(finished) < SEEDS
+    label = f"{name}, {len(finished)} seed{'s' * (len(finished) > 1)}" if few else name
+    return figures.Series(label, slot, points, marks=False) if points else None
 
 
 def _mean_curve(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import UsageError
 from ..files import finite, locked, read_json, write_atomically
@@ -25,6 +25,7 @@ KEPT = (
 TIMES = ("seconds", "seconds_per_epoch", "step")
 NOT_OF_A_CURVE = ("epoch", "step", "lr")
 DIGITS = 5  # of a curve's numbers
+NAMED = "with code that is committed and installed by pip install -e from its clone, or with SNGM_COMMIT set"
 
 
 @dataclass(frozen=True)
@@ -110,19 +111,37 @@ def read(folder: Path = FOLDER) -> Results:
 
 def read_lines(path: Path) -> list[Line]:
     """The runs of one file."""
-    lines = []
-    for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
-        try:
-            line = Line(json.loads(text))
-            line.order, line.made  # noqa: B018  read all that is needed
-            parts = (line.curve, line.result, line.record["data"])
-            whole = all(isinstance(part, dict) for part in parts) and line.config.hash == line.hash and line.hardware
-        except (*BROKEN, UsageError) as error:
-            raise UsageError(f"{path}, line {number}: not a run that is kept here ({error})") from error
-        if not whole:
-            raise UsageError(f"{path}, line {number}: the config is not the one that its hash is of")
-        lines.append(line)
+    lines, where = [], str(path)
+    try:
+        for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
+            where = f"{path}, line {number}"
+            lines.append(whole(Line(json.loads(text))))
+    except (*BROKEN, UsageError) as error:
+        raise UsageError(f"{where}: not a run that is kept here ({error}); git has the file as it was") from error
     return lines
+
+
+def whole(line: Line) -> Line:
+    """The line itself, if all parts are there and say the same; what is not is a ValueError, or another of BROKEN."""
+    line.order, line.made, line.hardware  # noqa: B018  read all that is needed
+    record, result, curve = line.record, line.result, line.curve
+    for name in ("result", "curve", "data", "timing", "versions"):
+        if not isinstance(record[name], dict):
+            raise ValueError(f"{name} is no mapping")
+    if line.config.hash != line.hash:
+        raise ValueError("the config is not the one that its hash is of")
+    times = [record["timing"].get(key) for key in TIMES[:2]]
+    for value in [*result.values(), *times, *(value for column in curve.values() for value in column)]:
+        if value is not None and not isinstance(value, (int, float)):
+            raise ValueError(f"{value!r} is no number")
+    if record["status"] == "finished":
+        for key in result.keys() & curve.keys():
+            there = curve[key][record["result_epoch"] - 1 :][:1]
+            if there != [rounded(result[key])]:
+                raise ValueError(
+                    f"{key} is {result[key]} in the result, and {there[0] if there else 'not'} in the curve"
+                )
+    return line
 
 
 def of_folder(path: Path) -> Line:
@@ -141,14 +160,17 @@ def of_folder(path: Path) -> Line:
     commit = record.get("commit")
     if not commit or commit.endswith("+"):
         why = "the code had changes that are in no commit" if commit else "its record names no commit"
-        raise UsageError(f"{path}: {why}, so nobody could repeat it; commit first, or set SNGM_COMMIT")
-    epochs = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-    columns = [key for key in epochs[0] if key not in NOT_OF_A_CURVE] if epochs else []
-    kept = {key: record[key] for key in KEPT if key in record}
-    timing = {key: record["timing"][key] for key in TIMES if key in record.get("timing", {})}
-    curve = {key: [rounded(epoch.get(key)) for epoch in epochs] for key in columns}
-    line = Line({**kept, "timing": timing, "commit": commit, "curve": curve})
-    return Line({**line.record, "command": command_of(line.config)})
+        raise UsageError(f"{path}: {why}, so nobody could repeat it; make it again in another folder, {NAMED}")
+    try:
+        epochs = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
+        columns = [key for key in epochs[0] if key not in NOT_OF_A_CURVE] if epochs else []
+        kept = {key: record[key] for key in KEPT if key in record}
+        timing = {key: record["timing"][key] for key in TIMES if key in record.get("timing", {})}
+        curve = {key: [rounded(epoch.get(key)) for epoch in epochs] for key in columns}
+        line = Line({**kept, "timing": timing, "commit": commit, "curve": curve})
+        return whole(Line({**line.record, "command": command_of(line.config)}))
+    except BROKEN as error:
+        raise UsageError(f"{path}: not as it was written ({error}); delete it and make it again") from error
 
 
 def rounded(value: float | None) -> float | None:
@@ -156,7 +178,14 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
-def keep(lines: Iterable[Line], folder: Path = FOLDER) -> int:
+class Kept(NamedTuple):
+    """How many runs were new, and how many of those repeat one that is kept."""
+
+    new: int
+    repeated: int
+
+
+def keep(lines: Iterable[Line], folder: Path = FOLDER) -> Kept:
     """Add runs to the files of their tasks; say how many were new.
 
     Of runs with the same config, the one that was begun first is the result, and the others are that run repeated.
@@ -164,10 +193,11 @@ def keep(lines: Iterable[Line], folder: Path = FOLDER) -> int:
     by_task: dict[str, list[Line]] = {}
     for line in lines:
         by_task.setdefault(line.config.task, []).append(line)
-    return sum(_keep_of_task(folder / task, new) for task, new in by_task.items())
+    counts = [_keep_of_task(folder / task, new) for task, new in by_task.items()]
+    return Kept(sum(count.new for count in counts), sum(count.repeated for count in counts))
 
 
-def _keep_of_task(folder: Path, new: list[Line]) -> int:
+def _keep_of_task(folder: Path, new: list[Line]) -> Kept:
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / name for name in (FILE, REPEATED)}
     with locked(folder, waiting=lambda: None):  # another process may be keeping runs too
@@ -182,7 +212,8 @@ def _keep_of_task(folder: Path, new: list[Line]) -> int:
             if lines or path.exists():
                 text = "".join(line.text + "\n" for line in sorted(lines, key=lambda line: line.order))
                 write_atomically(path, text.encode())
-    return len(fresh)
+    repeated = len(ordered) - len(first) - (len(there) - len({line.hash for line in there}))
+    return Kept(len(fresh), repeated)
 
 
 def _check_data(lines: list[Line]) -> None:

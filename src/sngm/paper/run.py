@@ -11,13 +11,14 @@ from pathlib import Path
 from types import FrameType
 
 from ..errors import UsageError
+from ..files import check_writable
 from ..study import launch
 from ..study.grid import Study, run_name
 from ..train.config import RunConfig
 from ..train.loop import Options
 from ..train.record import FINISHED, commit
 from .items import Item, Planned
-from .results import FOLDER, Results, keep, of_folder, read
+from .results import FOLDER, NAMED, Results, keep, of_folder, read
 from .verdicts import Outcome, look
 
 Failure = tuple[RunConfig, launch.Record]
@@ -27,11 +28,13 @@ Show = Callable[[Study], AbstractContextManager[Callable[[launch.Progress], None
 def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
     """The cells of an item that were asked for: by row, batch, or both as ROW@BATCH."""
     planned = list(item.cells())
-    if not cells:
+    if cells is None:
         return planned
     chosen = []
     for word in cells:
         name, _, batch = (part.strip().lower() for part in word.partition("@"))
+        if not name and not batch:
+            raise UsageError("--cells has an empty part; name rows, batches or ROW@BATCH, with a comma between two")
         if not batch and name.isdigit():
             name, batch = "", name
         found = [p for p in planned if name in ("", p.row.name.lower()) and batch in ("", str(p.batch))]
@@ -65,7 +68,8 @@ def run(
     name = commit()
     if not name or name.endswith("+"):
         why = "the code has changes that are in no commit" if name else "no commit is known for this code"
-        raise UsageError(f"{why}, so nobody could repeat these runs; commit first, or set SNGM_COMMIT")
+        raise UsageError(f"{why}, so nobody could repeat these runs; run {NAMED}")
+    check_writable(results, "--results")
     end = None if budget is None else time.monotonic() + budget
     failed: list[Failure] = []
     for cell in planned:

@@ -44,6 +44,8 @@ class Outcome:
     missing: list[RunConfig]
     seeds: int
     """How many were wanted."""
+    rates: tuple[float, ...] = ()
+    """Those tried and to be tried."""
     at_edge: bool = False
     nothing_trains: bool = False
     """Every rate that was tried diverged."""
@@ -98,6 +100,7 @@ def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcom
     lines = [] if cell.lr is None else _seeds(cell, cell.lr, results)
     return Outcome(
         planned, cell.lr, lines, missing, cell.study.seeds,
+        rates=tuple(sorted({*cell.grid, *cell.scores})),
         at_edge=cell.summary(item.higher_is_better)["at_edge"],
         nothing_trains=cell.chosen and cell.lr is None,
         on_test=_best_on_test(cell.config(cell.grid[0], "full", 0), results, item),
@@ -164,6 +167,8 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
     needed = claim.share * len(found)
     if found.count(CONTRADICTED) > len(found) - needed:
         return CONTRADICTED, "; ".join(numbers)
+    if numbers and len(numbers) < len(found):
+        numbers.append(f"{len(found) - len(numbers)} comparisons not run yet")
     return (HOLDS if found.count(HOLDS) >= needed else OPEN), "; ".join(numbers) or "no runs yet"
 
 

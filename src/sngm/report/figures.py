@@ -167,7 +167,8 @@ def _panel(figure: Figure, title: str, panel: list[Series]) -> str:
     beside = f"translate(12,{(TOP + floor) / 2}) rotate(-90)"
     for place, text in ((below, figure.x_label), (beside, figure.y_label)):
         out.append(f'<text transform="{place}" text-anchor="middle">{escape(text)}</text>')
-    top, width, height = TOP - 8, WIDTH - LEFT, floor - TOP + 8
+    top = TOP - (0 if figure.cut else 8)  # a line that leaves the axes must not run into the title
+    width, height = WIDTH - LEFT, floor - top
     box = f'x="{LEFT}" y="{top}" width="{width}" height="{height}" viewBox="{LEFT} {top} {width} {height}"'
     middle = (len(panel) - 1) / 2
     lines = [_series(figure, series, order - middle, x_axis, y_axis) for order, series in enumerate(panel)]

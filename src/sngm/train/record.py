@@ -168,7 +168,7 @@ def commit() -> str | None:
     given = os.environ.get("SNGM_COMMIT")
     if given:
         return given
-    here = Path(__file__).parent
+    here = Path(__file__).parent.parent  # the package: every part of it makes a run what it is
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
