@@ -2,9 +2,10 @@
 
 The same number of equal tensors, small and large, each stepped right after other work and after a wait of some
 milliseconds, as steps of large tensors impose it. All optimizers in all four conditions take turns in shuffled order,
-so that whatever the machine does meanwhile falls on all alike, and the work before each step is that of an optimizer of
-its own, so that none finds its objects in the processor's caches. The wait is made by a kernel that does nothing. If
-host time depends on the elements, it does so at equal waits; if it depends on the wait, small tensors show it too.
+so that whatever the machine does meanwhile falls on all alike. The work before each step is one of another optimizer of
+the same kind, so that code is in the processor's caches and the objects of the step are not. The wait is made by a
+kernel that does nothing. If host time depends on the elements, it does so at equal waits; if it depends on the wait,
+small tensors show it too.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ CONTENDERS: dict[str, Make] = {
 
 def host_us() -> dict[str, dict[str, dict[str, float]]]:
     """Of steps that begin when the GPU has nothing left to do: median and quartiles in each condition."""
-    before = stepper(CONTENDERS["SNGM"], SMALL)
+    before = {name: stepper(make, SMALL) for name, make in CONTENDERS.items()}
     steps = {(name, n): stepper(make, n) for name, make in CONTENDERS.items() for n in (SMALL, LARGE)}
     conditions = [(*key, wait) for key in steps for wait in WAITS]
     taken: dict[tuple[str, int, int], list[float]] = {condition: [] for condition in conditions}
@@ -58,7 +59,7 @@ def host_us() -> dict[str, dict[str, dict[str, float]]]:
         shuffle(conditions)
         for name, elements, wait in conditions:
             torch.cuda.synchronize()
-            before()  # the host has just been at work
+            before[name]()  # the host has just been at work
             if wait:
                 torch.cuda._sleep(int(wait * cycles))
             torch.cuda.synchronize()

@@ -155,6 +155,8 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
         (lambda r: r["timing"].update(seconds_per_epoch="abc"), "'abc' is no number"),
         (lambda r: r["result"].update(test_accuracy="x"), "'x' is no number"),
         (lambda r: r["result"].update(test_accuracy=0.95), "0.95 in the result, and 0.9 in the curve"),
+        (lambda r: r["curve"].pop("test_accuracy"), "no test_accuracy in the curve"),
+        (lambda r: r["curve"].pop("train_loss"), "no train_loss in the curve"),
         (lambda r: r["curve"].update(test_accuracy=[0.5]), "0.9 in the result, and not in the curve"),
     ],
 )
@@ -201,11 +203,10 @@ def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
         subprocess.run([*git, *words], check=True)
     monkeypatch.delenv("SNGM_COMMIT")
     ask = [sys.executable, "-c", "from sngm.train.record import commit; print(commit())"]
+    own = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def name():
-        done = subprocess.run(
-            ask, env={**os.environ, "PYTHONPATH": str(root)}, cwd=root, capture_output=True, text=True
-        )
+        done = subprocess.run(ask, env=own, cwd=root, capture_output=True, text=True)
         return done.stdout.strip()
 
     assert len(name()) == 12
@@ -234,7 +235,7 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     assert sngm("paper add run").out == "1 of 1 runs are new in results\n"
     assert sngm("paper add run").out == "0 of 1 runs are new in results\n"
     Path("run/run.json").write_text(json.dumps({**record, "started": "2099"}))
-    assert sngm("paper add run").out == "1 of 1 runs are new in results, 1 of them one that was there made again\n"
+    assert sngm("paper add run").out == "1 of 1 runs are new in results, 1 of them a repeat of another\n"
     Path("run/run.json").write_text(json.dumps(record))
     refused(sngm("paper add nowhere"), "no run")
     Path("again").mkdir()
@@ -508,6 +509,8 @@ def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture.write_text(text)
     (copied / "figure-9.svg").write_text(text)
     refused(sngm("paper report --check"), "figure-9.svg")
+    assert sngm("paper report").out == "removed results/figure-9.svg\n"
+    assert sngm("paper report --check").code == 0
 
 
 def test_links_lead_to_headings_that_are_there(copied):

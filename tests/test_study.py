@@ -505,11 +505,19 @@ def test_an_interrupted_study_says_how_to_go_on_and_ends_the_same(how, uninterru
 
 @linux
 @pytest.mark.slow
-def test_a_study_interrupted_while_its_workers_start_says_no_more_than_that():
+@pytest.mark.parametrize("when", ["the server starts", "workers start"])
+@pytest.mark.parametrize("how", ["ctrl-c", "term"])
+def test_a_study_interrupted_at_its_start_says_no_more_than_that(when, how):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})
-    wait_for(Path("study/study.json").exists)
-    os.killpg(process.pid, signal.SIGINT)
+    served = "from multiprocessing.forkserver import main"
+    wait_for(lambda: any(served in command_line(pid) for pid in living(mark)))
+    if when == "workers start":
+        wait_for(Path("study/study.json").exists)
+    if how == "ctrl-c":
+        os.killpg(process.pid, signal.SIGINT)
+    else:
+        os.kill(process.pid, signal.SIGTERM)
     shown = finish(process, 30)
     assert (shown.code, shown.out) == (130, "")
     assert shown.err.splitlines() == [
@@ -517,6 +525,13 @@ def test_a_study_interrupted_while_its_workers_start_says_no_more_than_that():
         "sngm: interrupted; what is done is in study; the same command goes on from there",
     ]
     wait_for(lambda: not living(mark), 5)
+
+
+def command_line(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
 
 
 @linux

@@ -164,7 +164,7 @@ def add(
     if not lines:
         raise UsageError(f"none of the {unfinished} runs has finished; go on with them first")
     new, repeated = keep(lines, results)
-    of_these = f", {repeated} of them one that was there made again" if repeated else ""
+    of_these = f", {repeated} of them a repeat of another" if repeated else ""
     left_out = f"; {unfinished} that have not finished were left out" if unfinished else ""
     print(f"{new} of {len(lines)} runs are new in {results}{of_these}{left_out}")
 
@@ -195,7 +195,7 @@ def report(
         print("every page says what the runs say")
         return
     changed = document.write(results, page)
-    print("\n".join(f"wrote {path}" for path in changed) or "nothing has changed")
+    print("\n".join(f"{'wrote' if path.exists() else 'removed'} {path}" for path in changed) or "nothing has changed")
 
 
 def _folder(results: Path) -> Path:

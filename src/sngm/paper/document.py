@@ -7,7 +7,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -68,7 +68,7 @@ def block(results: Results) -> str:
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Write all of it. Returns what changed."""
+    """Write all of it, and remove figures that are no more. Returns what changed."""
     results = read(folder)
     wanted = {folder / name: text for name, text in pages(results).items()}
     if readme is not None:
@@ -77,6 +77,9 @@ def write(folder: Path, readme: Path | None = None) -> list[Path]:
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, wanted[path].encode())
+    for path in _left_over(folder, wanted):
+        path.unlink()
+        changed.append(path)
     return changed
 
 
@@ -92,10 +95,14 @@ def stale(folder: Path, readme: Path | None = None) -> list[Path]:
         there = path.read_text("utf-8", errors="replace") if path.exists() else ""
         if (_words(there) != _words(text)) if path.suffix == ".svg" else (there != text):
             found.append(path)
-    found += [path for path in sorted(folder.glob("figure-*")) if path.name not in wanted]
+    found += _left_over(folder, [folder / name for name in wanted])
     if readme is not None and readme.read_text("utf-8") != _with_block(readme, block(results)):
         found.append(readme)
     return found
+
+
+def _left_over(folder: Path, wanted: Collection[Path]) -> list[Path]:
+    return [path for path in sorted(folder.glob("figure-*")) if path not in wanted]
 
 
 def _words(picture: str) -> list[str]:
@@ -176,7 +183,7 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
         parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
-    shown = [outcome for outcome in outcomes if outcome.tried or outcome.on_test or outcome.lr]
+    shown = [outcome for outcome in outcomes if outcome.tried or outcome.on_test or (item.search and outcome.lr)]
     if shown:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
@@ -334,9 +341,8 @@ def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
     """The number of seeds, leading to their runs."""
     if not lines:
         return "0"
-    anchor = re.sub(r"[^\w\- ]", "", _anchor_title(lines[0]).lower()).replace(
-        " ", "-"
-    )  # as GitHub makes it of a heading
+    # as GitHub makes it of a heading
+    anchor = re.sub(r"[^\w\- ]", "", _anchor_title(lines[0]).lower()).replace(" ", "-")
     return f"[{len(values_of(lines, item.metric))}]({before}{item.task}/runs.md#{anchor})"
 
 

@@ -135,7 +135,10 @@ def whole(line: Line) -> Line:
         if value is not None and not isinstance(value, (int, float)):
             raise ValueError(f"{value!r} is no number")
     if record["status"] == "finished":
-        for key in result.keys() & curve.keys():
+        for key in {"train_loss", *result}:
+            if key not in curve:
+                raise ValueError(f"no {key} in the curve")
+        for key in result:
             there = curve[key][record["result_epoch"] - 1 :][:1]
             if there != [rounded(result[key])]:
                 raise ValueError(

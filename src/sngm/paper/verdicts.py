@@ -21,16 +21,16 @@ SEEDS = 3  # the fewest that a verdict on a number rests on
 LEVEL = 0.05  # of Welch's test
 RULES = f"""A number of the paper is *reproduced* if ours, the mean over at least {SEEDS} seeds, differs from it by at
 most 0.5 points of accuracy, 1 % of a perplexity or 0.005 of an AUC, and half of our 95 % interval (Student's t) is no
-wider than that. It is *not reproduced* if the interval lies beyond that distance as a whole, or a seed diverged; else,
-or with fewer seeds, the verdict is *open*.
+wider than that. It is *not reproduced* if the interval lies beyond that distance as a whole, or a seed diverged, or
+every rate that was tried; else, or with fewer seeds, the verdict is *open*.
 
 A claim is tested by pairs of cells with at least {SEEDS} seeds each. Of a pair, the first is better if Welch's test
 says so at 5 %; two are similar if the 95 % interval of their difference lies within the distance above, and are not if
-it lies outside; one that diverged with all seeds, or at all rates, is worse than one that never did. A claim about
-training loss is tested by that of the last epoch too. The claim *holds* if every pair shows it (four of five where the
-paper says "almost all"), is *contradicted* if more pairs show the opposite than may, and is *open* otherwise. The
-levels are those of single tests, and not corrected for their number. Times are compared on one kind of hardware; beside
-the paper's, on eight V100, they get no verdict."""
+it lies outside; one that diverged with all seeds, or at all rates, whose trials have one seed each, is worse than one
+that never did. Where a lower training loss is claimed, that of the last epoch is compared too. The claim *holds* if
+every pair shows it (four of five where the paper says "almost all"), is *contradicted* if more pairs show the opposite
+than may, and is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times are
+compared on one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcom
     lines = [] if cell.lr is None else _seeds(cell, cell.lr, results)
     return Outcome(
         planned, cell.lr, lines, missing, cell.study.seeds,
-        rates=tuple(sorted({*cell.grid, *cell.scores})),
+        rates=tuple(sorted({*cell.grid, *cell.scores, *(config.lr for config in missing)})),
         at_edge=cell.summary(item.higher_is_better)["at_edge"],
         nothing_trains=cell.chosen and cell.lr is None,
         on_test=_best_on_test(cell.config(cell.grid[0], "full", 0), results, item),
@@ -164,12 +164,12 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
         found.append(verdict)
         of = f"{metric.replace('_', ' ')} of " if metric in claim.also else ""
         numbers.append(f"{of}{first[0]} at {first[1]} - {second[0]} at {second[1]}: {why}")
+    if left := len(found) - len(numbers):
+        numbers.append(f"{left} comparison{'s' * (left > 1)} not run yet" if numbers else "no runs yet")
     needed = claim.share * len(found)
     if found.count(CONTRADICTED) > len(found) - needed:
         return CONTRADICTED, "; ".join(numbers)
-    if numbers and len(numbers) < len(found):
-        numbers.append(f"{len(found) - len(numbers)} comparisons not run yet")
-    return (HOLDS if found.count(HOLDS) >= needed else OPEN), "; ".join(numbers) or "no runs yet"
+    return (HOLDS if found.count(HOLDS) >= needed else OPEN), "; ".join(numbers)
 
 
 def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +165,7 @@ class _Launcher:
         context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
         if not self.on_gpu:
             context.set_forkserver_preload(["sngm.study.launch"])
+            resource_tracker.ensure_running()  # which unblocks signals when it starts
             with _undisturbed():  # as the server and those it forks will be: Ctrl-C is not for it
                 forkserver.ensure_running()
         pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up)
@@ -257,17 +258,23 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     return record if record["status"] in FINISHED else None
 
 
-INTERRUPTS = (signal.SIGINT, signal.SIGALRM)
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep Ctrl-C and the end of a budget waiting, here and in processes that are started, until those are ready."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    """Keep Ctrl-C, SIGTERM and the end of a budget waiting, here and in processes started, until those are ready."""
+    came: list[int] = []
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)  # for the processes; threads of this one hear them
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    for late in came:
+        signal.raise_signal(late)
 
 
 @contextlib.contextmanager
