@@ -2,7 +2,6 @@
 
 import copy
 import ctypes
-import functools
 import gc
 import importlib
 import operator
@@ -13,6 +12,7 @@ import weakref
 import pytest
 import torch
 from harness import build, clone_params, gradients, make_params, run, same, states, step
+from interpreter import interpreted
 from methods import CASES, SHAPES, Twin
 from methods import make_params as small_params
 from methods import run as run_twin
@@ -30,29 +30,11 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
 OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("plan", "place", "device"))
 
 
-def loaded():
-    names = [n for n in sys.modules if n in OURS or (n.split(".")[0] == "triton" and not n.startswith("triton._C"))]
-    return {name: sys.modules.pop(name) for name in names}
-
-
 @pytest.fixture(scope="module", autouse=True)
 def plans():
-    """The module of plans, over a Triton of its own that interprets: other tests of this process see neither."""
-    with pytest.MonkeyPatch.context() as patch:
-        elsewhere = loaded()
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(kernels, "DEVICES", ("cpu",))
-        for name in OURS:
-            patch.delattr(kernels, name.split(".")[-1], raising=False)
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        # once for each function, not at each call: that would take half of the time
-        patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
-        patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
+    """The module of plans."""
+    with interpreted(*OURS, chooser=kernels):
         yield importlib.import_module(OURS[0])
-        aside = {f"interpreted {name}": module for name, module in loaded().items()}
-        sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
-        for name in OURS:
-            vars(kernels).pop(name.split(".")[-1], None)
 
 
 @pytest.fixture

@@ -1,13 +1,10 @@
 """The kernels of the CIFAR networks and of augmentation against torch in float64: interpreted, or on a GPU."""
 
-import contextlib
 import copy
-import functools
-import importlib
-import sys
 
 import pytest
 import torch
+from interpreter import close, on_devices
 from torch.nn.functional import conv2d, pad
 
 import sngm.kernels
@@ -18,7 +15,7 @@ from sngm.models.resnet_cifar import resnet20
 
 pytest.importorskip("triton")
 LAST = torch.channels_last
-OURS = (
+device = on_devices(
     "sngm.models.kernels.conv",
     "sngm.models.kernels.norm",
     "sngm.models.kernels.shortcut",
@@ -26,53 +23,11 @@ OURS = (
 )
 
 
-def unload():
-    names = [n for n in sys.modules if n in OURS or (n.split(".")[0] == "triton" and not n.startswith("triton._C"))]
-    found = {name: sys.modules.pop(name) for name in names}
-    for name in OURS:
-        package, _, module = name.rpartition(".")
-        vars(importlib.import_module(package)).pop(module, None)
-    return found
-
-
-@contextlib.contextmanager
-def interpreted():
-    """A Triton of its own that interprets: other tests of this process do not see it."""
-    with pytest.MonkeyPatch.context() as patch:
-        elsewhere = unload()
-        patch.setenv("TRITON_INTERPRET", "1")
-        patch.setattr(sngm.kernels, "DEVICES", ("cpu",))
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        # once for each function, not at each call: that would take half of the time
-        patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
-        patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
-        yield
-        aside = {f"interpreted {name}": module for name, module in unload().items()}
-        sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
-
-
-@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request):
-    if request.param == "cuda":
-        if not torch.cuda.is_available():
-            pytest.skip("needs a GPU")
-        yield "cuda"
-        return
-    with interpreted():
-        yield "cpu"
-
-
 def draw(*shape, device="cpu", dtype=torch.float32, grad=True, shift=0.0):
     seed = sum(shape) + grad  # a gradient like the values would be taken away by a norm
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + shift
     values = values.to(device, dtype)
     return (values.to(memory_format=LAST) if values.ndim == 4 else values).requires_grad_(grad)
-
-
-def close(found, wanted, tolerance):
-    assert found.shape == wanted.shape
-    error = (found.double().cpu() - wanted.double().cpu()).abs().max() / wanted.abs().max().cpu()
-    assert error < tolerance, f"off by {error:.2e} of the largest"
 
 
 # ---------------------------------------------------------------- convolutions

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -165,9 +165,9 @@ class _Launcher:
         context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
         if not self.on_gpu:
             context.set_forkserver_preload(["sngm.study.launch"])
-            resource_tracker.ensure_running()  # which unblocks signals when it starts
-            with _undisturbed():  # as the server and those it forks will be: Ctrl-C is not for it
-                forkserver.ensure_running()
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits it: Ctrl-C is not for it
+            forkserver.ensure_running()
+            signal.signal(signal.SIGINT, before)
         pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up)
         others = set(multiprocessing.active_children())
         try:
@@ -263,10 +263,11 @@ INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 
 @contextlib.contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Keep Ctrl-C, SIGTERM and the end of a budget waiting, here and in processes started, until those are ready."""
+    """Keep Ctrl-C, SIGTERM and the end of a budget waiting: here, and in processes spawned until they are ready."""
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)  # for the processes; threads of this one hear them
+    # for the processes: other threads of this one hear them
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
     try:
         yield
     finally:

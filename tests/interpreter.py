@@ -1,0 +1,61 @@
+"""Kernels on the CPU, by Triton's interpreter."""
+
+import contextlib
+import functools
+import importlib
+import sys
+
+import pytest
+import torch
+
+import sngm.kernels
+
+
+def unload(ours):
+    names = [n for n in sys.modules if n in ours or (n.split(".")[0] == "triton" and not n.startswith("triton._C"))]
+    found = {name: sys.modules.pop(name) for name in names}
+    for name in ours:
+        package, _, module = name.rpartition(".")
+        vars(importlib.import_module(package)).pop(module, None)
+    return found
+
+
+@contextlib.contextmanager
+def interpreted(*ours, chooser=sngm.kernels):
+    """These modules over a Triton of their own that interprets: other tests of this process see neither.
+
+    `chooser` is the module that says which devices kernels serve.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        elsewhere = unload(ours)
+        patch.setenv("TRITON_INTERPRET", "1")
+        patch.setattr(chooser, "DEVICES", ("cpu",))
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        # once for each function, not at each call: that would take half of the time
+        patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
+        patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
+        yield
+        aside = {f"interpreted {name}": module for name, module in unload(ours).items()}
+        sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
+
+
+def on_devices(*ours):
+    """A fixture: the CPU, where these modules are interpreted, and a GPU."""
+
+    @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+    def device(request):
+        if request.param == "cuda":
+            if not torch.cuda.is_available():
+                pytest.skip("needs a GPU")
+            yield "cuda"
+            return
+        with interpreted(*ours):
+            yield "cpu"
+
+    return device
+
+
+def close(found, wanted, tolerance):
+    assert found.shape == wanted.shape
+    error = (found.double().cpu() - wanted.double().cpu()).abs().max() / wanted.abs().max().cpu()
+    assert error < tolerance, f"off by {error:.2e} of the largest"
