@@ -15,7 +15,7 @@ from console import refused, sngm
 from sngm import tasks
 from sngm.cli import parse_settings
 from sngm.errors import UsageError
-from sngm.paper import document, items, verdicts
+from sngm.paper import document, drawing, items, verdicts
 from sngm.paper import run as making
 from sngm.paper.items import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
@@ -528,7 +528,8 @@ def test_links_lead_to_headings_that_are_there(copied):
 def tiny(monkeypatch):
     monkeypatch.setattr(items, "ITEMS", (small(),))
     monkeypatch.setattr(document, "ITEMS", (small(),))
-    monkeypatch.setattr(document, "FIGURES", ())
+    for module in (document, drawing):
+        monkeypatch.setattr(module, "FIGURES", ())
 
 
 def test_what_is_missing_is_run_kept_and_not_run_again(tiny):

@@ -3,7 +3,6 @@ first table of the project's README."""
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 from collections import Counter
@@ -17,18 +16,16 @@ from .. import tasks
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
-from ..report.paper import ADAM, CLAIMS, CLARS, EXTRAP, FIGURES, LAMB, LARS, MSGD, SNGM, Claim
+from ..report.paper import CLAIMS, FIGURES, Claim
 from ..report.stats import half_width
+from .drawing import drawn
 from .items import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, Line, Results, read
-from .verdicts import NOT_REPRODUCED, RULES, SEEDS, Outcome, look, of_claim, of_number, text_of, values_of
+from .verdicts import NOT_REPRODUCED, RULES, Outcome, by_cell, look, of_claim, of_number, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
-AXES = {"train_loss": "training loss", "test_accuracy": "test accuracy, %", "validation_perplexity":
-        "validation perplexity", "validation_auc": "validation AUC"}  # fmt: skip
 FIRST_ITEM = "table-2"
-LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
 
 
 def pages(results: Results) -> dict[str, str]:
@@ -153,7 +150,7 @@ def section(item: Item, results: Results) -> list[str]:
 def as_data(item: Item, results: Results) -> dict[str, Any]:
     """The same for programs."""
     outcomes = [look(planned, results) for planned in item.cells()]
-    by_cell = _by_cell(outcomes)
+    there = by_cell(outcomes)
     return {
         "item": item.name, "title": item.title, "task": item.task, "metric": item.metric,
         "cells": [
@@ -168,13 +165,9 @@ def as_data(item: Item, results: Results) -> dict[str, Any]:
         "claims": [
             {"text": claim.text, "note": claim.note, "verdict": verdict, "from": why}
             for claim in _claims(item)
-            for verdict, why in [of_claim(claim, item, by_cell)]
+            for verdict, why in [of_claim(claim, item, there)]
         ],
     }  # fmt: skip
-
-
-def _by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
-    return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
 
 
 def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
@@ -190,9 +183,9 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
             head = ["batch", "method", "paper, eight V100", "ours", "n", "hardware"]
         ordered = sorted(shown, key=lambda outcome: outcome.planned.batch)
         parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
-    by_cell = _by_cell(outcomes)
+    there = by_cell(outcomes)
     if claims := _claims(item):
-        rows = [[_said(claim), *of_claim(claim, item, by_cell)] for claim in claims]
+        rows = [[_said(claim), *of_claim(claim, item, there)] for claim in claims]
         parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
     return [*parts, _missing(item, outcomes)]
 
@@ -344,56 +337,6 @@ def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
     # as GitHub makes it of a heading
     anchor = re.sub(r"[^\w\- ]", "", _anchor_title(lines[0]).lower()).replace(" ", "-")
     return f"[{len(values_of(lines, item.metric))}]({before}{item.task}/runs.md#{anchor})"
-
-
-# ---------------------------------------------------------------- figures
-
-
-def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
-    """The paper's figures from our runs: the mean over seeds of each method, a panel a batch, loss and axis."""
-    found = {}
-    for figure in FIGURES:
-        for metric in figure.metrics:
-            panels = {}
-            by_cell = _by_cell(outcomes[figure.item])
-            for loss, batch in itertools.product(("", ON_MEAN), figure.batches):
-                cells = [(name, by_cell.get((name + loss, batch))) for name in figure.methods]
-                panel = [line for name, cell in cells if cell and (line := _series(name, cell, metric))]
-                if any(line.points for line in panel):
-                    panels[f"batch {batch}{loss}"] = panel
-            if panels:
-                name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
-                found[name] = figures.Figure(
-                    f"{figure.where.split(',')[0]}, our runs of {figure.task}",
-                    f"{figure.title}: {AXES[metric]} over training, mean over three seeds or as many as said",
-                    "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
-                    cut=0.15,
-                )  # fmt: skip
-    return found
-
-
-def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
-    """A method looks the same in every figure; one of which every rate diverged is a cross at the last epoch."""
-    slot = LOOKS.index(name)
-    if cell.nothing_trains:
-        return figures.Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])
-    finished = [line for line in cell.lines if line.record["status"] == "finished" and metric in line.curve]
-    points, few = _mean_curve(finished, metric), len(finished) < SEEDS
-    label = f"{name}, {len(finished)} seed{'s' * (len(finished) > 1)}" if few else name
-    return figures.Series(label, slot, points, marks=False) if points else None
-
-
-def _mean_curve(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:
-    if not lines:
-        return []
-    scale = 100 if metric.endswith("accuracy") else 1
-    columns = zip(*(line.curve[metric] for line in lines), strict=False)
-    points = []
-    for epoch, values in enumerate(columns, 1):
-        there = [value for value in values if value is not None]
-        if len(there) == len(values):
-            points.append((float(epoch), float(f"{scale * fmean(there):.5g}")))
-    return points
 
 
 # ---------------------------------------------------------------- small things

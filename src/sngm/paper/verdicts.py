@@ -71,6 +71,11 @@ class Outcome:
         return len(self.missing) + waiting
 
 
+def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
+    """As claims and figures name them: a method at a batch."""
+    return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
+
+
 def value_of(line: Line, metric: str) -> float | None:
     """What a run says of this."""
     if metric == "seconds":
