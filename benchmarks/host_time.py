@@ -6,16 +6,21 @@ so that whatever the machine does meanwhile falls on all alike. The work before 
 the same kind, so that code is in the processor's caches and the objects of the step are not. The wait is made by a
 kernel that does nothing. If host time depends on the elements, it does so at equal waits; if it depends on the wait,
 small tensors show it too.
+
+A step of ours has three phases, and their times say which of them depends on what: looking whether anything has moved,
+the launch of a graph by CUDA's driver, and what remains once the GPU is at work.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import random
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +28,7 @@ import torch
 from cells import DOCS, need_gpu, take, write_docs
 
 import sngm
+from sngm.optim.kernels import replay
 
 EXAMPLES = """examples:
   python benchmarks/host_time.py --out build/bench              a minute on a GPU, 75 GB of its memory
@@ -35,8 +41,10 @@ WAITS = (0, 6)  # ms
 ROUNDS, FIRST = 200, 10  # of each condition, and those before that do not count
 LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones at equal waits
 CELL = "us"
+PHASES = ("before the launch", "launch", "after")
 
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+Step = Callable[[], Any]
 CONTENDERS: dict[str, Make] = {
     "torch SGD fused": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
     "SNGM": partial(sngm.SNGM, lr=1e-3),
@@ -49,11 +57,13 @@ CONTENDERS: dict[str, Make] = {
 
 def host_us() -> dict[str, dict[str, dict[str, float]]]:
     """Of steps that begin when the GPU has nothing left to do: median and quartiles in each condition."""
-    before = {name: stepper(make, SMALL) for name, make in CONTENDERS.items()}
-    steps = {(name, n): stepper(make, n) for name, make in CONTENDERS.items() for n in (SMALL, LARGE)}
+    steppers()
+    gc.collect()  # now torch has all the memory, and no call of the driver will come between objects of either size
+    before, steps = steppers()
     conditions = [(*key, wait) for key in steps for wait in WAITS]
-    taken: dict[tuple[str, int, int], list[float]] = {condition: [] for condition in conditions}
+    taken: dict[tuple[str, int, int], list[list[float]]] = {condition: [] for condition in conditions}
     cycles = cycles_a_second() / 1e3
+    launches = watch_launches()
     shuffle = random.Random(0).shuffle
     for i in range(FIRST + ROUNDS):
         shuffle(conditions)
@@ -63,19 +73,45 @@ def host_us() -> dict[str, dict[str, dict[str, float]]]:
             if wait:
                 torch.cuda._sleep(int(wait * cycles))
             torch.cuda.synchronize()
+            launches.clear()
             start = time.perf_counter()
             steps[name, elements]()
+            end = time.perf_counter()
             if i >= FIRST:
-                taken[name, elements, wait].append(time.perf_counter() - start)
+                taken[name, elements, wait].append([start, *launches, end])
     torch.cuda.synchronize()
     found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in CONTENDERS}
     for (name, elements, wait), times in taken.items():
-        low, median, high = (round(1e6 * quartile, 1) for quartile in statistics.quantiles(times, n=4))
-        found[name][f"{elements}, {wait} ms"] = {"low": low, "median": median, "high": high}
+        spans = [[b - a for a, b in pairwise(step)] for step in times]
+        phases = list(map(statistics.median, zip(*spans, strict=True)))
+        values = dict(zip(("low", "median", "high"), statistics.quantiles(map(sum, spans), n=4), strict=True))
+        if len(phases) == len(PHASES):
+            values |= zip(PHASES, phases, strict=True)
+        found[name][f"{elements}, {wait} ms"] = {key: round(1e6 * value, 1) for key, value in values.items()}
     return found
 
 
-def stepper(make: Make, elements: int) -> Callable[[], Any]:
+def watch_launches() -> list[float]:
+    """A list that gets the times at which launches of our graphs begin and end."""
+    times: list[float] = []
+    launch = replay.Graph.__call__
+
+    def watched(graph: replay.Graph, stream: int | None) -> bool:
+        times.append(time.perf_counter())
+        done = launch(graph, stream)
+        times.append(time.perf_counter())
+        return done
+
+    replay.Graph.__call__ = watched  # type: ignore[method-assign]
+    return times
+
+
+def steppers() -> tuple[dict[str, Step], dict[tuple[str, int], Step]]:
+    before = {name: stepper(make, SMALL) for name, make in CONTENDERS.items()}
+    return before, {(name, n): stepper(make, n) for name, make in CONTENDERS.items() for n in (SMALL, LARGE)}
+
+
+def stepper(make: Make, elements: int) -> Step:
     parameters = [torch.nn.Parameter(torch.randn(elements, device="cuda")) for _ in range(TENSORS)]
     for p in parameters:
         p.grad = torch.randn_like(p)
@@ -103,6 +139,11 @@ def page(record: dict[str, Any]) -> str:
     for name, row in found.items():
         lines.append(f"| {name} | " + " | ".join(cell(row[column]) for column in columns) + " |")
     ours = {name: row for name, row in found.items() if "torch" not in name}
+    lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
+    lines += ["| elements, wait | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in ours.items():
+        phases = (" + ".join(f"{row[column][phase]:.0f}" for phase in PHASES) for column in columns)
+        lines.append(f"| {name} | " + " | ".join(phases) + " |")
     slowest, slow = max((row[column]["median"], name) for name, row in ours.items() for column in columns)
     ratio, grows = max(
         (row[f"{LARGE}, {wait} ms"]["median"] / row[f"{SMALL}, {wait} ms"]["median"], name)
