@@ -48,6 +48,7 @@ def test_every_snippet_for_many_processes_runs_in_two(code, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_the_task_of_the_documentation_trains_and_compares(tmp_path):
     page = (ROOT / "docs" / "your-own-task.md").read_text()
     code = next(s for s in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "class MyTask" in s)

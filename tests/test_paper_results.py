@@ -555,6 +555,7 @@ def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     assert "table-9" in Path("results/README.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_budget_ends_and_the_rest_is_run_later(tiny):
     found = sngm("paper run table-9 --budget 1s --device cpu --json")
     assert found.code == 0, found.err

@@ -114,8 +114,17 @@ def test_merged_passes_serve_every_method(method, stats, tmp_path):
     assert_equal_ends(tmp_path / "merged", tmp_path / "apart")
 
 
-@pytest.mark.parametrize("method", ["sngm", "clars", "extrap-sgd"])
-@pytest.mark.parametrize("stats", ["first", "mean"])
+@pytest.mark.parametrize(
+    ("method", "stats"),
+    [
+        ("sngm", "first"),
+        ("clars", "mean"),
+        *(
+            pytest.param(*some, marks=pytest.mark.slow)
+            for some in (("sngm", "mean"), ("clars", "first"), ("extrap-sgd", "first"), ("extrap-sgd", "mean"))
+        ),
+    ],
+)
 def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
     usual = ["train", TASK, "--method", method, "--lr", 0.05, "--batch", 32, "--workers", 4, "--micro", 4, "--device"]
     usual += ["cpu", "--precision", "float64", "--running-stats", stats, "--out"]
@@ -257,8 +266,15 @@ def compilations() -> int:
 
 
 @pytest.mark.usefixtures("_traced")
-@pytest.mark.parametrize("stats", ["first", "mean"])
-@pytest.mark.parametrize("task", [TASK, "test_passes:Streaming"])
+@pytest.mark.parametrize(
+    ("task", "stats"),
+    [
+        (TASK, "first"),
+        ("test_passes:Streaming", "mean"),
+        pytest.param(TASK, "mean", marks=pytest.mark.slow),
+        pytest.param("test_passes:Streaming", "first", marks=pytest.mark.slow),
+    ],
+)
 def test_compiled_steps_equal_eager_ones_and_a_second_run_compiles_nothing(task, stats, tmp_path):
     usual = {"workers": 2, "running_stats": stats, "task": task}
     for step in ("eager", "compiled"):
