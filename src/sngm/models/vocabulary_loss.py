@@ -175,7 +175,7 @@ def _by_kernels(
         if of_x is not None:
             torch.mm(slopes, w[:, :width], out=of_x[rows])
         if wanted[1] or wanted[2]:
-            product = _product(slopes.t(), ones[rows])
+            product = wide_product(slopes.t(), ones[rows])
             of_both = product if of_both is None else of_both.add_(product)
     grads: Gradients = [of_x, None, None]
     if of_both is not None:
@@ -183,7 +183,7 @@ def _by_kernels(
     return losses.sum(), grads
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def wide_product(a: Tensor, b: Tensor) -> Tensor:
     """In float32, in which it is summed up; on a CPU it is rounded in between."""
     if a.dtype == torch.float32:
         return a @ b

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ...kernels import LARGEST
+from ..vocabulary_loss import wide_product
 
 WIDEST = 256  # hidden units: the gates of all of them are in registers at once
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -312,18 +313,13 @@ class Recur(torch.autograd.Function):
             if wanted[0]:
                 grads[0] = (of_gates @ of_input).view_as(x)
             if wanted[3]:
-                grads[3] = _product(of_gates.t(), x.flatten(0, 1))
+                grads[3] = wide_product(of_gates.t(), x.flatten(0, 1))
             if wanted[4]:
-                grads[4] = _product(of_gates.t(), outputs[:-1].flatten(0, 1))
+                grads[4] = wide_product(of_gates.t(), outputs[:-1].flatten(0, 1))
         if wanted[5] or wanted[6]:
             grads[5] = grads[6] = of_gates.sum(0, dtype=torch.float32)
         kept = zip(grads, ctx.dtypes, wanted[:7], strict=True)
         return *(one.to(dtype) if needed else None for one, dtype, needed in kept), None
-
-
-def _product(a: Tensor, b: Tensor) -> Tensor:
-    """In float32, in which it is summed up; on a CPU it is rounded to the dtype of its factors."""
-    return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda and a.dtype != torch.float32 else a @ b
 
 
 def _launch(
