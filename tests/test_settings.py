@@ -260,6 +260,15 @@ def test_lars_trains_biases_at_a_scaled_rate_or_at_the_full_one(method, trust):
     assert {group["lr"] for group in full.values()} == {4.0}
 
 
+def test_a_bias_that_is_a_matrix_leaves_the_others_their_scaled_rate():
+    model = torch.nn.Linear(3, 2)
+    model.position_bias = torch.nn.Parameter(torch.ones(2, 3))
+    optimizer = build_optimizer(config("lars", lr=4.0), model)
+    rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
+    assert rates == {id(model.weight): 4.0, id(model.position_bias): 4.0, id(model.bias): 0.004}
+    assert len(optimizer.state) == 3
+
+
 # ---------------------------------------------------------------- rates in tensors
 
 METHODS = {"msgd": 0.1, "adam": 0.01, "sngm": 0.1, "lars": 30.0, "lars-momentum": 0.1, "lamb": 0.01, "block-sngm": 0.1}

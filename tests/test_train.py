@@ -82,15 +82,20 @@ def by_hand(wanted: RunConfig, step) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_clars_gets_the_mean_norms_of_micro_batches(workers, tmp_path):
+@pytest.mark.parametrize("clip", [None, 0.05])
+def test_clars_gets_the_mean_norms_of_micro_batches(workers, clip, tmp_path):
     wanted = config(
-        "clars", lr=3.0, workers=workers, micro=4, method_settings={"weight_decay": 0.01, "max_ratio": None}
+        "clars", lr=3.0, workers=workers, micro=4, method_settings={"weight_decay": 0.01, "max_ratio": None}, clip=clip
     )
 
     def step(model, weights, momenta, x, y):
         parts = [gradients_at(model, weights, *pair) for pair in zip(x.split(4), y.split(4), strict=True)]
         mean = [sum(gs) / len(parts) for gs in zip(*parts, strict=True)]
         norms = [float(sum(g.norm() for g in gs)) / len(parts) for gs in zip(*parts, strict=True)]
+        if clip:
+            factor = clip / (torch.cat([g.flatten() for g in mean]).norm() + 1e-6)
+            assert factor < 1
+            mean, norms = [factor * g for g in mean], [float(factor) * norm for norm in norms]
         eta = [3.0 if w.ndim > 1 else 3.0 * 0.01 for w in weights]  # biases: trust_coefficient * lr
         wd = [0.01 if w.ndim > 1 else 0.0 for w in weights]
         return reference.clars(weights, momenta, mean, norms, eta=eta, wd=wd, max_ratio=None)

@@ -48,17 +48,17 @@ def block(results: Results) -> str:
     item = find(FIRST_ITEM)
     for planned in sorted(item.cells(), key=lambda planned: planned.batch):
         outcome = look(planned, results)
-        if values := outcome.values:
+        if outcome.tried:
             rows.append([
-                str(planned.batch), planned.row.name, f"{outcome.lr:g}", _number(planned.paper, item),
-                text_of(fmean(values), item.metric), _interval(values, item),
-                _link(outcome.lines, item, "results/"), _hardware(outcome.lines),
+                str(planned.batch), planned.row.name, _rate(outcome), _number(planned.paper, item), _ours(outcome),
+                _interval(outcome.values, item), _link(outcome.lines, item, "results/"), _hardware(outcome.lines),
             ])  # fmt: skip
     if not rows:
         return f"{BEGIN}\nNo run has been kept yet.\n{END}"
     text = (
-        "Mean over n seeds, at a rate chosen on validation data. Each n leads to its runs. The paper's other tables, "
-        "verdicts, and what is missing are in [results](results/README.md)."
+        "Mean over n seeds, at a rate chosen on validation data; an asterisk marks one at the edge of those tried. "
+        "Each n leads to its runs. The paper's other tables, verdicts, and what is missing are in "
+        "[results](results/README.md)."
     )
     head = ["batch", "method", "lr", "paper", "ours", "95 % interval", "n", "hardware"]
     return "\n".join([BEGIN, *_grid(head, rows), "", text, END])
@@ -209,12 +209,7 @@ def _said(claim: Claim) -> str:
 
 def _row(outcome: Outcome) -> list[str]:
     planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    missing = "rate not chosen yet" if outcome.lr is None else "not run yet"
-    ours = text_of(fmean(values), item.metric) if values else "diverged" if outcome.tried else missing
-    if len(values) > 1:
-        ours += f" {_interval(values, item)}"
-    if outcome.diverged and values:
-        ours += f" ({outcome.diverged} diverged)"
+    ours = f"{_ours(outcome)} {_interval(values, item)}".strip()
     first = [str(planned.batch), planned.row.name]
     if item.metric == "seconds":
         return [*first, _number(planned.paper, item), ours, _link(outcome.lines, item), _hardware(outcome.lines)]
@@ -225,8 +220,30 @@ def _row(outcome: Outcome) -> list[str]:
     if there := outcome.on_test:
         mean = text_of(fmean(values_of(there, item.metric)), item.metric)
         on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(there, item)})"
-    rate = "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
-    return [*first, rate, _number(planned.paper, item), ours, _link(outcome.lines, item), gap, verdict, on_test]
+    return [
+        *first,
+        _rate(outcome),
+        _number(planned.paper, item),
+        ours,
+        _link(outcome.lines, item),
+        gap,
+        verdict,
+        on_test,
+    ]
+
+
+def _rate(outcome: Outcome) -> str:
+    return "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
+
+
+def _ours(outcome: Outcome) -> str:
+    """The mean of a cell, and how many runs it leaves out; or why there is none."""
+    if not outcome.tried:
+        return "rate not chosen yet" if outcome.lr is None else "not run yet"
+    if not outcome.values:
+        return "diverged"
+    mean = text_of(fmean(outcome.values), outcome.planned.item.metric)
+    return f"{mean} ({outcome.diverged} diverged)" if outcome.diverged else mean
 
 
 def _verdict(outcome: Outcome) -> str | None:

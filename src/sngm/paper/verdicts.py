@@ -27,9 +27,10 @@ every rate that was tried; else, or with fewer seeds, the verdict is *open*.
 A claim is tested by pairs of cells with at least {SEEDS} seeds each. Of a pair, the first is better if Welch's test
 says so at 5 %; two are similar if the 95 % interval of their difference lies within the distance above, and are not if
 it lies outside; one that diverged with all seeds, or at all rates, whose trials have one seed each, is worse than one
-that never did. Where a lower training loss is claimed, that of the last epoch is compared too. The claim *holds* if
-every pair shows it (four of five where the paper says "almost all"), is *contradicted* if more pairs show the opposite
-than may, and is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times are
+that never did. Where a lower training loss is claimed, that of the last epoch is compared too. A batch size speaks for
+the claim if all its pairs show it, and against it if one shows the opposite. The claim *holds* if every batch size
+speaks for it (four of five where the paper says "almost all"), is *contradicted* if more speak against it than may, and
+is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times are
 compared on one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
 
 
@@ -121,10 +122,11 @@ def _seeds(cell: Cell, lr: float, results: Results) -> list[Line]:
 def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
     by_rate: dict[float, list[Line]] = {}
     for line in results.of_task(item.task):
-        if value_of(line, item.metric) is not None and _but_for_rate(line.config) == _but_for_rate(like):
+        if _but_for_rate(line.config) == _but_for_rate(like):
             by_rate.setdefault(line.config.lr, []).append(line)
+    trained = [lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)]  # by every seed
     sign = 1 if item.higher_is_better else -1
-    return max(by_rate.values(), key=lambda lines: sign * fmean(values_of(lines, item.metric)), default=[])
+    return max(trained, key=lambda lines: sign * fmean(values_of(lines, item.metric)), default=[])
 
 
 def _but_for_rate(config: RunConfig) -> RunConfig:
@@ -158,23 +160,27 @@ def of_number(values: Sequence[float], paper: float, metric: str, diverged: int 
 
 def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]) -> tuple[str, str]:
     """The verdict on a claim, and the numbers it rests on."""
-    found: list[str] = []
+    found: dict[int, list[str]] = {}  # by batch
     numbers: list[str] = []
+    left = 0
     for metric, (first, second) in itertools.product((item.metric, *claim.also), claim.pairs):
         ours, theirs = outcomes.get(first), outcomes.get(second)
+        at_batch = found.setdefault(first[1], [])
         if ours is None or theirs is None or not (ours.tried and theirs.tried):
-            found.append(OPEN)
+            at_batch.append(OPEN)
+            left += 1
             continue
         verdict, why = _pair(claim.kind, ours, theirs, metric)
-        found.append(verdict)
+        at_batch.append(verdict)
         of = f"{metric.replace('_', ' ')} of " if metric in claim.also else ""
         numbers.append(f"{of}{first[0]} at {first[1]} - {second[0]} at {second[1]}: {why}")
-    if left := len(found) - len(numbers):
+    if left:
         numbers.append(f"{left} comparison{'s' * (left > 1)} not run yet" if numbers else "no runs yet")
     needed = claim.share * len(found)
-    if found.count(CONTRADICTED) > len(found) - needed:
+    if sum(CONTRADICTED in verdicts for verdicts in found.values()) > len(found) - needed:
         return CONTRADICTED, "; ".join(numbers)
-    return (HOLDS if found.count(HOLDS) >= needed else OPEN), "; ".join(numbers)
+    holding = sum(set(verdicts) == {HOLDS} for verdicts in found.values())
+    return (HOLDS if holding >= needed else OPEN), "; ".join(numbers)
 
 
 def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:
@@ -184,10 +190,12 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
         why = " and ".join(
             "all rates" if cell.nothing_trains else f"{cell.diverged} of {len(cell.lines)}" for cell in (ours, theirs)
         )
-        sure = kind == "better" and all(cell.nothing_trains or len(cell.lines) >= SEEDS for cell in (ours, theirs))
-        if sure and not b and a and not ours.diverged:
+        sure = all(cell.nothing_trains or len(cell.lines) >= SEEDS for cell in (ours, theirs))
+        worse = sure and not a and b and not theirs.diverged
+        better = sure and not b and a and not ours.diverged
+        if better and kind == "better":
             return HOLDS, f"{why} diverged"
-        return (CONTRADICTED if sure and not a and b and not theirs.diverged else OPEN), f"{why} diverged"
+        return (CONTRADICTED if worse or better else OPEN), f"{why} diverged"
     gap = text_of(fmean(a) - fmean(b), metric, signed=True)
     if min(len(a), len(b)) < SEEDS:
         return OPEN, f"{gap}, too few seeds"

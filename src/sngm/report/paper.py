@@ -54,7 +54,8 @@ class Claim:
     """A sentence of the paper that runs can speak for or against, and the comparisons that it is tested by.
 
     `kind` says what must be seen of each pair: "better", the first beats the second; "similar", they differ by no more
-    than what counts as the same number. `share` of the pairs must show it.
+    than what counts as the same number. At `share` of the batch sizes, which are those of the first cells,
+    all pairs must show it.
     """
 
     item: str
@@ -168,7 +169,7 @@ FIGURES = (
     ),
 )  # fmt: skip
 
-ALMOST_ALL = 0.8  # of the comparisons
+ALMOST_ALL = 0.8  # of the batch sizes
 CLAIMS = (
     Claim("figure-1", "large-batch training indeed degrades the test accuracy and increases the training loss",
           (((MSGD, 128), (MSGD, 8192)),), also=("train_loss",)),

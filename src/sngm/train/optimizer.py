@@ -42,15 +42,27 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     except (TypeError, ValueError) as error:
         raise UsageError(f"{config.method}: {error}") from error
     if isinstance(optimizer, (LARS, CLARS)) and config.bias_lr == "scaled":
-        for group in optimizer.param_groups:
-            if all(p.ndim <= 1 for p in group["params"]) and group["adapt"] is None:
-                group["lr"] *= trust(group)
+        _scale_vectors(optimizer)
     for group in optimizer.param_groups:
         group |= {f"initial_{key}": group[key] for key in RATES if key in group}
     _choose_kernels(optimizer, tensor_rates)
     if tensor_rates:
         _hold_rates_in_tensors(optimizer)
     return optimizer
+
+
+def _scale_vectors(optimizer: LARS | CLARS) -> None:
+    """Multiply the rate of what is not adapted by the trust coefficient, apart from a group's matrices."""
+    for group in list(optimizer.param_groups):
+        vectors = [p for p in group["params"] if p.ndim <= 1]
+        if group["adapt"] is not None or not vectors:
+            continue
+        rate = group["lr"] * trust(group)
+        if len(vectors) == len(group["params"]):
+            group["lr"] = rate
+        else:
+            group["params"] = [p for p in group["params"] if p.ndim > 1]
+            optimizer.add_param_group({**group, "params": vectors, "lr": rate})
 
 
 def captures(optimizer: torch.optim.Optimizer) -> bool:

@@ -96,8 +96,10 @@ class Stepper:
         mean_norms = apart.give_back() if apart is not None else None
         self._reduce(loss, mean_norms)
         self.statistics.end()
-        if self.config.clip is not None:
-            nn.utils.clip_grad_norm_(self.params, self.config.clip)
+        if (clip := self.config.clip) is not None:
+            norm = nn.utils.clip_grad_norm_(self.params, clip)
+            if mean_norms is not None:  # of the same gradients, by the factor that torch takes
+                mean_norms = mean_norms * (clip / (norm + 1e-6)).clamp(max=1.0)
         if mean_norms is None:
             self.optimizer.step()
         else:

@@ -25,6 +25,11 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(ROWS))
 
 
+def dtypes_of(grads: list[Any]) -> list[Any]:
+    """Of each gradient; None where there is none."""
+    return [None if g is None else g.dtype for g in grads]
+
+
 class Plan:
     """The tables of one optimizer, and its step on them.
 
@@ -226,7 +231,7 @@ class Plan:
                 found = [0 if g is None else g.data_ptr() for g in grads]
             if found == self.found:
                 return True
-            dtypes = [None if g is None else g.dtype for g in grads]
+            dtypes = dtypes_of(grads)
             if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and dtypes == self.grad_dtypes:
                 self.found = found
                 return True
@@ -241,7 +246,7 @@ class Plan:
             if self.needs[self.positions[i]] and not kind.buffered and g.numel():
                 return False  # it was frozen, and has a gradient now
         self.held, self.found = grads, found
-        self.grad_dtypes = [None if g is None else g.dtype for g in grads]
+        self.grad_dtypes = dtypes_of(grads)
         self.present = [i for i, g in enumerate(grads) if g is not None]
         stepped = [self.params[i] for i in self.present]
         self.marked = [p for p in stepped if p.ndim > 1] or stepped
@@ -263,7 +268,7 @@ class Plan:
                     and sum(g is not None for g in grads) == len(self.present)
                 )
             # torch gives a gradient the parameter's dtype, unless told otherwise
-            return alike and (self.grads_like_params or [g and g.dtype for g in grads] == self.grad_dtypes)
+            return alike and (self.grads_like_params or dtypes_of(grads) == self.grad_dtypes)
         except (AttributeError, RuntimeError, TypeError):  # one is None now, or sparse
             return False
 
