@@ -213,6 +213,9 @@ def test_a_dry_run_of_compare_says_how_long_it_takes(monkeypatch):
     assert sngm(f"{line} --jobs 1 --json").json["time"]["seconds"] == 2 * time["seconds"]
     said = "time: about 32 min of training on this machine (cpu), 2 runs at a time; from one pass of msgd at each batch"
     assert said in sngm(line).out
+    monkeypatch.delattr(os, "sched_getaffinity")  # as on systems other than Linux
+    monkeypatch.setattr(os, "cpu_count", lambda: 3)
+    assert sngm(f"{line} --json").json["time"]["runs_at_once"] == 3
     assert "about 64 min of training on this machine (cpu), one run after another; " in sngm(f"{line} --jobs 1").out
 
 

@@ -367,7 +367,7 @@ def _study_time(
     Every method at every batch would take too long. Runs on a GPU are counted one after another, whatever shares it.
     """
     from .study.launch import default_jobs, one_thread
-    from .train.processes import choose_device
+    from .train.processes import choose_device, cores
 
     device = choose_device(options.device)
     one: dict[int, float] = {}  # seconds of a run, by batch
@@ -377,8 +377,7 @@ def _study_time(
         if "not_measured" in plan:
             return {"not_measured": plan["not_measured"]}
         one[cell.batch] = plan["time"]["seconds"]
-    cores = len(os.sched_getaffinity(0))
-    at_once = 1 if device.type == "cuda" else min(jobs or default_jobs(study.batches, device), cores)
+    at_once = 1 if device.type == "cuda" else min(jobs or default_jobs(study.batches, device), cores())
     seconds = sum(_runs(cell) * one[cell.batch] for cell in cells) / at_once
     return {"time": {"seconds": seconds, "runs_at_once": at_once, "method": cells[0].label, "seconds_of_a_run": one}}
 

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..spec import format_call
+
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -129,16 +131,6 @@ def clean(value: object) -> str:
     return "".join(" " if ord(c) < 32 or 127 <= ord(c) < 160 or c in "\ufffe\uffff" else c for c in text)
 
 
-def label(method: str, settings: Mapping[str, object]) -> str:
-    """What to call a method with settings.
-
-    >>> label("sngm", {"weight_decay": 0.0008}), label("msgd", {})
-    ('sngm(weight_decay=0.0008)', 'msgd')
-    """
-    inner = ", ".join(f"{key}={value}" for key, value in sorted(settings.items()))
-    return f"{method}({inner})" if inner else method
-
-
 def _run(place: Path) -> Run:
     record = json.loads((place / "run.json").read_text("utf-8"))
     config = record["config"]
@@ -147,7 +139,7 @@ def _run(place: Path) -> Run:
         name=clean(place.resolve().name),
         status=clean(record["status"]),
         task=clean(config["task"]),
-        method=clean(record.get("label") or label(config["method"], config.get("method_settings") or {})),
+        method=clean(record.get("label") or format_call(config["method"], config.get("method_settings") or {})),
         lr=_rate(config["lr"]),
         batch=_batch(config["batch"]),
         seed=int(config.get("seed") or 0),

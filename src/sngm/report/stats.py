@@ -232,7 +232,7 @@ class Summary:
         missing = [cell.method for cell in cells if not cell.n and not cell.only_diverged]
         said = [f"{_and(parts)} diverged and do not count"] if parts else []
         said += [f"{_and(gone)} diverged"] if gone else []
-        said += [f"{_and(missing)} has no finished run there"] if missing else []
+        said += [f"{_and(missing)} {'have' if len(missing) > 1 else 'has'} no finished run there"] if missing else []
         return "".join(f"; {part}" for part in said)
 
     def _cost(self, small: int, large: int) -> str:

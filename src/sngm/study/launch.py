@@ -26,7 +26,7 @@ from ..files import locked, read_json, write_json
 from ..tasks import Splits
 from ..train.config import RunConfig
 from ..train.loop import Options, train
-from ..train.processes import Processes, choose_device
+from ..train.processes import Processes, choose_device, cores
 from ..train.record import FINISHED, RunFolder, command, differences
 from ..train.setup import prepare
 from .grid import Cell, Study, run_name
@@ -108,7 +108,7 @@ def default_jobs(batches: Sequence[int], device: torch.device) -> int:
     Without MPS processes take turns on a GPU, and nothing is won.
     """
     if device.type != "cuda":
-        return len(os.sched_getaffinity(0))
+        return cores()
     return SHARING if max(batches) <= SMALL and mps_runs() else 1
 
 

@@ -15,10 +15,8 @@ class Clock:
     A device works on when the host has gone ahead, so these are called only after the host has waited for it.
     """
 
-    def __init__(self, before: dict[str, Any] | float) -> None:
+    def __init__(self, before: dict[str, Any]) -> None:
         now = time.perf_counter()
-        if not isinstance(before, dict):  # of an older checkpoint
-            before = {"all": before}
         before = {"all": 0.0, "training": 0.0, "evaluation": 0.0, "epochs": [], **before}
         self.start = now - before["all"]
         self.training, self.evaluation = before["training"], before["evaluation"]

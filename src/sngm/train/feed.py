@@ -24,6 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from ..errors import DataMissing, Failed, UsageError
 from ..tasks import Batch, Samples, Task
+from .processes import cores
 
 AHEAD = 4  # batches that each process makes before they are wanted
 ROOM = 0.5  # of a GPU's free memory that samples may take
@@ -197,9 +198,8 @@ def loaders_of(task: Task, asked: int | None) -> int:
         raise UsageError(f"loaders must be at least 0, got {asked}")
     if multiprocessing.current_process().daemon:  # which may not start processes
         return 0
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return min(task.loaders if asked is None else asked, max(1, cores // here))
+    return min(task.loaders if asked is None else asked, max(1, cores() // here))
 
 
 class _Fetched(Dataset[Any]):

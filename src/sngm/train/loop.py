@@ -83,7 +83,7 @@ class State:
             return cls()
         setup.model.load_state_dict(packed["model"])
         setup.optimizer.load_state_dict(packed["optimizer"])
-        setup.carried.put_back(packed.get("carried", []))  # older checkpoints are of tasks that carry nothing
+        setup.carried.put_back(packed["carried"])
         return cls(**packed["run"], best_model=packed.get("best_model"))
 
 

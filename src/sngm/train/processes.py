@@ -18,6 +18,11 @@ from ..errors import UsageError
 ASK_EVERY = 10  # steps
 
 
+def cores() -> int:
+    """Those that this process may use; all of them where the system cannot tell."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 @dataclass(frozen=True, slots=True)
 class Processes:
     """Which of how many this one is, and the device it computes on."""
