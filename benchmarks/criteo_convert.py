@@ -12,7 +12,8 @@ import tempfile
 import time
 from pathlib import Path
 
-from sngm.data.criteo import CriteoLike, cardinalities, load_criteo
+from sngm.data.criteo import load_criteo
+from sngm.data.criteo_made import CriteoLike, cardinalities
 
 
 def peak() -> int:

@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from sngm.data.criteo import Criteo, CriteoLike, Rows, _opened, cardinalities
-from sngm.data.criteo_convert import CATEGORIES, INTEGERS, SPLITS
+from sngm.data.criteo import Criteo, Rows, _opened
+from sngm.data.criteo_convert import SPLITS
+from sngm.data.criteo_made import CriteoLike, cardinalities
+from sngm.data.criteo_text import CATEGORIES, INTEGERS
 from sngm.models.deepfm import fm, parameter_count
 from sngm.tasks.criteo import CriteoDeepFM
 from sngm.train import Options, resolve, train

@@ -91,7 +91,9 @@ def config(
     return resolve(task, method, task_settings=settings, **{**usual, **given})
 
 
-def run(folder: Path, wanted: RunConfig, *, stop_at: int | None = None, every: int | None = None) -> dict[str, Any]:
+def run(
+    folder: Path, wanted: RunConfig, *, stop_at: int | None = None, every: int | None = None, **more: Any
+) -> dict[str, Any]:
     """Train in this process; `stop_at`: as if asked to stop after that step."""
     reached = [0]
 
@@ -99,7 +101,7 @@ def run(folder: Path, wanted: RunConfig, *, stop_at: int | None = None, every: i
         reached[0] = step
 
     options = Options(
-        device="cpu", checkpoint_every=every, progress=progress, should_stop=lambda: reached[0] == stop_at
+        device="cpu", checkpoint_every=every, progress=progress, should_stop=lambda: reached[0] == stop_at, **more
     )
     return train(wanted, folder, options)
 

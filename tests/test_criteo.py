@@ -21,9 +21,11 @@ from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import MinMaxScaler
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from sngm.data import criteo, criteo_convert
-from sngm.data.criteo import CriteoLike, cardinalities, find_criteo, load_criteo, verify
-from sngm.data.criteo_convert import REASONS, parse, split_of
+from sngm.data import criteo, criteo_convert, criteo_text
+from sngm.data.criteo import find_criteo, load_criteo, verify
+from sngm.data.criteo_convert import split_of
+from sngm.data.criteo_made import CriteoLike, cardinalities
+from sngm.data.criteo_text import REASONS, parse
 from sngm.errors import DataMissing, Failed, UsageError
 from sngm.models.deepfm import DeepFM, fm, look_up, parameter_count
 from sngm.tasks.scores import auc, log_loss
@@ -113,7 +115,7 @@ def same_rows(rows, wanted):
 @real
 def test_real_rows_come_out_as_by_the_rules_of_deepctrs_script_fitted_on_training_rows(monkeypatch):
     monkeypatch.setattr(criteo_convert, "BLOCK", 3000)  # so that fitting and encoding see several
-    monkeypatch.setattr(criteo_convert, "CHUNK", 1 << 18)
+    monkeypatch.setattr(criteo_text, "CHUNK", 1 << 18)
     shutil.copytree(REAL, "criteo", ignore=shutil.ignore_patterns(".sngm", "*80k*"))
     found = load("dac_sample_8k_raw.txt")
     wanted, sizes = one_by_one(Path("criteo/dac_sample_8k_raw.txt").read_text())
@@ -237,7 +239,7 @@ def test_a_malformed_row_is_left_out_counted_and_named(line, why):
 
 
 def test_all_malformed_rows_count_and_the_first_ten_are_named_over_pieces_and_files(monkeypatch):
-    monkeypatch.setattr(criteo_convert, "CHUNK", 1 << 10)
+    monkeypatch.setattr(criteo_text, "CHUNK", 1 << 10)
     lines = many(100)
     for at in range(0, 100, 4):
         lines[at] = "short" if at % 8 else row(7)
@@ -260,7 +262,7 @@ def test_crlf_gzip_pieces_and_a_last_line_without_its_end_change_nothing(monkeyp
     lines = [*many(60), row(1, C26=""), row(0, C26="12345678")]
     wanted = everything(put(lines))
     for chunk in (1 << 23, 300, 1 << 12):
-        monkeypatch.setattr(criteo_convert, "CHUNK", chunk)
+        monkeypatch.setattr(criteo_text, "CHUNK", chunk)
         for end in ("\n", "\r\n"):
             for last in (True, False):
                 for name in ("plain.tsv", "packed.gz"):
@@ -321,7 +323,7 @@ def test_a_file_that_is_empty_or_not_criteos_is_refused_and_nothing_stays():
 
 
 def test_a_line_without_an_end_does_not_fill_the_memory(monkeypatch):
-    monkeypatch.setattr(criteo_convert, "CHUNK", 1 << 10)
+    monkeypatch.setattr(criteo_text, "CHUNK", 1 << 10)
     with pytest.raises(DataMissing, match="a line of more than 1,024 bytes"):
         put(["x" * 10_000])
 
@@ -365,7 +367,7 @@ def test_what_may_not_be_read_is_named(monkeypatch):
 
     Path("criteo/rows.tsv").write_text("\n".join(many(49)))
     with monkeypatch.context() as patch:
-        patch.setattr(criteo_convert.Source, "__init__", denied)
+        patch.setattr(criteo_text.Source, "__init__", denied)
         with pytest.raises(DataMissing, match=r"rows\.tsv cannot be read: Permission denied"):
             load()
     with monkeypatch.context() as patch:
@@ -450,12 +452,10 @@ def test_a_full_disk_leaves_nothing(monkeypatch):
 
 
 def test_a_file_that_grows_while_it_is_read_is_refused(monkeypatch):
-    parsed = criteo_convert.parse
-
     def slow(text):
         with open("criteo/rows.tsv", "a") as file:
             file.write(row() + "\n")
-        return parsed(text)
+        return parse(text)
 
     monkeypatch.setattr(criteo_convert, "parse", slow)
     with pytest.raises(Failed, match="changed while it was read"):
@@ -595,7 +595,7 @@ def test_made_up_rows_refuse_what_cannot_be(wrong):
 
 
 def test_made_up_files_and_what_they_convert_to(monkeypatch):
-    monkeypatch.setattr(criteo, "AT_ONCE", 900)
+    monkeypatch.setattr("sngm.data.criteo_made.AT_ONCE", 900)
     Path("criteo").mkdir()
     made = CriteoLike(4000, sizes=cardinalities(300), missing=0.05)
     made.write(Path("criteo/all"))

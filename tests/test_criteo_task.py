@@ -10,7 +10,7 @@ from runs import assert_same_end, metrics
 from runs import state as end_of
 
 from sngm import tasks
-from sngm.data.criteo import CriteoLike
+from sngm.data.criteo_made import CriteoLike
 from sngm.errors import Interrupted
 from sngm.models.deepfm import DeepFM
 from sngm.train import Options, resolve, train

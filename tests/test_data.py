@@ -29,7 +29,7 @@ from console import finish, refused, sngm, start
 from sngm import cli_data, tasks
 from sngm.data import check, cifar, fetch, imagenet, places, wikitext
 from sngm.data.cifar import find_cifar, load_cifar
-from sngm.data.criteo import CriteoLike
+from sngm.data.criteo_made import CriteoLike
 from sngm.data.fetch import Archive
 from sngm.data.hashing import mix
 from sngm.data.imagenet import ImageFolder, crop_box

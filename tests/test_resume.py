@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 import warnings
 from pathlib import Path
 
@@ -103,6 +104,63 @@ def test_a_run_stopped_at_its_last_step_is_finished_by_the_same_command(tmp_path
         run(tmp_path / "broken", config(), stop_at=18)
     run(tmp_path / "broken", config())
     assert_same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+class FakeMLflow(types.ModuleType):
+    """As much of MLflow as a run uses."""
+
+    exceptions = types.SimpleNamespace(MlflowException=type("MlflowException", (Exception,), {}))
+
+    def __init__(self):
+        super().__init__("mlflow")
+        self.runs = {}
+        self.active = None
+
+    def set_experiment(self, name):
+        self.experiment = name
+
+    def start_run(self, run_id=None, run_name=None):
+        assert self.active is None
+        if run_id is None:
+            run_id = f"{run_name}-{len(self.runs)}"
+            self.runs[run_id] = {"params": {}, "epochs": []}
+        elif run_id not in self.runs:
+            raise self.exceptions.MlflowException(f"Run '{run_id}' not found")
+        self.active = self.runs[run_id]
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+    def log_params(self, params):
+        for key, value in params.items():
+            assert self.active["params"].setdefault(key, value) == value  # MLflow lets none change
+
+    def log_metrics(self, metrics, step):
+        self.active["epochs"].append((metrics["epoch"], step))
+
+    def end_run(self):
+        self.active = None
+
+
+def test_a_run_that_goes_on_does_so_in_the_same_mlflow_run(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", fake := FakeMLflow())
+    wanted = config(epochs=3)
+    with pytest.raises(Interrupted):
+        run(tmp_path / "run", wanted, stop_at=8, tracker="mlflow")
+    assert fake.active is None
+    run(tmp_path / "run", wanted, tracker="mlflow")
+    run(tmp_path / "another", wanted, tracker="mlflow")
+    assert [found["epochs"] for found in fake.runs.values()] == [[(1, 6), (2, 12), (3, 18)]] * 2
+    assert (tmp_path / "run" / "mlflow_run").read_text() == f"{wanted.hash}-0"
+
+
+def test_a_run_that_mlflow_does_not_know_any_more_is_refused_until_it_may_begin_another(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "mlflow", fake := FakeMLflow())
+    with pytest.raises(Interrupted):
+        run(tmp_path, config(), stop_at=8, tracker="mlflow")
+    fake.runs.clear()
+    with pytest.raises(UsageError, match=r"not found.* delete .*mlflow_run"):
+        run(tmp_path, config(), tracker="mlflow")
+    (tmp_path / "mlflow_run").unlink()
+    assert run(tmp_path, config(), tracker="mlflow")["status"] == "finished"
 
 
 @pytest.mark.slow

@@ -5,21 +5,16 @@ from __future__ import annotations
 import json
 import os
 import sys
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 
 import typer
 
 from . import __version__, cli_advise, cli_data, cli_lists, cli_paper, cli_probe, cli_theory
-from .cli_words import DATA, JSON, examples, verbs
-from .errors import DataMissing, Failed, Interrupted, UsageError
+from .cli_exit import CODES, DIVERGED, run_verb
+from .cli_words import DATA, DEVICE, DRY, JSON, examples, verbs
+from .errors import Failed, Interrupted, UsageError
 from .spec import parse_call, parse_settings, split_list
-
-OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing or broken,
-4 diverged, 130 interrupted."""
 
 app = typer.Typer(
     name="sngm",
@@ -31,9 +26,7 @@ app = typer.Typer(
 )
 verb = verbs(app)
 
-DRY = Annotated[bool, typer.Option("--dry-run", "-n", help="Say what would be run, and run nothing.")]
 OUT = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records. Default: runs/ and a name.")]
-DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")]
 SET = Annotated[list[str] | None, typer.Option("--set", help="key=value: a setting of the method or the task.")]
 EPOCHS = Annotated[int | None, typer.Option(help="Passes over the training set. Default: the task's.")]
 WORKERS = Annotated[
@@ -142,7 +135,7 @@ def train(
     from .train import Options, resolve
     from .train import train as run
     from .train.processes import choose_device
-    from .train.sinks import TRACKERS
+    from .train.sinks import check_tracker
 
     name, own = parse_call(method)
     of_method, of_task = split_settings(task, [method], parse_settings(settings or []))
@@ -156,8 +149,7 @@ def train(
     )  # fmt: skip
     if checkpoint_every is not None and checkpoint_every < 1:
         raise UsageError(f"--checkpoint-every must be at least 1 step, got {checkpoint_every}")
-    if track not in (None, *TRACKERS):
-        raise UsageError(f"no tracker is called {track!r}; there are {', '.join(TRACKERS)}")
+    check_tracker(track)
     folder = (
         out
         or Path("runs") / f"{config.task.rpartition('/')[2].replace(':', '-')}-{name.replace(':', '-')}-{config.hash}"
@@ -395,57 +387,6 @@ app.add_typer(cli_data.app, name="data")
 app.add_typer(cli_paper.app, name="paper")
 
 
-# ---------------------------------------------------------------- from errors to exit codes
-
-
-PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, of the click that typer came with
-
-
-def leave(code: int, text: str) -> NoReturn:
-    """Say why, and go."""
-    print(f"sngm: {text}", file=sys.stderr, flush=True)  # people's words go where they spoil no data
-    sys.exit(code)
-
-
-def show_warning_once() -> Callable[..., None]:
-    """Warnings as lines for people: each once, and of several processes from the first."""
-    told: set[str] = set()
-
-    def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in told and os.environ.get("RANK", "0") == "0":
-            told.add(str(message))
-            print(f"sngm: {message}", file=sys.stderr, flush=True)
-
-    return show
-
-
 def main() -> None:
-    """Run a verb. Every error the user can mend is one clear line and its own exit code."""
-    warnings.showwarning = show_warning_once()
-    try:
-        if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
-            raise KeyboardInterrupt
-        sys.stdout.flush()  # here, where a reader that has gone away is dealt with
-    except PARSER_ERROR as error:
-        if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
-            error.show()
-            sys.exit(USAGE)
-        leave(USAGE, " ".join(error.format_message().split()))
-    except (Interrupted, KeyboardInterrupt) as error:
-        leave(INTERRUPTED, f"interrupted; {error}" if str(error) else "interrupted")
-    except DataMissing as error:
-        leave(NO_DATA, str(error))
-    except UsageError as error:
-        leave(USAGE, str(error))
-    except Failed as error:
-        leave(FAILED, str(error))
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(FAILED)
-    except FileNotFoundError as error:
-        leave(USAGE, f"{error.strerror}: {error.filename}" if error.filename else str(error))
-    except (FileExistsError, NotADirectoryError) as error:
-        leave(USAGE, f"{error.filename} is no folder; name another with --out")
-    except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")
+    """What the command sngm calls."""
+    run_verb(app)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_words import DATA, JSON
+from .cli_words import DATA, DEVICE, JSON
 from .errors import UsageError
 from .files import check_folder, finite
 from .spec import parse_settings
@@ -55,7 +55,7 @@ def advise(
         Path | None, typer.Option("--out", "-o", help="Folder for page and record. Default: runs/advise- and a name.")
     ] = None,
     data_dir: DATA = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")] = None,
+    device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
     """Advise on batch size and learning rate. With --from-sgd, carry an SGD recipe over to SNGM at a larger batch; with

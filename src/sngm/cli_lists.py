@@ -64,12 +64,13 @@ def doctor(as_json: JSON = False) -> None:
     from .train import resolve
     from .train import train as run
     from .train.record import provenance
+    from .train.sinks import TRACKERS
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     found = provenance(device)
     found.pop("command")
     found["disk_free_gb"] = round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
-    found["trackers"] = [name for name in ("tensorboard", "wandb", "mlflow") if _installed(name)]
+    found["trackers"] = [name for name in TRACKERS if _installed(name)]
     with tempfile.TemporaryDirectory() as folder:
         record = run(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
     found["trains"] = record["status"] == "finished"

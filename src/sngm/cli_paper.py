@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .cli_words import DATA, JSON, examples, verbs
+from .cli_words import DATA, DEVICE, DRY, JSON, examples, verbs
 from .errors import Failed, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -89,10 +89,10 @@ def run(
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/paper"),
     results: RESULTS = FOLDER,
     data_dir: DATA = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")] = None,
+    device: DEVICE = None,
     jobs: Annotated[int | None, typer.Option(help="Runs at a time; of times always one.")] = None,
     as_json: JSON = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", "-n", help="Say what would be run, and run nothing.")] = False,
+    dry_run: DRY = False,
 ) -> None:
     """Make the runs of an item that are missing, and keep each as soon as it is there. The same command goes on where
     it stopped; runs of other machines count if their lines are in the results.

@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from .cli_words import DATA, JSON
+from .cli_exit import DIVERGED
+from .cli_words import DATA, DEVICE, JSON
 from .errors import UsageError
 from .spec import parse_call, parse_settings
 
@@ -22,7 +23,6 @@ EXAMPLES = (
     "sngm probe my_task.py:MyTask --method msgd --lr 0.1 --samples 2048 --out probes/mine",
     "sngm probe runs/small-batch runs/large-batch --out probes/sharpness",
 )
-DIVERGED = 4
 
 
 def probe(
@@ -60,7 +60,7 @@ def probe(
         Path | None, typer.Option("--out", "-o", help="Folder for the record. Default: runs/ and a name, for a task.")
     ] = None,
     data_dir: DATA = None,
-    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")] = None,
+    device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
     """Measure what the theory speaks of: sigma and the gradient noise scale, L, the frontier of relaxed smoothness,

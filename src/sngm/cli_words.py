@@ -11,6 +11,8 @@ import typer
 
 JSON = Annotated[bool, typer.Option("--json", help="One JSON document on stdout, and nothing else there.")]
 DATA = Annotated[Path | None, typer.Option("--data-dir", envvar="SNGM_DATA", help="Folder that holds datasets.")]
+DRY = Annotated[bool, typer.Option("--dry-run", "-n", help="Say what would be run, and run nothing.")]
+DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")]
 
 
 def examples(*lines: str) -> str:

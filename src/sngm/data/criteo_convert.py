@@ -1,23 +1,18 @@
 """Criteo's text, a click a line, made into arrays: labels, scaled integers and numbered categories of each split.
 
-A line is a label, 13 integers and 26 categories with tabs between. All text is read once into raw arrays on disk, which
-are then fitted and encoded. Everything works on blocks of rows: Python never sees a single one, and memory holds a
-block, the distinct categories, and a byte for each row.
+All text is read once into raw arrays on disk, which are then fitted and encoded. Everything works on blocks of rows:
+Python never sees a single one, and memory holds a block, the distinct categories, and a byte for each row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gzip
 import hashlib
-import io
 import math
 import os
 import sys
 import time
-import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,178 +20,20 @@ import numpy as np
 
 from ..errors import DataMissing, Failed, UsageError
 from ..files import write_json
+from .criteo_text import CATEGORIES, INTEGERS, REASONS, Array, Source, parse, whole_lines
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Show = Callable[[str], None]
 
 VERSION = 1  # of the converted form: another one is made anew
 FACTS = "facts.json"
 SPLITS = ("train", "validation", "test")
 MISSING, UNSEEN, FIRST = 0, 1, 2  # categories: none, one that training has not, and those that it has
-INTEGERS, CATEGORIES = 13, 26
-FIELDS = 1 + INTEGERS + CATEGORIES
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 
-CHUNK = 1 << 23  # bytes of text that are read at once: the arrays made of it take some 10 times that
 BLOCK = 1 << 17  # rows that are fitted and encoded at once
-DIGITS = 18  # any number of so many fits 64 bits
-KEY = 8  # bytes of a category: what fits 64 bits, and what Criteo's hashes have
-PADDING = bytes(32)  # behind the text, so that a look ahead stays in the array
-TAB, NEWLINE, RETURN, ZERO, MINUS = b"\t\n\r0-"
-HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)  # first n bytes
 SHOWN = 10  # malformed lines that are named
 EVERY = 5.0  # seconds between two lines of progress
 SETTLED = 2.0  # seconds after which a file's time tells two states of it apart, on any file system
-
-REASONS = (
-    f"fewer than {FIELDS} fields",
-    f"more than {FIELDS} fields",
-    "a zero byte",
-    "a label that is not 0 or 1",
-    "an integer that is none",
-    f"an integer of more than {DIGITS} digits",
-    f"a category of more than {KEY} bytes",
-)
-GOOD, FEW, MANY, NUL, LABEL, NUMBER, RANGE, LONG = range(8)  # GOOD, then the reasons in their order
-
-
-# ---------------------------------------------------------------- from text to numbers
-
-
-@dataclass(frozen=True, slots=True)
-class Lines:
-    """What a block of lines holds. The first three have a row for each line that is good.
-
-    Attributes:
-        labels: uint8.
-        integers: int64 of shape (n, 13); a missing one is 0.
-        keys: uint64 of shape (n, 26): the bytes of a category, the first in the highest bits; a missing one is 0.
-        missing: how many are missing in each of the 39 columns.
-        verdicts: for each line 0, or 1 + the index in `REASONS` of what is wrong with it.
-    """
-
-    labels: Array
-    integers: Array
-    keys: Array
-    missing: Array
-    verdicts: Array
-
-
-def parse(text: bytes) -> Lines:
-    """All lines of a text that ends with a newline. A line may end with CR LF. Categories are any bytes but 0.
-
-    >>> found = parse(b"1" + 13 * b"\\t-7" + 25 * b"\\tab" + b"\\t\\n" + b"oh\\n")
-    >>> found.labels.tolist(), found.integers[0, 0].item(), found.missing[-1].item(), found.verdicts.tolist()
-    ([1], -7, 1, [0, 1])
-    """
-    bytes_ = np.frombuffer(text + PADDING, np.uint8)
-    body = bytes_[: len(text)]
-    marks = np.flatnonzero((body == TAB) | (body == NEWLINE))  # where fields end
-    last = np.flatnonzero(body[marks] == NEWLINE)
-    ends = marks[last]  # of lines
-    fields = np.diff(last, prepend=-1)
-    verdicts = np.zeros(len(ends), np.uint8)
-    verdicts[fields < FIELDS] = FEW
-    verdicts[fields > FIELDS] = MANY
-    if not body.all():
-        verdicts[np.searchsorted(ends, np.flatnonzero(body == 0))] = NUL
-    shaped = verdicts == GOOD
-    starts = np.empty((int(shaped.sum()), FIELDS), np.int64)
-    stops = (marks if shaped.all() else marks[np.repeat(shaped, fields)]).reshape(-1, FIELDS)
-    starts[:, 0] = np.concatenate([[0], ends[:-1] + 1])[shaped]
-    starts[:, 1:] = stops[:, :-1] + 1
-    lengths = stops - starts
-    # of a last field with nothing in it the byte before is the tab, never a CR that is not the line's own
-    lengths[:, -1] -= bytes_[stops[:, -1] - 1] == RETURN
-
-    labels = bytes_[starts[:, 0]] - ZERO
-    found = np.full(len(starts), GOOD, np.uint8)
-    found[(lengths[:, -CATEGORIES:] > KEY).any(1)] = LONG
-    integers, not_a_number, too_long = _integers(bytes_, starts[:, 1 : 1 + INTEGERS], lengths[:, 1 : 1 + INTEGERS])
-    found[too_long] = RANGE
-    found[not_a_number] = NUMBER
-    found[(lengths[:, 0] != 1) | (labels > 1)] = LABEL
-    # eight bytes from where each category begins, read as one number, of which those of the category are kept
-    windows = np.lib.stride_tricks.sliding_window_view(bytes_, KEY)
-    keys = windows[starts[:, -CATEGORIES:].ravel()].view(">u8").astype(np.uint64).reshape(-1, CATEGORIES)
-    keys &= HEADS[np.minimum(lengths[:, -CATEGORIES:], KEY)]
-    if found.any():
-        verdicts[shaped] = found
-        good = found == GOOD
-        labels, integers, keys, lengths = labels[good], integers[good], keys[good], lengths[good]
-    return Lines(labels, integers, keys, (lengths[:, 1:] == 0).sum(0), verdicts)
-
-
-def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """The numbers, which rows hold something else, and which hold one that is too long."""
-    minus = (text[starts] == MINUS) & (lengths > 0)
-    begins, digits = (starts + minus).ravel(), (lengths - minus).ravel()
-    values, wrong = np.zeros(len(begins), np.int64), digits == 0
-    wrong &= minus.ravel()
-    live = np.flatnonzero(digits)
-    for place in range(min(DIGITS, int(digits.max(initial=0)))):
-        digit = text[begins[live] + place] - ZERO  # what is below 0 wraps to large numbers
-        wrong[live] |= digit > 9
-        values[live] = values[live] * 10 + digit
-        live = live[digits[live] > place + 1]
-    values = values.reshape(starts.shape)
-    np.negative(values, out=values, where=minus)
-    return values, wrong.reshape(starts.shape).any(1), (digits > DIGITS).reshape(starts.shape).any(1)
-
-
-# ---------------------------------------------------------------- from files to text
-
-
-class Source(io.RawIOBase):
-    """A file as its bytes are, counted and summed up while something reads it."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed with this
-        self.done = 0
-        self.sum = hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self.file.readinto(buffer) or 0
-        self.sum.update(memoryview(buffer)[:count])
-        self.done += count
-        return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
-def whole_lines(path: Path, source: Source) -> Iterator[bytes]:
-    """The text of a file, plain or gzip, in pieces that each end with a newline. The last line may lack its own."""
-    stream: Any = io.BufferedReader(source, CHUNK)
-    if stream.peek(2)[:2] == b"\x1f\x8b":  # by what it holds: names of downloads say anything
-        stream = gzip.GzipFile(fileobj=stream)
-    rest = b""
-    while True:
-        try:
-            chunk = stream.read(CHUNK)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataMissing(
-                f"{path} is broken: it cannot be unpacked to its end ({error}); fetch it again or delete it"
-            ) from error
-        cut = chunk.rfind(b"\n") + 1
-        if cut:
-            yield rest + chunk[:cut]
-            rest = chunk[cut:]
-        else:
-            rest += chunk
-        if not chunk:
-            break
-        if len(rest) > CHUNK:
-            raise DataMissing(f"{path} has a line of more than {CHUNK:,} bytes; it is not a file of Criteo's rows")
-    if rest:
-        yield rest + b"\n"
-
-
-# ---------------------------------------------------------------- from numbers to arrays
 
 
 def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: Show) -> None:

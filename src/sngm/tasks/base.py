@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..data.fingerprint import fingerprint
+from ..data.tensors import Tensors as Tensors  # handed on: tasks know it from here
 
 Batch = tuple[Tensor, ...]
 
@@ -28,42 +28,6 @@ class Samples(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, indices: Tensor) -> Batch: ...
-
-
-class Tensors:
-    """Samples held in memory: tensors with a sample a row.
-
-    >>> Tensors(torch.zeros(4, 2), torch.arange(4))[torch.tensor([3, 1])][1]
-    tensor([3, 1])
-    """
-
-    def __init__(self, *tensors: Tensor) -> None:
-        if len({len(t) for t in tensors}) != 1:
-            raise ValueError(f"tensors must have as many rows as each other, got {[len(t) for t in tensors]}")
-        self.tensors = tensors
-
-    @property
-    def device(self) -> torch.device:
-        """Where the samples are."""
-        return self.tensors[0].device
-
-    def __len__(self) -> int:
-        return len(self.tensors[0])
-
-    def __getitem__(self, indices: Tensor) -> Batch:
-        return tuple(t[indices.to(t.device)] for t in self.tensors)
-
-    def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
-        """Where samples lie: the tensors that hold them, and the rows there."""
-        return self.tensors, indices.to(self.device)
-
-    def fingerprint(self) -> str:
-        """What tells these samples from others."""
-        return fingerprint(self.tensors)
-
-    def to(self, device: torch.device | str) -> Tensors:
-        """The same samples on a device."""
-        return Tensors(*(t.to(device) for t in self.tensors))
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 from ..errors import UsageError
-
-TRACKERS = ("tensorboard", "wandb", "mlflow")
+from ..files import write_atomically
 
 
 class Sink(Protocol):
@@ -23,7 +23,7 @@ class TensorBoard:
     """Event files in the run's folder."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
-        _import("tensorboard", "tensorboard")
+        _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"))
@@ -42,7 +42,7 @@ class Wandb:
     """A Weights & Biases run; WANDB_MODE=offline keeps it on this machine."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
-        wandb = _import("wandb", "wandb")
+        wandb = _import("wandb")
         self.run = wandb.init(project="sngm", name=name, id=name, resume="allow", dir=str(folder), config=config)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -56,9 +56,16 @@ class MLflow:
     """An MLflow run, where MLFLOW_TRACKING_URI says."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
-        self.mlflow = _import("mlflow", "mlflow")
+        self.mlflow = _import("mlflow")
         self.mlflow.set_experiment("sngm")
-        self.mlflow.start_run(run_name=name)
+        kept = folder / "mlflow_run"  # its id, which MLflow makes up: a run that goes on does so there too
+        if not kept.exists():
+            write_atomically(kept, self.mlflow.start_run(run_name=name).info.run_id.encode())
+        else:
+            try:
+                self.mlflow.start_run(run_id=kept.read_text())
+            except self.mlflow.exceptions.MlflowException as error:  # deleted, or kept where another URI says
+                raise UsageError(f"MLflow cannot go on ({error}); delete {kept} to begin a new run there") from error
         self.mlflow.log_params(config)
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -69,19 +76,27 @@ class MLflow:
         self.mlflow.end_run()
 
 
+TRACKERS: dict[str, Callable[[Path, str, dict[str, Any]], Sink]] = {
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
+}
+
+
+def check_tracker(tracker: str | None) -> None:
+    """Refuse one that there is not."""
+    if tracker not in (None, *TRACKERS):
+        raise UsageError(f"no tracker is called {tracker!r}; there are {', '.join(TRACKERS)}")
+
+
 def open_sink(tracker: str | None, folder: Path, name: str, config: dict[str, Any]) -> Sink | None:
     """The tracker of this name."""
-    if tracker is None:
-        return None
-    if tracker not in TRACKERS:
-        raise UsageError(f"no tracker is called {tracker!r}; there are {', '.join(TRACKERS)}")
-    kinds: dict[str, Any] = {"tensorboard": TensorBoard, "wandb": Wandb, "mlflow": MLflow}
-    sink: Sink = kinds[tracker](folder, name, config)
-    return sink
+    check_tracker(tracker)
+    return None if tracker is None else TRACKERS[tracker](folder, name, config)
 
 
-def _import(module: str, extra: str) -> Any:
+def _import(name: str) -> Any:
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(name)
     except ImportError as error:
-        raise UsageError(f"{module} is not installed; pip install 'sngm[{extra}]'") from error
+        raise UsageError(f"{name} is not installed; pip install 'sngm[{name}]'") from error
