@@ -547,6 +547,12 @@ def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     assert sngm("paper report --check").code == 0
 
 
+def test_table_1_is_shown_and_has_nothing_to_run():
+    assert "| batch size | min(sqrt(C) / L, C^(1/4)) | sqrt(C) |" in sngm("paper show table-1").out
+    assert sngm("paper show table-1 --json").json["learning rate"]["SNGM"] == "sqrt(B) / sqrt(C)"
+    refused(sngm("paper run table-1 --dry-run"), "theory", "check-theory")
+
+
 def test_links_lead_to_headings_that_are_there(copied):
     import re
 

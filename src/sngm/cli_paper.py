@@ -68,7 +68,11 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     """Show a table of the paper with ours beside it: rates, seeds, intervals and verdicts."""
     from .paper import document, items
     from .paper.results import read
+    from .report.paper import TABLE_1
 
+    if item == "table-1":
+        print(json.dumps(TABLE_1, indent=2) if as_json else document.theory())
+        return
     found, there = items.find(item), read(_folder(results))
     if as_json:
         print(json.dumps(document.as_data(found, there), indent=2))

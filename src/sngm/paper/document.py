@@ -16,7 +16,7 @@ from .. import tasks
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
-from ..report.paper import CLAIMS, FIGURES, Claim
+from ..report.paper import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from ..report.stats import half_width
 from .drawing import drawn
 from .items import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
@@ -133,6 +133,7 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
         "paper's likely reading: of the rates with full runs, the best on test data. An asterisk marks a rate at the "
         "edge of those tried. What was guessed about the paper's set-up is in [deviations](../docs/deviations.md).",
     ]
+    parts.append(theory())
     for item in ITEMS:
         parts += _section(item, outcomes[item.name])
         for figure in FIGURES:
@@ -140,6 +141,17 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
             parts += [f"![{pictures[name].description}]({name}.svg)" for name in shown]
     parts.append(_repeated(results))
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def theory() -> str:
+    """Table 1, which has nothing to train."""
+    rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
+    return "\n\n".join([
+        "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all",
+        "\n".join(_grid(["", MSGD, SNGM], rows)),
+        "There is nothing to train: `sngm check-theory` measures what these bounds say, and [theory](../docs/theory.md) "
+        "has what it found.",
+    ])  # fmt: skip
 
 
 def section(item: Item, results: Results) -> list[str]:

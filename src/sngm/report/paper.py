@@ -203,7 +203,8 @@ CLAIMS = (
           each((SNGM,), (MSGD, ADAM, LARS, LAMB), (1024, 8192))),
 )  # fmt: skip
 
-TABLE_1 = {  # for an L-smooth function and C gradients in all: learning rate, batch size, bound on the mean norm
-    MSGD: ("B / sqrt(C)", "min(sqrt(C) / L, C^(1/4))", "sqrt(O(1 / sqrt(C)) + O(B^2 / C))"),
-    SNGM: ("sqrt(B) / sqrt(C)", "sqrt(C)", "O(1 / C^(1/4))"),
+TABLE_1 = {  # for an L-smooth function and C gradients in all
+    "learning rate": {MSGD: "B / sqrt(C)", SNGM: "sqrt(B) / sqrt(C)"},
+    "batch size": {MSGD: "min(sqrt(C) / L, C^(1/4))", SNGM: "sqrt(C)"},
+    "bound on the mean gradient norm": {MSGD: "sqrt(O(1 / sqrt(C)) + O(B^2 / C))", SNGM: "O(1 / C^(1/4))"},
 }
