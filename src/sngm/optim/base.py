@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
@@ -13,14 +12,14 @@ from typing import Any, ClassVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.optimizer import Optimizer, ParamsT, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import Optimizer, ParamsT
 
-from . import checks, kernels, norms
+from . import checks, kernels
+from .hooks import unwatched
 from .shards import Shards, like, local, local_gradient
-from .work import Bucket, Closure, Work, evaluate, state_dtype
+from .work import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 
 grad_of = attrgetter("grad")
-GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
 
 
@@ -47,7 +46,7 @@ class LargeBatchOptimizer(Optimizer):
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "step" in cls.__dict__:
-            cls.step = _unwatched(cls.__dict__["step"])  # type: ignore[method-assign]
+            cls.step = unwatched(cls.__dict__["step"])  # type: ignore[method-assign]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, norm_group: Any = None) -> None:
         if norm_group is not None and not (dist.is_available() and isinstance(norm_group, dist.ProcessGroup)):
@@ -267,6 +266,7 @@ class LargeBatchOptimizer(Optimizer):
 
     # ---------------------------------------------------------------- one step
 
+    @unwatched
     def step(self, closure: Closure | None = None) -> Any:
         """Take one step; with a closure, compute and return its loss first."""
         loss = evaluate(closure)
@@ -360,7 +360,6 @@ class LargeBatchOptimizer(Optimizer):
         sharded = self._shards.sharded
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
-        strided = torch.strided
         for position, group in enumerate(self.param_groups):
             keys = self.BUFFERS if self._needs_buffers(group) else ()
             bucket = None
@@ -392,7 +391,7 @@ class LargeBatchOptimizer(Optimizer):
                 bucket.owners.append(p)
                 bucket.params.append(local(p) if sharded else p)
                 bucket.indices.append(index)
-                bucket.grads.append(grad if grad.layout is strided else grad.to_dense())
+                bucket.grads.append(as_dense(grad))
         parts = list(buckets.values())
         for bucket in parts:
             if bucket.dtype.is_complex:
@@ -410,57 +409,8 @@ class LargeBatchOptimizer(Optimizer):
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             scale = float(scale) if on_host else scale.reshape(()).to(home)
-        return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf)
-
-    def _whole(
-        self, work: Work, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
-    ) -> tuple[list[Tensor], Tensor]:
-        """Squares of whole tensors, parts[i] being (kinds, pieces of bucket i); and the sum of the first kind."""
-        if not self._shards.active:
-            return parts, self._total(work, [part[0] for part in parts])
-        buckets = work.buckets if buckets is None else buckets
-        packed = self._shards.tensors(self._packed(work, buckets, parts, kinds))
-        columns = packed.unbind(1)
-        whole = [torch.stack([columns[i] for i in bucket.indices], 1).to(bucket.device) for bucket in buckets]
-        # over all columns: a tensor without a gradient here may have one on another rank, which must not decide alone
-        return whole, packed[0].sum()
-
-    def _sums(self, work: Work, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
-        """Squares summed over all ranks: one sum, or one for each group. parts[i] is of bucket i.
-
-        Where shards are active each part must hold the square of each piece, else it may be their sum.
-        """
-        count = len(self.param_groups) if by_group else 1
-        if self._shards.active:
-            groups = enumerate(self.param_groups)
-            positions = [position if by_group else 0 for position, group in groups for _ in group["params"]]
-            packed = self._packed(work, work.buckets, [part[None] for part in parts], 1)
-            return self._shards.spans(packed[0], positions, count)
-        if not by_group:
-            return self._total(work, parts).reshape(1)
-        sums = torch.zeros(count, dtype=norms.sum_dtype(work.home), device=work.home)
-        for bucket, part in zip(work.buckets, parts, strict=True):
-            sums[bucket.position] += part.sum().to(work.home)
-        return sums
-
-    def _packed(self, work: Work, buckets: list[Bucket], parts: list[Tensor], kinds: int) -> Tensor:
-        """A column a parameter, with or without a gradient here, so that all ranks agree on the places."""
-        zero = torch.zeros(kinds, dtype=norms.sum_dtype(work.home), device=work.home)
-        columns = [zero] * len(self._shards.params)
-        for bucket, part in zip(buckets, parts, strict=True):
-            for i, column in zip(bucket.indices, part.to(work.home).unbind(1), strict=True):
-                columns[i] = column
-        # stacked, not written to places in a list: copying that list to a device would wait for it
-        return torch.stack(columns, 1) if columns else zero[:, None][:, :0]
-
-    @staticmethod
-    def _total(work: Work, parts: list[Tensor]) -> Tensor:
-        if not parts:
-            return torch.zeros((), dtype=norms.sum_dtype(work.home), device=work.home)
-        total = parts[0].sum().to(work.home)
-        for part in parts[1:]:
-            total = total + part.sum().to(work.home)
-        return total
+        lengths = [len(group["params"]) for group in self.param_groups]
+        return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf, self._shards, lengths)
 
     def _skip(self, work: Work, total: Tensor) -> bool | Tensor:
         """Record the norm whose square is `total`; say whether this step must change nothing.
@@ -491,36 +441,6 @@ def pieces_of_gradients(params: list[Tensor], sharded: bool) -> list[Any]:
     if sharded:
         return [None if g is None else local_gradient(p, g) for p, g in zip(params, grads, strict=True)]
     return grads
-
-
-def _unwatched(step: Any) -> Any:
-    """`step` with torch's hooks and its mark for profilers, which take 15 us, only where someone looks."""
-    watched = Optimizer.profile_hook_step(step)
-
-    @functools.wraps(step)
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or any(GLOBAL_HOOKS)
-        ):
-            if torch.compiler.is_compiling():
-                return watched(self, *args, **kwargs)
-            if not self._watched:  # a subclass's step may call this one
-                self._watched = True
-                try:
-                    return watched(self, *args, **kwargs)
-                finally:
-                    self._watched = False
-        return step(self, *args, **kwargs)
-
-    wrapper.hooked = True  # type: ignore[attr-defined]  # or torch would wrap it again
-    return wrapper
-
-
-LargeBatchOptimizer.step = _unwatched(LargeBatchOptimizer.step)  # type: ignore[method-assign]
 
 
 class _Wrapped:

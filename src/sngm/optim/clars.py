@@ -137,14 +137,14 @@ class CLARS(LargeBatchOptimizer):
             # a mean norm that overflowed tells of a gradient that did
             g_square = torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)
             parts.append(torch.stack([g_square, norms.squares(bucket.params)]))
-        parts, total = self._whole(work, parts, kinds=2)
+        parts, total = work.whole(parts, kinds=2)
         skip = self._skip(work, total)
         if skip is True:
             return
         for bucket, (_, w_square), mean in zip(work.buckets, parts, means, strict=True):
             w_norm = w_square.sqrt()
             ratio = bucket.group["trust_coefficient"] * w_norm / mean
-            rate = lr_of(bucket.group) * adapted(bucket, ratio, (w_norm > 0) & (mean > 0))
+            rate = lr_of(bucket.group) * adapted(self, bucket, ratio, (w_norm > 0) & (mean > 0))
             bucket, rule = plain_momentum(bucket, work.scale)
             heavy_ball(bucket, replace(rule, rate=rate), skip)
 

@@ -17,7 +17,7 @@ from .heavy_ball import heavy_ball
 from .lars import plain_momentum
 from .norms import wide
 from .shards import aligned, local
-from .work import dense, evaluate, lr_of, state_dtype
+from .work import as_dense, evaluate, lr_of, state_dtype
 
 
 class ExtrapSGD(LargeBatchOptimizer):
@@ -137,7 +137,7 @@ class ExtrapSGD(LargeBatchOptimizer):
                 dist.all_reduce(local(sums[p]), group=group)
         work = self._gather(sums)
         work.scale = float(len(closures) * ranks)  # the sum over workers is K times the mean
-        skip = self._skip(work, self._sums(work, [norms.squares(b.grads) for b in work.buckets])[0])
+        skip = self._skip(work, work.sums([norms.squares(b.grads) for b in work.buckets])[0])
         if skip is not True:
             for bucket in work.buckets:
                 bucket, rule = plain_momentum(bucket, work.scale)
@@ -158,13 +158,13 @@ class ExtrapSGD(LargeBatchOptimizer):
                 for p, group in places:
                     if p.grad is not None:
                         inner_lr = lr_of(group, "inner_lr")
-                        ahead = wide(dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
+                        ahead = wide(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
                         p.copy_(wide(p) + ahead)  # one rounding
                 clear(p for p, _ in places)
                 evaluate(closure)
                 for p, _ in places:
                     if p.grad is not None:
-                        grad = wide(dense(aligned(p, p.grad)))
+                        grad = wide(as_dense(aligned(p, p.grad)))
                         sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
                 for p, there in start.items():
                     p.copy_(there)

@@ -142,19 +142,19 @@ class LAMB(LargeBatchOptimizer):
 
     def _step(self) -> None:
         work = self._gather()
-        total = self._sums(work, [norms.squares(b.grads) for b in work.buckets])[0]
+        total = work.sums([norms.squares(b.grads) for b in work.buckets])[0]
         skip = self._skip(work, total)
         if skip is True:
             return
         norm = total.sqrt() / work.scale
         slices = [part for bucket in work.buckets for part in bucket.slices(SLICE)]
         # norms over shards take one exchange for all tensors; without shards a few tensors at a time will do
-        for round in [work.buckets] if self._shards.active else [[part] for part in slices]:
+        for round in [work.buckets] if work.shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
             squares = [
                 torch.stack([norms.squares(q), norms.squares(b.params)]) for b, q in zip(round, directions, strict=True)
             ]
-            squares, _ = self._whole(work, squares, kinds=2, buckets=round)
+            squares, _ = work.whole(squares, kinds=2, buckets=round)
             for bucket, q, (q_square, w_square) in zip(round, directions, squares, strict=True):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
 

@@ -140,7 +140,7 @@ class LARS(LargeBatchOptimizer):
     def _step(self) -> None:
         work = self._gather()
         parts = [torch.stack([norms.squares(b.grads), norms.squares(b.params)]) for b in work.buckets]
-        parts, total = self._whole(work, parts, kinds=2)
+        parts, total = work.whole(parts, kinds=2)
         skip = self._skip(work, total)
         if skip is True:
             return
@@ -155,7 +155,7 @@ class LARS(LargeBatchOptimizer):
             g_norm, w_norm = g_square.sqrt() / work.scale, w_square.sqrt()
             size = clip(w_norm, group["phi"])
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
-            rate = lr * adapted(bucket, trust(group) * size / below, (size > 0) & (below > 0))
+            rate = lr * adapted(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
             inside = group["variant"] == "you2017"  # the buffer, or outside it
             rule = replace(rule, gain=rule.gain * rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
@@ -167,11 +167,11 @@ class LARS(LargeBatchOptimizer):
             return
         buckets = [bucket for bucket, _ in averaged]
         parts = [norms.squares(b.buffers["momentum_buffer"])[None] for b in buckets]
-        parts, _ = self._whole(work, parts, kinds=1, buckets=buckets)
+        parts, _ = work.whole(parts, kinds=1, buckets=buckets)
         for (bucket, w_square), (v_square,) in zip(averaged, parts, strict=True):
             size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
             ratio = trust(bucket.group) * size / v_norm
-            rate = lr_of(bucket.group) * adapted(bucket, ratio, (size > 0) & (v_norm > 0))
+            rate = lr_of(bucket.group) * adapted(self, bucket, ratio, (size > 0) & (v_norm > 0))
             buffers = bucket.buffers["momentum_buffer"]
             if isinstance(skip, Tensor):
                 rate = torch.where(skip.to(bucket.device), 0.0, rate).to(buffers[0].dtype)
@@ -198,13 +198,12 @@ def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
     return {} if phi is None else {"phi_low": phi[0], "phi_high": phi[1]}
 
 
-def adapted(bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
+def adapted(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
     """The ratio of each tensor: 1 where it is not defined, at most max_ratio, and 1 where not adapted."""
     ratio = torch.where(defined, ratio, 1.0)
     if bucket.group["max_ratio"] is not None:
         ratio = ratio.clamp_max(bucket.group["max_ratio"])
-    adapt = bucket.group["adapt"]
-    chosen = [p.ndim > 1 if adapt is None else adapt for p in bucket.owners]
+    chosen = [optimizer._adapts(p, bucket.group) for p in bucket.owners]
     if all(chosen):
         return ratio
     if ratio.device.type == "cpu":

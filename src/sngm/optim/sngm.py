@@ -152,7 +152,7 @@ class SNGM(LargeBatchOptimizer):
     def _squares(self, bucket: Bucket, work: Work) -> Tensor:
         """Of each tensor, or of all together where the scope needs no more."""
         group = bucket.group
-        squares = norms.squares if self.scope == "tensor" or self._shards.active else norms.square
+        squares = norms.squares if self.scope == "tensor" or work.shards.active else norms.square
         wd = group["weight_decay"]
         if wd and group["weight_decay_mode"] == "coupled":
             return squares(bucket.grads, bucket.params, (-wd if group["maximize"] else wd) * work.scale)
@@ -161,10 +161,10 @@ class SNGM(LargeBatchOptimizer):
     def _spans(self, work: Work, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
         """For each bucket the square of the norm, or norms, it divides by; and the square of the whole."""
         if self.scope == "tensor":
-            whole, total = self._whole(work, [part[None] for part in parts], kinds=1)
+            whole, total = work.whole([part[None] for part in parts], kinds=1)
             return [part[0] for part in whole], total
         by_group = self.scope == "group"
-        sums = self._sums(work, parts, by_group=by_group)
+        sums = work.sums(parts, by_group=by_group)
         return [sums[b.position if by_group else 0].to(b.device) for b in work.buckets], sums.sum()
 
 

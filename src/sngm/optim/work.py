@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .norms import LOW_PRECISION
+from .norms import LOW_PRECISION, sum_dtype
 from .rounding import rounded
+from .shards import Shards
 
 Closure = Callable[[], Any]
 
@@ -85,6 +86,56 @@ class Work:
     on_host: bool  # values may be read without waiting for a device
     scale: float | Tensor
     found_inf: Tensor | None
+    shards: Shards  # of all parameters, with a gradient or without
+    lengths: list[int]  # how many parameters each group has
+
+    def whole(
+        self, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Squares of whole tensors, parts[i] being (kinds, pieces of bucket i); and the sum of the first kind."""
+        if not self.shards.active:
+            return parts, self._total([part[0] for part in parts])
+        buckets = self.buckets if buckets is None else buckets
+        packed = self.shards.tensors(self._packed(buckets, parts, kinds))
+        columns = packed.unbind(1)
+        whole = [torch.stack([columns[i] for i in bucket.indices], 1).to(bucket.device) for bucket in buckets]
+        # over all columns: a tensor without a gradient here may have one on another rank, which must not decide alone
+        return whole, packed[0].sum()
+
+    def sums(self, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
+        """Squares summed over all ranks: one sum, or one for each group. parts[i] is of bucket i.
+
+        Where shards are active each part must hold the square of each piece, else it may be their sum.
+        """
+        count = len(self.lengths) if by_group else 1
+        if self.shards.active:
+            positions = [i if by_group else 0 for i, length in enumerate(self.lengths) for _ in range(length)]
+            packed = self._packed(self.buckets, [part[None] for part in parts], 1)
+            return self.shards.spans(packed[0], positions, count)
+        if not by_group:
+            return self._total(parts).reshape(1)
+        sums = torch.zeros(count, dtype=sum_dtype(self.home), device=self.home)
+        for bucket, part in zip(self.buckets, parts, strict=True):
+            sums[bucket.position] += part.sum().to(self.home)
+        return sums
+
+    def _packed(self, buckets: list[Bucket], parts: list[Tensor], kinds: int) -> Tensor:
+        """A column a parameter, with or without a gradient here, so that all ranks agree on the places."""
+        zero = torch.zeros(kinds, dtype=sum_dtype(self.home), device=self.home)
+        columns = [zero] * len(self.shards.params)
+        for bucket, part in zip(buckets, parts, strict=True):
+            for i, column in zip(bucket.indices, part.to(self.home).unbind(1), strict=True):
+                columns[i] = column
+        # stacked, not written to places in a list: copying that list to a device would wait for it
+        return torch.stack(columns, 1) if columns else zero[:, None][:, :0]
+
+    def _total(self, parts: list[Tensor]) -> Tensor:
+        if not parts:
+            return torch.zeros((), dtype=sum_dtype(self.home), device=self.home)
+        total = parts[0].sum().to(self.home)
+        for part in parts[1:]:
+            total = total + part.sum().to(self.home)
+        return total
 
 
 def evaluate(closure: Closure | None) -> Any:
@@ -108,6 +159,6 @@ def state_dtype(p: Tensor) -> torch.dtype:
     return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
 
 
-def dense(grad: Tensor) -> Tensor:
+def as_dense(grad: Tensor) -> Tensor:
     """Sparse gradients as dense ones: the buffers they meet are dense, and every element of those moves."""
     return grad if grad.layout == torch.strided else grad.to_dense()

@@ -149,7 +149,7 @@ def theory() -> str:
     return "\n\n".join([
         "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all",
         "\n".join(_grid(["", MSGD, SNGM], rows)),
-        "There is nothing to train: `sngm check-theory` measures what these bounds say, and [theory](../docs/theory.md) "
+        "There is nothing to train: `sngm check-theory` measures what these bounds say; [theory](../docs/theory.md) "
         "has what it found.",
     ])  # fmt: skip
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import shards
+from ..work import as_dense
 
 SAMPLE = (None, struct, ctypes)
 
@@ -58,7 +59,5 @@ def laid_out_as(layout: Tensor, tensor: Any) -> Any:
 @torch.no_grad()
 def usable(layout: Tensor, grad: Tensor) -> Tensor:
     """The gradient as the kernels can read it: dense, in the order of `layout`, with nothing left to be done lazily."""
-    if grad.layout != torch.strided:
-        grad = grad.to_dense()
-    grad = grad.resolve_conj().resolve_neg()
+    grad = as_dense(grad).resolve_conj().resolve_neg()
     return grad if dense(grad) and alike(grad, layout) else laid_out_as(layout, grad)

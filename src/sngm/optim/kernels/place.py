@@ -177,11 +177,8 @@ class Place:
 
 def chunk_sizes(elements: int) -> dict[str, int]:
     """How many elements a program works on, and how many at once: enough programs to fill a GPU, and not many more."""
-    if elements < 1 << 22:
-        return {"CHUNK": 1024, "BLOCK": 1024, "warps": 4}
-    if elements < 1 << 26:
-        return {"CHUNK": 4096, "BLOCK": 1024, "warps": 4}
-    return {"CHUNK": 8192, "BLOCK": 1024, "warps": 4}
+    chunk = 1024 if elements < 1 << 22 else 4096 if elements < 1 << 26 else 8192
+    return {"CHUNK": chunk, "BLOCK": 1024, "warps": 4}
 
 
 def send(values: list[Any], to: Tensor) -> Tensor:
