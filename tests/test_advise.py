@@ -423,3 +423,9 @@ def test_settings_of_a_task_are_carried_over_and_the_data_folder_too(tmp_path):
 def test_a_part_of_the_checks_leaves_the_page_of_all_alone(tmp_path):
     assert sngm("check-theory --only lars --seeds 2").code == 0
     assert [path.name for path in (tmp_path / "runs").iterdir()] == ["check-theory-lars-2-seeds"]
+
+
+def test_advice_from_another_recipe_has_a_folder_of_its_own():
+    line = "advise --gradients 8e6 --gap 2.3 --L 10 --json --sigma"
+    reports = [sngm(f"{line} {sigma}").json["report"] for sigma in (1, 2, 1)]
+    assert reports[0] == reports[2] != reports[1]

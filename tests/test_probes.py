@@ -589,6 +589,14 @@ def test_one_sample_or_one_group_is_too_few():
 # ---------------------------------------------------------------- the command line
 
 
+def test_probes_with_other_settings_have_folders_of_their_own():
+    line = "probe digits --device cpu --points 2 --steps 2 --samples 32 --json"
+    lines = (line, f"{line} --lambdas 0", f"{line} --iterations 3", line)
+    folders = [sngm(words).json["folder"] for words in lines]
+    assert folders[0] == folders[3]
+    assert len(set(folders)) == 3
+
+
 def test_the_probe_of_digits_says_what_it_costs_and_writes_what_it_found(tmp_path):
     result = sngm("probe digits --device cpu --points 3 --samples 128 --out here --lambdas 0,5")
     assert result.code == 0, result.err
@@ -653,7 +661,7 @@ def test_what_the_verb_cannot_do_is_one_line(tmp_path):
     refused(sngm("probe digits --samples 0"), "samples must be at least 1")
     refused(sngm("probe digits --iterations 0"), "iterations must be at least 1")
     refused(sngm("probe digits --steps 0"), "steps must be at least 1")
-    refused(sngm("probe digits --lambdas 0,-1"), "--lambdas wants positive numbers")
+    refused(sngm("probe digits --lambdas 0,-1"), "--lambdas wants numbers of at least 0")
     refused(sngm("probe digits --lambdas a"), "--lambdas wants numbers")
     refused(sngm("probe digits --batch 1280"), "smaller --bn-group")
     refused(sngm("probe cifar10-resnet20 --data-dir empty"), "cifar", code=3)

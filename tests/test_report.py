@@ -193,6 +193,13 @@ def test_what_the_methods_lost_can_be_too_close_to_call_or_the_same(folder):
     assert folder.answer().endswith("lars and sngm lost the same and least (2.0 points).")
 
 
+@pytest.mark.parametrize("lr", [1e-302, 1e99, 1e300])
+def test_no_rate_that_could_be_run_is_beyond_a_report(lr, folder):
+    folder.runs("sngm", 32, [0.9], lr=lr).run("msgd", 32, None, lr=lr, status="diverged")
+    assert report.rows(folder.summary())[2][1].endswith(f"lr {lr:g})")
+    assert report.write(folder.path).exists()
+
+
 def test_a_method_that_diverged_or_is_missing_at_the_largest_batch_is_named(folder):
     folder.runs("sngm", 512, [0.97, 0.98]).run("msgd", 512, None, status="diverged")
     answer = folder.study(["sngm", "msgd", "lars"], [512]).answer()

@@ -263,9 +263,9 @@ def compare(
     """Which method keeps its accuracy at your batch size? Each method at each batch size gets as many learning
     rates to try on a validation split; the best is trained on the whole training set with every seed and tested.
     """
-    import hashlib
 
     from . import tasks
+    from .files import short_hash
     from .study import Study, launch
     from .study.grid import split_settings
     from .train import Options
@@ -298,7 +298,7 @@ def compare(
     )
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
-    key = hashlib.sha256(json.dumps(study.identity(), sort_keys=True).encode()).hexdigest()[:8]
+    key = short_hash(study.identity())
     folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
     options = Options(
         device=device, data_dir=data_dir, deterministic=deterministic, **step_options(step, loaders, pass_size)
@@ -332,16 +332,16 @@ def compare(
         )
 
 
-def numbers(option: str, text: str) -> list[float]:
-    """A list of positive numbers."""
+def numbers(option: str, text: str, *, zero: bool = False) -> list[float]:
+    """A list of positive numbers; or of zeros too."""
     found = []
     for word in split_list(text):
         try:
             value = float(word)
         except ValueError:
             raise UsageError(f"{option} wants numbers separated by commas, got {word!r}") from None
-        if not 0 < value < float("inf"):
-            raise UsageError(f"{option} wants positive numbers, got {word}")
+        if not 0 < value < float("inf") and not (zero and value == 0):
+            raise UsageError(f"{option} wants {'numbers of at least 0' if zero else 'positive numbers'}, got {word}")
         found.append(value)
     return found
 

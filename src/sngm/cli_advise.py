@@ -12,14 +12,14 @@ import typer
 
 from .cli_words import DATA, DEVICE, JSON
 from .errors import UsageError
-from .files import check_folder, finite
+from .files import check_folder, finite, short_hash
 from .spec import parse_settings
 
 EXAMPLES = (
     "sngm advise digits --from-sgd lr=0.03,batch=32 --to-batch 512",
     "sngm advise cifar10-resnet20 --from-sgd lr=0.1,batch=128,weight_decay=1e-4 --to-batch 8192",
     "sngm advise digits --gradients 20000",
-    "sngm advise runs/probe-digits-1a2b3c4d5e6f --gradients 1e6",
+    "sngm advise runs/probe-digits-1a2b3c4d --gradients 1e6",
     "sngm advise --gradients 8e6 --gap 2.3 --L 20 --sigma 15",
 )
 
@@ -68,7 +68,9 @@ def advise(
     if settings:
         how["task_settings"] = _of_task(what, settings)
     name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
-    folder = out or Path("runs") / f"advise-{name}-{f'b{to_batch}' if gradients is None else f'{gradients:g}'}"
+    goal = f"b{to_batch}" if gradients is None else f"{gradients:g}"
+    key = short_hash([from_sgd, numbers, pilot_steps, how.get("task_settings")])
+    folder = out or Path("runs") / f"advise-{name}-{goal}-{key}"
     check_folder(folder, "advice.json")
     if what is not None and from_sgd is not None and to_batch is not None:
         advice = _from_sgd(what, from_sgd, to_batch, **how)

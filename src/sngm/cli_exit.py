@@ -6,6 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NoReturn
 
 import typer
@@ -37,10 +38,19 @@ def show_warning_once() -> Callable[..., None]:
     return show
 
 
+def refuse_empty(words: list[str]) -> None:
+    """An empty path would be the current folder, and is often a variable that is not set."""
+    for before, word in pairwise(["", *words]):
+        if not word or (word.startswith("--") and word.endswith("=")):
+            what = word.rstrip("=") or (before if before.startswith("-") else "an argument")
+            raise UsageError(f"{what} is empty; give it a value, or leave it out")
+
+
 def run_verb(app: typer.Typer) -> None:
     """Run a verb. Every error the user can mend is one clear line and its own exit code."""
     warnings.showwarning = show_warning_once()
     try:
+        refuse_empty(sys.argv[1:])
         if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
             raise KeyboardInterrupt
         sys.stdout.flush()  # here, where a reader that has gone away is dealt with

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -107,8 +108,6 @@ def run(
     from .paper.verdicts import look
 
     found = items.find(item)
-    if seeds is not None and seeds < 1:
-        raise UsageError(f"--seeds must be at least 1, got {seeds}")
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
     limit = None if budget is None else duration_of(budget)
@@ -157,7 +156,7 @@ def add(
     lines, unfinished = [], 0
     for folder in folders:
         kept = [*folder.glob(f"*/{FILE}"), *folder.glob(f"*/{REPEATED}")]
-        made = sorted(path.parent for path in folder.rglob("run.json"))
+        made = sorted(Path(root) for root, _, files in os.walk(folder) if "run.json" in files)
         if not kept and not made:
             raise UsageError(f"{folder} holds no run (run.json) and no results (<task>/{FILE})")
         for path in kept:

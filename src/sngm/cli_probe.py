@@ -84,6 +84,7 @@ def probe(
         text = _table(found["runs"], RUNS)
     else:
         from .cli import middle_rate, numbers
+        from .files import short_hash
         from .probes import along
         from .study.grid import split_settings
         from .train import resolve
@@ -99,9 +100,9 @@ def probe(
             precision=precision, method_settings={**of_method, **with_it}, task_settings=of_task, device=place,
         )  # fmt: skip
         if lambdas is not None:  # zero is one too: plain smoothness
-            how["lambdas"] = [0.0 if word.strip() in ("0", "0.0") else numbers("--lambdas", word)[0]
-                              for word in lambdas.split(",")]  # fmt: skip
-        folder = out or Path("runs") / f"probe-{config.task.rpartition('/')[2].replace(':', '-')}-{config.hash}"
+            how["lambdas"] = numbers("--lambdas", lambdas, zero=True)
+        key = short_hash([config.hash, points, steps, samples, iterations, how.get("lambdas")])
+        folder = out or Path("runs") / f"probe-{config.task.rpartition('/')[2].replace(':', '-')}-{key}"
         _check_out(folder)
         found = along(
             config, points=5 if points is None else points, steps=steps, say=say_over_steps, progress=_steps(), **how

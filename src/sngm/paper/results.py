@@ -6,10 +6,12 @@ import json
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
+from datetime import datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from .. import tasks
 from ..errors import UsageError
 from ..files import finite, locked, read_json, write_atomically
 from ..report.records import BROKEN
@@ -117,8 +119,17 @@ def read_lines(path: Path) -> list[Line]:
             where = f"{path}, line {number}"
             lines.append(whole(Line(json.loads(text))))
     except (*BROKEN, UsageError) as error:
-        raise UsageError(f"{where}: not a run that is kept here ({error}); git has the file as it was") from error
+        raise UsageError(
+            f"{where}: not a run as it was kept ({in_words(error)}); git may have the file as it was"
+        ) from error
     return lines
+
+
+def in_words(error: Exception) -> str:
+    """What is wrong with a record; Python's own words say nothing to people."""
+    if isinstance(error, KeyError):
+        return f"no {error.args[0]}"
+    return str(error) if isinstance(error, (ValueError, UsageError, OSError)) else "a part of it is of another kind"
 
 
 def whole(line: Line) -> Line:
@@ -128,13 +139,25 @@ def whole(line: Line) -> Line:
     for name in ("result", "curve", "data", "timing", "versions"):
         if not isinstance(record[name], dict):
             raise ValueError(f"{name} is no mapping")
-    if line.config.hash != line.hash:
-        raise ValueError("the config is not the one that its hash is of")
+    if line.config.hash != line.hash or line.config.label != record["label"]:
+        raise ValueError("the config is not the one that its hash and label are of")
+    if why := unnamed(record["commit"]):
+        raise ValueError(why)
+    if record["status"] not in FINISHED or record.get("result_of", "last") not in ("last", "best"):
+        raise ValueError(f"not a run that has finished: {record['status']}, {record.get('result_of')}")
+    if not isinstance(record["command"], str):
+        raise ValueError("no command")
+    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the first runs that were kept have none
     times = [record["timing"].get(key) for key in TIMES[:2]]
     for value in [*result.values(), *times, *(value for column in curve.values() for value in column)]:
         if value is not None and not isinstance(value, (int, float)):
             raise ValueError(f"{value!r} is no number")
+    if any(value is not None and value < 0 for value in times):
+        raise ValueError("a time below zero")
     if record["status"] == "finished":
+        of = "validation" if line.config.part == "select" else "test"
+        if (score := f"{of}_{tasks.find(line.config.task).metric}") not in result:
+            raise ValueError(f"no {score} in the result")
         for key in {"train_loss", *result}:
             if key not in curve:
                 raise ValueError(f"no {key} in the curve")
@@ -161,8 +184,7 @@ def of_folder(path: Path) -> Line:
             f"{path}: made in pieces with other code or on other hardware; delete it and make it in one go"
         )
     commit = record.get("commit")
-    if not commit or commit.endswith("+"):
-        why = "the code had changes that are in no commit" if commit else "its record names no commit"
+    if why := unnamed(commit):
         raise UsageError(f"{path}: {why}, so nobody could repeat it; make it again in another folder, {NAMED}")
     try:
         epochs = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
@@ -173,7 +195,14 @@ def of_folder(path: Path) -> Line:
         line = Line({**kept, "timing": timing, "commit": commit, "curve": curve})
         return whole(Line({**line.record, "command": command_of(line.config)}))
     except BROKEN as error:
-        raise UsageError(f"{path}: not as it was written ({error}); delete it and make it again") from error
+        raise UsageError(f"{path}: not as it was written ({in_words(error)}); delete it and make it again") from error
+
+
+def unnamed(commit: Any) -> str | None:
+    """Why this does not name the code of a run, if it does not."""
+    if not commit or not isinstance(commit, str):
+        return "its record names no commit"
+    return "the code had changes that are in no commit" if commit.endswith("+") else None
 
 
 def rounded(value: float | None) -> float | None:

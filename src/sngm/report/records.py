@@ -215,9 +215,9 @@ def _number(value: object) -> float:
 
 
 def _rate(value: object) -> float:
-    if not 1e-99 < (rate := _number(value)) < 1e99:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ValueError(f"no learning rate: {value!r}")
-    return rate
+    return float(value)
 
 
 def _batch(value: object) -> int:

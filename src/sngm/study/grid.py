@@ -16,6 +16,8 @@ from ..spec import parse_call
 from ..train.config import RunConfig, method_settings_of, resolve
 from .select import Scores, at_edge, best_rate, next_rate
 
+MOST_SEEDS = 10_000
+
 
 @dataclass(frozen=True)
 class Study:
@@ -41,8 +43,8 @@ class Study:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", tasks.canonical(self.task))
-        if self.seeds < 1:
-            raise UsageError(f"seeds must be at least 1, got {self.seeds}")
+        if not 1 <= self.seeds <= MOST_SEEDS:
+            raise UsageError(f"seeds must be at least 1 and at most {MOST_SEEDS:,}, got {self.seeds:,}")
         for name, values in (("methods", self.methods), ("batches", self.batches), ("lrs", self.lrs)):
             if values is not None and len(set(values)) < len(values):
                 raise UsageError(f"{name} lists something twice: {', '.join(map(str, values))}")
