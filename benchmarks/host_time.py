@@ -83,10 +83,10 @@ def host_us() -> dict[str, dict[str, dict[str, float]]]:
     found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in CONTENDERS}
     for (name, elements, wait), times in taken.items():
         spans = [[b - a for a, b in pairwise(step)] for step in times]
-        phases = list(map(statistics.median, zip(*spans, strict=True)))
         values = dict(zip(("low", "median", "high"), statistics.quantiles(map(sum, spans), n=4), strict=True))
-        if len(phases) == len(PHASES):
-            values |= zip(PHASES, phases, strict=True)
+        replayed = [span for span in spans if len(span) == len(PHASES)]
+        if replayed:
+            values |= zip(PHASES, map(statistics.median, zip(*replayed, strict=True)), strict=True)
         found[name][f"{elements}, {wait} ms"] = {key: round(1e6 * value, 1) for key, value in values.items()}
     return found
 
@@ -139,9 +139,11 @@ def page(record: dict[str, Any]) -> str:
     for name, row in found.items():
         lines.append(f"| {name} | " + " | ".join(cell(row[column]) for column in columns) + " |")
     ours = {name: row for name, row in found.items() if "torch" not in name}
-    lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
-    lines += ["| elements, wait | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in ours.items():
+    seen = {name: row for name, row in ours.items() if all(PHASES[0] in row[column] for column in columns)}
+    if seen:
+        lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
+        lines += ["| elements, wait | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
+    for name, row in seen.items():
         phases = (" + ".join(f"{row[column][phase]:.0f}" for phase in PHASES) for column in columns)
         lines.append(f"| {name} | " + " | ".join(phases) + " |")
     slowest, slow = max((row[column]["median"], name) for name, row in ours.items() for column in columns)

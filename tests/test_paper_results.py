@@ -21,7 +21,7 @@ from sngm.paper.items import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
 from sngm.report.paper import CLAIMS, FIGURES, TABLES, Claim
 from sngm.study.grid import run_name
-from sngm.train import resolve
+from sngm.train import RunConfig, resolve
 from sngm.train.record import commit
 
 HERE = Path(__file__).parent.parent
@@ -146,7 +146,6 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
     ("change", "said"),
     [
         (lambda r: r["config"].update(lr=0.3), "hash"),
-        (lambda r: r.update(label="evil | x"), "hash and label"),
         (lambda r: r.pop("curve"), "no curve"),
         (lambda r: r.pop("timing"), "no timing"),
         (lambda r: r.pop("data"), "no data"),
@@ -354,6 +353,19 @@ def test_the_first_table_tells_of_runs_that_diverged_and_of_rates_at_an_edge(mon
         ["0.2*", "90.00", "91.00 (1 diverged)"],
         ["", "80.00", "diverged"],
     ]
+    runs.append(line(0.2, seed=2, value=0.92))
+    shown = document._row(verdicts.look(next(small(extend=False).cells()), Results(runs)))
+    assert shown[2:5] == ["0.2*", "90.00", "91.50 ± 6.35 (1 diverged)"]
+
+
+def test_reading_results_runs_no_code_that_they_name(tmp_path):
+    (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
+    record = {**line().record, "config": {**line().record["config"], "task": f"{tmp_path}/evil.py:Task"}}
+    record["hash"] = RunConfig.from_dict(record["config"]).hash
+    (tmp_path / "x").mkdir()
+    (tmp_path / "x" / "runs.jsonl").write_text(json.dumps(record) + "\n")
+    with pytest.raises(UsageError, match="a task of your own"):
+        read(tmp_path)
 
 
 # ---------------------------------------------------------------- verdicts

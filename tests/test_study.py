@@ -210,7 +210,7 @@ def test_settings_of_the_right_type_are_taken(method, settings):
     [
         ("--methods msgd,nosuch", ["nosuch"]),
         ("--methods msgd,,sngm", ["list separated by commas"]),
-        ("--methods ''", ["--methods is empty"]),
+        ("--methods ''", ["what follows --methods is empty"]),
         ("--methods msgd,msgd", ["methods", "twice"]),
         ("--methods 'msgd,sngm(momentum=abc)'", ["momentum", "abc"]),
         ("--methods 'msgd(lr=1)'", ["--lrs"]),

@@ -69,7 +69,7 @@ def advise(
         how["task_settings"] = _of_task(what, settings)
     name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
     goal = f"b{to_batch}" if gradients is None else f"{gradients:g}"
-    key = short_hash([from_sgd, numbers, pilot_steps, how.get("task_settings")])
+    key = short_hash([_place(what), to_batch, gradients, from_sgd, numbers, pilot_steps, how.get("task_settings")])
     folder = out or Path("runs") / f"advise-{name}-{goal}-{key}"
     check_folder(folder, "advice.json")
     if what is not None and from_sgd is not None and to_batch is not None:
@@ -86,6 +86,15 @@ def advise(
     else:
         _print(advice)
         print(f"\nReport: {page}")
+
+
+def _place(what: str | None) -> str | None:
+    """The same for the same task or folder, from wherever it is named."""
+    from . import tasks
+
+    if what is None:
+        return None
+    return str(Path(what).resolve()) if Path(what).is_dir() else tasks.canonical(what)
 
 
 def _check(

@@ -40,10 +40,12 @@ def show_warning_once() -> Callable[..., None]:
 
 def refuse_empty(words: list[str]) -> None:
     """An empty path would be the current folder, and is often a variable that is not set."""
-    for before, word in pairwise(["", *words]):
-        if not word or (word.startswith("--") and word.endswith("=")):
-            what = word.rstrip("=") or (before if before.startswith("-") else "an argument")
-            raise UsageError(f"{what} is empty; give it a value, or leave it out")
+    for before, word in pairwise(["sngm", *words]):
+        name, equals, value = word.partition("=")
+        if not word:
+            raise UsageError(f"what follows {before} is empty; give it a value, or leave it out")
+        if name.startswith("--") and equals and not value:
+            raise UsageError(f"{name} is empty; give it a value, or leave it out")
 
 
 def run_verb(app: typer.Typer) -> None:

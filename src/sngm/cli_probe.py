@@ -86,6 +86,7 @@ def probe(
         from .cli import middle_rate, numbers
         from .files import short_hash
         from .probes import along
+        from .probes.along import LAMBDAS
         from .study.grid import split_settings
         from .train import resolve
         from .train.processes import choose_device
@@ -99,14 +100,13 @@ def probe(
             epochs=1 if epochs is None else epochs, workers=workers, micro=micro, bn_group=bn_group, schedule=schedule,
             precision=precision, method_settings={**of_method, **with_it}, task_settings=of_task, device=place,
         )  # fmt: skip
-        if lambdas is not None:  # zero is one too: plain smoothness
-            how["lambdas"] = numbers("--lambdas", lambdas, zero=True)
-        key = short_hash([config.hash, points, steps, samples, iterations, how.get("lambdas")])
+        # zero is one too: plain smoothness
+        how["lambdas"] = LAMBDAS if lambdas is None else numbers("--lambdas", lambdas, zero=True)
+        how["points"] = 5 if points is None else points
+        key = short_hash([config.hash, steps, how["points"], how["lambdas"], samples, iterations])
         folder = out or Path("runs") / f"probe-{config.task.rpartition('/')[2].replace(':', '-')}-{key}"
         _check_out(folder)
-        found = along(
-            config, points=5 if points is None else points, steps=steps, say=say_over_steps, progress=_steps(), **how
-        )
+        found = along(config, steps=steps, say=say_over_steps, progress=_steps(), **how)
         text = _table([{"samples": found["samples"], **point} for point in found["points"]], POINTS)
         text += _pilot_in_words(found)
     if folder is not None:

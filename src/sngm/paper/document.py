@@ -130,8 +130,9 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
         RULES,
         "Rates are chosen on validation data: of ResNet20, on 5,000 training images held out; results are of training "
         "on all, after the last epoch (of the LSTM, where the validation perplexity is best). *Best on test* is the "
-        "paper's likely reading: of the rates with full runs, the best on test data. An asterisk marks a rate at the "
-        "edge of those tried. What was guessed about the paper's set-up is in [deviations](../docs/deviations.md).",
+        "paper's likely reading: of the rates with full runs, none of which diverged, the best on test data. An "
+        "asterisk marks a rate at the edge of those tried. What was guessed about the paper's set-up is in "
+        "[deviations](../docs/deviations.md).",
     ]
     parts.append(theory())
     for item in ITEMS:
@@ -221,7 +222,7 @@ def _said(claim: Claim) -> str:
 
 def _row(outcome: Outcome) -> list[str]:
     planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    ours = f"{_ours(outcome)} {_interval(values, item)}".strip()
+    ours = _ours(outcome, _interval(values, item))
     first = [str(planned.batch), planned.row.name]
     if item.metric == "seconds":
         return [*first, _number(planned.paper, item), ours, _link(outcome.lines, item), _hardware(outcome.lines)]
@@ -248,14 +249,15 @@ def _rate(outcome: Outcome) -> str:
     return "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
 
 
-def _ours(outcome: Outcome) -> str:
-    """The mean of a cell, and how many runs it leaves out; or why there is none."""
+def _ours(outcome: Outcome, interval: str = "") -> str:
+    """The mean of a cell, its interval, and how many runs these leave out; or why there is none."""
     if not outcome.tried:
         return "rate not chosen yet" if outcome.lr is None else "not run yet"
     if not outcome.values:
         return "diverged"
     mean = text_of(fmean(outcome.values), outcome.planned.item.metric)
-    return f"{mean} ({outcome.diverged} diverged)" if outcome.diverged else mean
+    left_out = f"({outcome.diverged} diverged)" if outcome.diverged else ""
+    return " ".join(part for part in (mean, interval, left_out) if part)
 
 
 def _verdict(outcome: Outcome) -> str | None:
@@ -356,7 +358,7 @@ def _anchor_title(line: Line) -> str:
     """The heading of a run: its method, batch, and what of the task is not as usual."""
     usual = tasks.build(line.config.task).settings()
     other = [f", {key} {value}" for key, value in sorted(line.config.task_settings.items()) if value != usual[key]]
-    return f"{line.record['label']} at batch {line.config.batch}{''.join(other)}"
+    return f"{line.config.label} at batch {line.config.batch}{''.join(other)}"
 
 
 def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:

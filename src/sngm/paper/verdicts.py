@@ -27,11 +27,11 @@ every rate that was tried; else, or with fewer seeds, the verdict is *open*.
 A claim is tested by pairs of cells with at least {SEEDS} seeds each. Of a pair, the first is better if Welch's test
 says so at 5 %; two are similar if the 95 % interval of their difference lies within the distance above, and are not if
 it lies outside; one that diverged with all seeds, or at all rates, whose trials have one seed each, is worse than one
-that never did. Where a lower training loss is claimed, that of the last epoch is compared too. A batch size speaks for
-the claim if all its pairs show it, and against it if one shows the opposite. The claim *holds* if every batch size
-speaks for it (four of five where the paper says "almost all"), is *contradicted* if more speak against it than may, and
-is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times are
-compared on one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
+that never did, and not similar to it. Where a lower training loss is claimed, that of the last epoch is compared too. A
+batch size speaks for the claim if all its pairs show it, and against it if one shows the opposite. The claim *holds* if
+every batch size speaks for it (four of five where the paper says "almost all"), is *contradicted* if more speak against
+it than may, and is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times
+are compared on one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Outcome:
     nothing_trains: bool = False
     """Every rate that was tried diverged."""
     on_test: list[Line] = field(default_factory=list)
-    """The paper's own reading: of the rates with full runs, the runs of that with the best mean on test data."""
+    """The paper's own reading: of the rates with full runs that all trained, those with the best mean on test data."""
 
     @property
     def values(self) -> list[float]:

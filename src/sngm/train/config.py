@@ -84,8 +84,9 @@ class RunConfig:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         largest = torch.finfo(self.dtype).max  # torch's own optimizers break off beyond it
         for name, value in {"lr": self.lr, **self.method_settings}.items():
-            if isinstance(value, (int, float)) and largest < abs(value) < math.inf:
-                raise UsageError(f"{name}={value:g} is beyond what {self.precision} can hold, {largest:.2g}")
+            for number in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
+                    raise UsageError(f"{name} is larger than a number of {self.precision} can be, {largest:.2g}")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"clip must be a positive number, got {self.clip!r}")
         if self.warmup > self.epochs:

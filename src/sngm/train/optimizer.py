@@ -52,7 +52,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
 
 
 def _scale_vectors(optimizer: LARS | CLARS) -> None:
-    """Multiply the rate of what is not adapted by the trust coefficient, apart from a group's matrices."""
+    """Train tensors of one dimension at trust_coefficient * lr, in a group apart from matrices."""
     for group in list(optimizer.param_groups):
         vectors = [p for p in group["params"] if p.ndim <= 1]
         if group["adapt"] is not None or not vectors:

@@ -61,12 +61,13 @@ class MLflow:
         kept = folder / "mlflow_run"  # its id, which MLflow makes up: a run that goes on does so there too
         if not kept.exists():
             write_atomically(kept, self.mlflow.start_run(run_name=name).info.run_id.encode())
-        else:
-            try:
-                self.mlflow.start_run(run_id=kept.read_text())
-            except self.mlflow.exceptions.MlflowException as error:  # deleted, or kept where another URI says
-                raise UsageError(f"MLflow cannot go on ({error}); delete {kept} to begin a new run there") from error
-        self.mlflow.log_params(config)
+            self.mlflow.log_params(config)
+            return
+        try:
+            self.mlflow.start_run(run_id=kept.read_text())
+            self.mlflow.log_params(config)
+        except self.mlflow.exceptions.MlflowException as error:  # deleted, of another run, or where another URI says
+            raise UsageError(f"MLflow cannot go on ({error}); delete {kept} to begin a new run there") from error
 
     def log(self, metrics: dict[str, Any]) -> None:
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
