@@ -496,7 +496,7 @@ def test_a_claim_about_several_batches_holds_where_as_many_speak_for_it_as_it_sa
         ((*map(pair, range(4)), turned(4)), 0.8, "holds"),
         ((*map(pair, range(3)), turned(3), turned(4)), 0.8, "contradicted"),
         ((*map(pair, range(3)), unknown(3), unknown(4)), 0.8, "open"),
-        ((*map(pair, range(5)), turned(3), turned(4)), 0.8, "contradicted"),  # 5 of 7 pairs, but 3 of 5 batches
+        ((*map(pair, [*range(5)] * 3), turned(3), turned(4)), 0.8, "contradicted"),  # 15 of 17 pairs, 3 of 5 batches
         ((*map(pair, range(5)), unknown(4)), 0.8, "holds"),
         ((*map(pair, range(5)), unknown(4)), 1.0, "open"),
     ):

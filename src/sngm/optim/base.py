@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from . import checks, kernels
 from .hooks import unwatched
 from .shards import Shards, like, local, local_gradient
-from .work import Bucket, Closure, Work, as_dense, evaluate, state_dtype
+from .work import Bucket, Closure, Work, evaluate, state_dtype
 
 grad_of = attrgetter("grad")
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
@@ -360,6 +360,7 @@ class LargeBatchOptimizer(Optimizer):
         sharded = self._shards.sharded
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
+        strided = torch.strided
         for position, group in enumerate(self.param_groups):
             keys = self.BUFFERS if self._needs_buffers(group) else ()
             bucket = None
@@ -391,7 +392,7 @@ class LargeBatchOptimizer(Optimizer):
                 bucket.owners.append(p)
                 bucket.params.append(local(p) if sharded else p)
                 bucket.indices.append(index)
-                bucket.grads.append(as_dense(grad))
+                bucket.grads.append(grad if grad.layout is strided else grad.to_dense())  # inline: once a tensor
         parts = list(buckets.values())
         for bucket in parts:
             if bucket.dtype.is_complex:

@@ -233,16 +233,8 @@ def _row(outcome: Outcome) -> list[str]:
     if there := outcome.on_test:
         mean = text_of(fmean(values_of(there, item.metric)), item.metric)
         on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(there, item)})"
-    return [
-        *first,
-        _rate(outcome),
-        _number(planned.paper, item),
-        ours,
-        _link(outcome.lines, item),
-        gap,
-        verdict,
-        on_test,
-    ]
+    paper, n = _number(planned.paper, item), _link(outcome.lines, item)
+    return [*first, _rate(outcome), paper, ours, n, gap, verdict, on_test]
 
 
 def _rate(outcome: Outcome) -> str:
