@@ -8,7 +8,8 @@ kernel that does nothing. If host time depends on the elements, it does so at eq
 small tensors show it too.
 
 A step of ours has three phases, and their times say which of them depends on what: looking whether anything has moved,
-the launch of a graph by CUDA's driver, and what remains once the GPU is at work.
+the launch of a graph by CUDA's driver, and what remains once the GPU is at work. Beside the optimizers stands a loop
+that only looks up where its tensors are and gives the GPU nothing to do: whatever changes its time is the host's.
 """
 
 from __future__ import annotations
@@ -31,22 +32,37 @@ import sngm
 from sngm.optim.kernels import replay
 
 EXAMPLES = """examples:
-  python benchmarks/host_time.py --out build/bench              a minute on a GPU, 75 GB of its memory
+  python benchmarks/host_time.py --out build/bench              a minute on a GPU, 85 GB of its memory
   python benchmarks/host_time.py --write-docs build/bench/host_time.json
 """
 PAGE = DOCS / "performance.md"
 TENSORS = 65
 SMALL, LARGE = 4_000, 15_000_000  # elements of one
 WAITS = (0, 6)  # ms
-ROUNDS, FIRST = 200, 10  # of each condition, and those before that do not count
+FIRST = 10  # rounds that do not count
 LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones at equal waits
 CELL = "us"
 PHASES = ("before the launch", "launch", "after")
 
-Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
+
+class LookUps:
+    """What a step of ours asks of its tensors, and nothing else."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter]) -> None:
+        self.parameters = parameters
+
+    def step(self) -> None:
+        for p in self.parameters:
+            assert p.grad is not None
+            p.data_ptr(), p.grad.data_ptr()
+
+
+Make = Callable[[list[torch.nn.Parameter]], LookUps | torch.optim.Optimizer]
 Step = Callable[[], Any]
+LOOK_UPS, SGD = "look-ups alone", "torch SGD fused"
 CONTENDERS: dict[str, Make] = {
-    "torch SGD fused": partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
+    LOOK_UPS: LookUps,
+    SGD: partial(torch.optim.SGD, lr=1e-3, momentum=0.9, fused=True),
     "SNGM": partial(sngm.SNGM, lr=1e-3),
     "SNGM with decay": partial(sngm.SNGM, lr=1e-3, weight_decay=1e-4),
     "SNGM block-wise": partial(sngm.SNGM, lr=1e-3, weight_decay=1e-4, scope="tensor"),
@@ -55,7 +71,7 @@ CONTENDERS: dict[str, Make] = {
 }
 
 
-def host_us() -> dict[str, dict[str, dict[str, float]]]:
+def host_us(rounds: int) -> dict[str, dict[str, dict[str, float]]]:
     """Of steps that begin when the GPU has nothing left to do: median and quartiles in each condition."""
     steppers()
     gc.collect()  # now torch has all the memory, and no call of the driver will come between objects of either size
@@ -65,7 +81,7 @@ def host_us() -> dict[str, dict[str, dict[str, float]]]:
     cycles = cycles_a_second() / 1e3
     launches = watch_launches()
     shuffle = random.Random(0).shuffle
-    for i in range(FIRST + ROUNDS):
+    for i in range(FIRST + rounds):
         shuffle(conditions)
         for name, elements, wait in conditions:
             torch.cuda.synchronize()
@@ -138,7 +154,7 @@ def page(record: dict[str, Any]) -> str:
     ]  # fmt: skip
     for name, row in found.items():
         lines.append(f"| {name} | " + " | ".join(cell(row[column]) for column in columns) + " |")
-    ours = {name: row for name, row in found.items() if "torch" not in name}
+    ours = {name: row for name, row in found.items() if name not in (LOOK_UPS, SGD)}
     seen = {name: row for name, row in ours.items() if all(PHASES[0] in row[column] for column in columns)}
     if seen:
         lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
@@ -173,13 +189,14 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder for host_time.json")
+    parser.add_argument("--rounds", type=int, default=200, help="steps timed in each condition (default: 200)")
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/performance.md")
     args = parser.parse_args()
     if args.write_docs:
         write_docs(parser, PAGE, args.write_docs, page)
         return
     need_gpu(parser)
-    print(page(take([(CELL, host_us)], args.out and args.out / "host_time.json")))
+    print(page(take([(CELL, partial(host_us, args.rounds))], args.out and args.out / "host_time.json")))
 
 
 if __name__ == "__main__":
