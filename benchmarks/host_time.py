@@ -10,6 +10,9 @@ small tensors show it too.
 A step of ours has three phases, and their times say which of them depends on what: looking whether anything has moved,
 the launch of a graph by CUDA's driver, and what remains once the GPU is at work. Beside the optimizers stands a loop
 that only looks up where its tensors are and gives the GPU nothing to do: whatever changes its time is the host's.
+
+--look-ups times that loop alone, on the CPU: sets of tensors each in a row, and taking turns. In turns a set finds that
+others have had the caches, and its time depends on where its objects lie.
 """
 
 from __future__ import annotations
@@ -34,6 +37,7 @@ from sngm.optim.kernels import replay
 EXAMPLES = """examples:
   python benchmarks/host_time.py --out build/bench              a minute on a GPU, 85 GB of its memory
   python benchmarks/host_time.py --write-docs build/bench/host_time.json
+  python benchmarks/host_time.py --look-ups                     some seconds, without a GPU
 """
 PAGE = DOCS / "performance.md"
 TENSORS = 65
@@ -42,6 +46,7 @@ WAITS = (0, 6)  # ms
 FIRST = 10  # rounds that do not count
 LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones at equal waits
 CELL = "us"
+SETS = 14  # with --look-ups
 PHASES = ("before the launch", "launch", "after")
 
 
@@ -128,10 +133,43 @@ def steppers() -> tuple[dict[str, Step], dict[tuple[str, int], Step]]:
 
 
 def stepper(make: Make, elements: int) -> Step:
-    parameters = [torch.nn.Parameter(torch.randn(elements, device="cuda")) for _ in range(TENSORS)]
+    return make(tensors(elements, "cuda")).step
+
+
+def tensors(elements: int, device: str) -> list[torch.nn.Parameter]:
+    parameters = [torch.nn.Parameter(torch.randn(elements, device=device)) for _ in range(TENSORS)]
     for p in parameters:
         p.grad = torch.randn_like(p)
-    return make(parameters).step
+    return parameters
+
+
+def look_ups_us(rounds: int) -> dict[str, list[float]]:
+    """Medians of the loop over each of several equal sets of tensors, in the order in which they were made."""
+    look_up_sets()
+    gc.collect()  # as in host_us
+    optimizers = look_up_sets()
+    loops = [LookUps(optimizer.param_groups[0]["params"]).step for optimizer in optimizers]
+    order = list(range(SETS))
+    shuffle = random.Random(0).shuffle
+    found: dict[str, list[list[float]]] = {"in a row": [[] for _ in order], "taking turns": [[] for _ in order]}
+    for _ in range(rounds):
+        shuffle(order)
+        for i in order:
+            optimizers[(i + SETS // 2) % SETS].step()  # other work
+            found["taking turns"][i].append(seconds(loops[i]))
+    for loop, times in zip(loops, found["in a row"], strict=True):
+        times += [seconds(loop) for _ in range(rounds)]
+    return {name: [round(1e6 * statistics.median(times), 1) for times in sets] for name, sets in found.items()}
+
+
+def look_up_sets() -> list[torch.optim.Optimizer]:
+    return [torch.optim.SGD(tensors(SMALL, "cpu"), lr=1e-3, momentum=0.9) for _ in range(SETS)]
+
+
+def seconds(step: Step) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
 def cycles_a_second() -> float:
@@ -191,9 +229,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder for host_time.json")
     parser.add_argument("--rounds", type=int, default=200, help="steps timed in each condition (default: 200)")
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/performance.md")
+    parser.add_argument("--look-ups", action="store_true", help="time the loop of look-ups alone, on the CPU")
     args = parser.parse_args()
     if args.write_docs:
         write_docs(parser, PAGE, args.write_docs, page)
+        return
+    if args.look_ups:
+        for name, medians in look_ups_us(args.rounds).items():
+            print(f"{name}, us:", *medians)
         return
     need_gpu(parser)
     print(page(take([(CELL, partial(host_us, args.rounds))], args.out and args.out / "host_time.json")))
