@@ -202,7 +202,9 @@ def _line(kind: str, points: Points, x_axis: Axis, y_axis: Axis, shift: float) -
 
 
 def _legend(figure: Figure) -> dict[str, int]:
-    return {series.label: series.slot for panel in figure.panels.values() for series in panel}
+    """Labels in the order of their looks, whichever panel has them first."""
+    series = (series for panel in figure.panels.values() for series in panel)
+    return {s.label: s.slot for s in sorted(series, key=lambda s: s.slot)}
 
 
 def _key(slot: int) -> str:
