@@ -358,6 +358,24 @@ def test_the_first_table_tells_of_runs_that_diverged_and_of_rates_at_an_edge(mon
     assert shown[2:5] == ["0.2*", "90.00", "91.50 ± 6.35 (1 diverged)"]
 
 
+def test_a_table_is_drawn_against_the_batch_size_and_runs_that_diverged_are_crosses():
+    runs = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    runs += [line(value=0.91), line(seed=1, value=0.93)]
+    runs += [line(lr, part="select", method="msgd", status="diverged", value=None) for lr in (0.05, 0.1, 0.2)]
+
+    def picture(lines=runs, **more):
+        item = small(extend=False, **more)
+        return drawing.by_batch(item, [verdicts.look(planned, Results(lines)) for planned in item.cells()])
+
+    theirs, ours = picture().panels.values()
+    assert [(s.label, s.plotted) for s in theirs] == [("SNGM", [(32, 90.0)]), ("MSGD", [(32, 80.0)])]
+    assert [(s.label, s.plotted, s.lost) for s in ours] == [("SNGM", [(32, 92.0, 12.706)], []), ("MSGD", [], [32])]
+    one = picture([*runs[:4], line(seed=1, status="diverged", value=None)]).panels["ours; without a bar: one seed"]
+    assert [(s.plotted, s.lost) for s in one] == [([(32, 91.0)], [32])]
+    assert picture([]) is None
+    assert picture(apart="other data") is None
+
+
 def test_reading_results_runs_no_code_that_they_name(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
     record = {**line().record, "config": {**line().record["config"], "task": f"{tmp_path}/evil.py:Task"}}
@@ -540,6 +558,7 @@ def test_the_pages_say_what_the_runs_say(copied):
         ("../README.md", "89.87", "99.87"),
         ("wikitext2-lstm/runs.md", "117.83", "107.83"),
         ("figure-3.json", "126.57", "116.57"),
+        ("table-2-by-batch.json", "89.87", "99.87"),
     ],
 )
 def test_a_changed_record_or_table_is_found(copied, name, old, new):
@@ -563,9 +582,10 @@ def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture.unlink()
     refused(sngm("paper report --check"), "figure-3.svg")
     picture.write_text(text)
-    (copied / "figure-9.svg").write_text(text)
-    refused(sngm("paper report --check"), "figure-9.svg")
-    assert sngm("paper report").out == "removed results/figure-9.svg\n"
+    for name in ("figure-9.svg", "table-9-by-batch.json"):
+        (copied / name).write_text(text)
+        refused(sngm("paper report --check"), name)
+        assert sngm("paper report").out == f"removed results/{name}\n"
     assert sngm("paper report --check").code == 0
 
 

@@ -18,7 +18,7 @@ from ..files import write_atomically
 from ..report import figures
 from ..report.paper import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from ..report.stats import half_width
-from .drawing import drawn
+from .drawing import by_batch, drawn
 from .items import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, Line, Results, read
 from .verdicts import NOT_REPRODUCED, RULES, Outcome, by_cell, look, of_claim, of_number, text_of, values_of
@@ -31,12 +31,13 @@ FIRST_ITEM = "table-2"
 def pages(results: Results) -> dict[str, str]:
     """Every file of the results folder that is made, by its path in it: pages, figures and what they plot."""
     outcomes = {item.name: [look(planned, results) for planned in item.cells()] for item in ITEMS}
-    pictures = drawn(outcomes)
+    tables = {_picture(item): by_batch(item, outcomes[item.name]) for item in ITEMS}
+    pictures = drawn(outcomes) | {name: figure for name, figure in tables.items() if figure}
     found = {"README.md": _readme(results, outcomes, pictures)}
     for task in sorted({line.config.task for line in results.lines.values()}):
         found[f"{task}/runs.md"] = _runs(task, results)
     for name, figure in pictures.items():
-        plotted = {title: {s.label: s.points for s in panel} for title, panel in figure.panels.items()}
+        plotted = {title: {s.label: s.plotted for s in panel} for title, panel in figure.panels.items()}
         found[f"{name}.json"] = json.dumps(plotted, indent=1) + "\n"
         found[f"{name}.svg"] = figures.standalone(figure)
     return found
@@ -61,7 +62,14 @@ def block(results: Results) -> str:
         "[results](results/README.md)."
     )
     head = ["batch", "method", "lr", "paper", "ours", "95 % interval", "n", "hardware"]
-    return "\n".join([BEGIN, *_grid(head, rows), "", text, END])
+    picture = by_batch(item, [look(planned, results) for planned in item.cells()])
+    shown = [f"![{picture.description}](results/{_picture(item)}.svg)", ""] if picture else []
+    return "\n".join([BEGIN, *shown, *_grid(head, rows), "", text, END])
+
+
+def _picture(item: Item) -> str:
+    """The name of a table's figure."""
+    return f"{item.name}-by-batch"
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
@@ -99,7 +107,8 @@ def stale(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def _left_over(folder: Path, wanted: Collection[Path]) -> list[Path]:
-    return [path for path in sorted(folder.glob("figure-*")) if path not in wanted]
+    pictures = [path for name in ("figure-*", "*-by-batch.*") for path in folder.glob(name)]
+    return [path for path in sorted(set(pictures)) if path not in wanted]
 
 
 def _words(picture: str) -> list[str]:
@@ -137,6 +146,8 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
     parts.append(theory())
     for item in ITEMS:
         parts += _section(item, outcomes[item.name])
+        if picture := pictures.get(_picture(item)):
+            parts.append(f"![{picture.description}]({_picture(item)}.svg)")
         for figure in FIGURES:
             shown = [name for name in pictures if name.startswith(figure.name) and figure.item == item.name]
             parts += [f"![{pictures[name].description}]({name}.svg)" for name in shown]

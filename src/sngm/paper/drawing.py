@@ -1,4 +1,4 @@
-"""The paper's figures, drawn from the kept runs."""
+"""The paper's figures, and its tables as figures, drawn from the kept runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from statistics import fmean
 
 from ..report import figures
 from ..report.paper import ADAM, CLARS, EXTRAP, FIGURES, LAMB, LARS, MSGD, SNGM
-from .items import ON_MEAN
+from ..report.stats import half_width
+from .items import ON_MEAN, Item
 from .results import Line
 from .verdicts import SEEDS, Outcome, by_cell
 
-AXES = {"train_loss": "training loss", "test_accuracy": "test accuracy, %", "validation_perplexity":
-        "validation perplexity", "validation_auc": "validation AUC"}  # fmt: skip
+AXES = {
+    "train_loss": "training loss",
+    "test_accuracy": "test accuracy, %",
+    "test_perplexity": "test perplexity",
+    "validation_perplexity": "validation perplexity",
+    "validation_auc": "validation AUC",
+}
 LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
 
 
@@ -40,6 +46,42 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
     return found
 
 
+def by_batch(item: Item, outcomes: Sequence[Outcome]) -> figures.Figure | None:
+    """A table against the batch size: the paper's numbers, and our means beside them; a cross where runs diverged."""
+    metric = f"test_{item.metric}"
+    theirs, ours = [], []
+    for row in item.rows:
+        numbers = item.numbers.get(row.paper or "")
+        if numbers is None or item.apart or item.metric == "seconds":
+            continue
+        slot = LOOKS.index(row.name)
+        theirs.append(
+            figures.Series(row.name, slot, [(float(b), _shown(y, metric)) for b, y in sorted(numbers.items())])
+        )
+        cells = sorted((o for o in outcomes if o.planned.row is row), key=lambda o: o.planned.batch)
+        run = [cell for cell in cells if cell.values]
+        points = [(float(cell.planned.batch), _shown(fmean(cell.values), metric)) for cell in run]
+        halves = [half_width(cell.values) for cell in run]
+        errors = [None if half is None else _shown(half, metric) for half in halves]
+        lost = [float(cell.planned.batch) for cell in cells if cell.diverged or cell.nothing_trains]
+        if points or lost:
+            ours.append(figures.Series(row.name, slot, points, errors, lost=lost))
+    if not ours:
+        return None
+    return figures.Figure(
+        f"{item.title}, against the batch size",
+        f"{item.title}, against the batch size: the paper's numbers, and our means over seeds with their 95 % "
+        "intervals, or single runs",
+        "global batch", AXES[metric], {"the paper": theirs, "ours; without a bar: one seed": ours}, log_x=True,
+        worst_at_bottom=item.higher_is_better, dodge=3.0,
+    )  # fmt: skip
+
+
+def _shown(value: float, metric: str) -> float:
+    """Accuracies in %; as many digits as a picture can show."""
+    return float(f"{100 * value if metric.endswith('accuracy') else value:.5g}")
+
+
 def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
     """A method looks the same in every figure; one of which every rate diverged is a cross at the last epoch."""
     slot = LOOKS.index(name)
@@ -54,11 +96,10 @@ def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
 def _mean_curve(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:
     if not lines:
         return []
-    scale = 100 if metric.endswith("accuracy") else 1
     columns = zip(*(line.curve[metric] for line in lines), strict=False)
     points = []
     for epoch, values in enumerate(columns, 1):
         there = [value for value in values if value is not None]
         if len(there) == len(values):
-            points.append((float(epoch), float(f"{scale * fmean(there):.5g}")))
+            points.append((float(epoch), _shown(fmean(there), metric)))
     return points

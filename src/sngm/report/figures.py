@@ -47,6 +47,13 @@ class Series:
     ring: float | None = None
     """The x of a point to circle."""
 
+    @property
+    def plotted(self) -> list[tuple[float | None, ...]]:
+        """Its points as numbers, with their errors where it has any."""
+        if not any(self.errors):
+            return list(self.points)
+        return [(*point, error) for point, error in zip(self.points, self.errors, strict=True)]
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
