@@ -1033,6 +1033,19 @@ def test_autograd_sees_that_parameters_changed(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
+def test_autograd_sees_that_a_vector_changed_too(rule):
+    """Of a layer after another, LayerNorm's weight is all that autograd keeps of the parameters."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
+    optimizer = build(rule, list(model.parameters()))
+    loss = model(torch.randn(3, 4)).pow(3).sum()
+    loss.backward(retain_graph=True)
+    optimizer.step()
+    assert optimizer._plan is not None
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("rule", RULES)
 def test_an_interrupted_step_spoils_none_after_it(rule, monkeypatch, plans):
     runs = []
     for _ in range(2):

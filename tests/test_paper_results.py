@@ -1,5 +1,6 @@
 """`sngm paper`: the paper's numbers as data, the runs that are kept, verdicts, and pages that say what the runs say."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -10,19 +11,20 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from console import refused, sngm
 
 from sngm import tasks
 from sngm.cli import parse_settings
 from sngm.errors import UsageError
-from sngm.paper import document, drawing, items, verdicts
+from sngm.paper import document, drawing, items, results, verdicts
 from sngm.paper import run as making
 from sngm.paper.items import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
 from sngm.report.paper import CLAIMS, FIGURES, TABLES, Claim
 from sngm.study.grid import run_name
 from sngm.train import RunConfig, resolve
-from sngm.train.record import commit
+from sngm.train.record import commit, provenance
 
 HERE = Path(__file__).parent.parent
 
@@ -49,7 +51,7 @@ def test_the_paper_s_claims_hold_of_its_own_numbers():
     """What is said to be better is, in as many cells as are said; "similar" leaves room."""
     by_name = {table.name: table for table in TABLES}
     for claim in CLAIMS:
-        if claim.item not in by_name or (by_name[claim.item].metric == "seconds" and claim.note):
+        if claim.item not in by_name or claim.metric or (by_name[claim.item].metric == "seconds" and claim.note):
             continue  # figures, and times of methods that the paper gives none of
         table, shown = by_name[claim.item], {}
         for (method, batch), (other, beside) in claim.pairs:
@@ -135,6 +137,62 @@ def test_of_two_runs_of_a_config_in_a_merged_file_the_first_counts(tmp_path):
         assert [found.value("accuracy") for found in Results(lines).lines.values()] == [0.9]
 
 
+def test_a_line_that_stands_twice_is_one_run_and_two_that_differ_are_refused(tmp_path):
+    path = tmp_path / "digits" / "runs.jsonl"
+    keep([line()], tmp_path)
+    path.write_text(2 * path.read_text())
+    assert keep([line(seed=1)], tmp_path) == (1, 0)
+    assert len(path.read_text().splitlines()) == 2
+    assert read(tmp_path).repeated == []
+    other = Line(
+        {
+            **line().record,
+            "result": {"test_accuracy": 0.99},
+            "curve": {"train_loss": [1.0], "test_accuracy": [0.99]},
+            "result_epoch": 1,
+        }
+    )
+    path.write_text(path.read_text() + other.text + "\n")
+    with pytest.raises(UsageError, match="two lines tell of it and differ"):
+        read(tmp_path)
+
+
+def test_a_stop_between_the_files_loses_no_run(tmp_path, monkeypatch):
+    """The second, begun earlier, takes the place of the first, which is then a repeat."""
+    first, second = line(started="2026-01-02"), line(value=0.91)
+    keep([first], tmp_path)
+    write, written = results.write_atomically, []
+
+    def stopped(path, data):
+        if written:
+            raise KeyboardInterrupt
+        written.append(path)
+        write(path, data)
+
+    monkeypatch.setattr(results, "write_atomically", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        keep([second], tmp_path)
+    monkeypatch.undo()
+    there = read(tmp_path)
+    assert first.text in [found.text for found in (*there.lines.values(), *there.repeated)]
+    keep([second], tmp_path)
+    there = read(tmp_path)
+    assert [found.text for found in there.lines.values()] == [second.text]
+    assert [found.text for found in there.repeated] == [first.text]
+
+
+def test_lines_of_another_task_or_on_other_data_are_refused_when_read(tmp_path):
+    keep([line()], tmp_path)
+    (tmp_path / "digits").rename(tmp_path / "criteo-deepfm")
+    with pytest.raises(UsageError, match="is of digits, and belongs in the folder of that name"):
+        read(tmp_path)
+    (tmp_path / "criteo-deepfm").rename(tmp_path / "digits")
+    path = tmp_path / "digits" / "runs.jsonl"
+    path.write_text(path.read_text() + line(seed=1, data="b").text + "\n")
+    with pytest.raises(UsageError, match="on other data"):
+        read(tmp_path)
+
+
 def test_runs_on_other_data_are_not_mixed(tmp_path):
     keep([line()], tmp_path)
     with pytest.raises(UsageError, match=r"other data.*fingerprint: a there, b here"):
@@ -191,9 +249,12 @@ def test_what_is_no_text_or_no_file_is_refused_by_name(tmp_path):
 
 
 def test_a_folder_of_results_that_is_not_there_is_refused(tmp_path):
+    refused(sngm("paper run table-2 --results nowhere"), "no folder nowhere", "--results")
     for verb in ("list", "show table-2", "run table-2 --dry-run"):
         refused(sngm(f"paper {verb} --results nowhere"), "no folder nowhere", "--results")
-        assert sngm(f"paper {verb}").code == 0, "nothing has been run yet"
+        found = sngm(f"paper {verb}")
+        assert found.code == 0, "nothing has been run yet"
+        assert ("no folder results here" in found.err) == ("run" not in verb)
     Path("results").write_text("")
     refused(sngm("paper list"), "no folder results")
 
@@ -246,7 +307,7 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     Path("run/run.json").write_text(json.dumps({**record, "started": "2099-01-01"}))
     assert sngm("paper add run").out == "1 of 1 runs are new in results, 1 of them a repeat of another\n"
     Path("run/run.json").write_text(json.dumps(record))
-    refused(sngm("paper add nowhere"), "no run")
+    refused(sngm("paper add nowhere"), "no folder nowhere")
     Path("again").mkdir()
     for key, value in (("made_before", [{"commit": "1"}]), ("config", {**record["config"], "task_source": "1234"})):
         Path("again/run.json").write_text(json.dumps({**record, key: value}))
@@ -341,6 +402,27 @@ def test_the_best_rate_on_test_data_is_found_among_full_runs():
     runs.append(line(0.4, seed=1, status="diverged", value=None))
     best = verdicts.look(next(small().cells()), Results(runs)).on_test
     assert [found.config.lr for found in best] == [0.1, 0.1], "a rate at which one seed diverged is not the best"
+
+
+def test_a_seed_with_two_inner_rates_is_not_two_seeds():
+    (cell,) = [p for p in items.find("table-2").cells() if p.name == "EXTRAP-SGD@8192"]
+    like = cell.cell().config(0.2, "full", 0)
+
+    def of(**settings):
+        config = replace(like, method_settings=like.method_settings | settings)
+        return Line({**line().record, "config": config.as_dict(), "hash": config.hash})
+
+    runs = Results([of(), of(inner_lr=0.1)])
+    assert [found.config for found in verdicts.look(cell, runs).on_test] == [like]
+    twice = replace(like, lr=0.4, method_settings=like.method_settings | {"inner_lr": 0.05})
+    assert verdicts._but_for_rate(twice) == verdicts._but_for_rate(like)
+
+
+def test_links_lead_to_trials_where_there_is_no_more():
+    trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9))]
+    planned = next(small().cells())
+    assert document._link(verdicts.look(planned, Results([]))) == "0"
+    assert document._link(verdicts.look(planned, Results(trials))) == "[0](digits/runs.md#sngm-at-batch-32)"
 
 
 def test_the_first_table_tells_of_runs_that_diverged_and_of_rates_at_an_edge(monkeypatch):
@@ -471,6 +553,28 @@ def test_where_every_rate_diverged_the_other_is_better(kind, worse, verdict):
     assert verdicts.of_claim(Claim("table-9", "", (PAIR,), kind), small(), both)[0] == "open"
 
 
+def test_a_claim_that_two_are_similar_is_shown_with_the_interval_it_rests_on():
+    a, b = [0.9, 0.91, 0.92], [0.9, 0.9, 0.91]
+    found = verdicts.of_claim(Claim("table-9", "", (PAIR,), "similar"), small(), outcomes(a, b))
+    scipy = pytest.importorskip("scipy.stats")
+    low, high = scipy.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
+    assert found == ("open", f"SNGM at 32 - MSGD at 32: {50 * (low + high):+.2f} ± {50 * (high - low):.2f}")
+
+
+def test_a_claim_about_validation_data_is_tested_there():
+    lines = [line(seed=i) for i in range(3)]
+    for i, found in enumerate(lines):
+        found.record["result"]["validation_accuracy"] = 0.5 + i / 1000
+    there = {key: replace(o, lines=lines) for key, o in outcomes(HIGH, LOW).items()}
+    claim = Claim("table-9", "", (PAIR,), metric="validation_accuracy")
+    assert verdicts.of_claim(claim, small(), there)[1].startswith("validation accuracy of SNGM at 32 - MSGD at 32: +0,")
+
+
+def test_the_paper_s_times_are_shown_as_it_has_them():
+    shown = [verdicts.text_of(value, "seconds") for value in (13.95, 24.44, 15.22, 1.6)]
+    assert shown == ["13.95", "24.44", "15.22", "1.6"]
+
+
 def test_a_claim_about_training_loss_looks_at_that_of_the_last_epoch_too():
     claim, there = Claim("table-9", "", (PAIR,), also=("train_loss",)), outcomes(HIGH, LOW)
     for name, losses in (("SNGM", LOW), ("MSGD", HIGH)):
@@ -555,7 +659,7 @@ def test_the_pages_say_what_the_runs_say(copied):
     [
         ("wikitext2-lstm/runs.jsonl", '"seconds_per_epoch": ', '"seconds_per_epoch": 1'),
         ("README.md", "117.83", "107.83"),
-        ("../README.md", "89.87", "99.87"),
+        ("../README.md", "| 89.87 |", "| 99.87 |"),
         ("wikitext2-lstm/runs.md", "117.83", "107.83"),
         ("figure-3.json", "126.57", "116.57"),
         ("table-2-by-batch.json", "89.87", "99.87"),
@@ -582,11 +686,33 @@ def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture.unlink()
     refused(sngm("paper report --check"), "figure-3.svg")
     picture.write_text(text)
-    for name in ("figure-9.svg", "table-9-by-batch.json"):
-        (copied / name).write_text(text)
+    (copied / "digits").mkdir()
+    for name in ("figure-9.svg", "table-9-by-batch.json", "digits/runs.md"):
+        (copied / name).write_text(text if "digits" not in name else document.MADE)
         refused(sngm("paper report --check"), name)
         assert sngm("paper report").out == f"removed results/{name}\n"
+    (copied / "figure-notes.md").write_text("mine")
+    (copied / "digits" / "runs.md").write_text("mine")
     assert sngm("paper report --check").code == 0
+
+
+def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(copied):
+    text = Path("README.md").read_text()
+    for mark in (document.BEGIN, document.END):
+        Path("README.md").write_text(text.replace(mark, ""))
+        refused(sngm("paper report --check"), "must hold", mark)
+    Path("README.md").write_text("A page of another project.")
+    assert "no README.md with a place" in sngm("paper report --check").out
+    assert document.BEGIN in (HERE / "README.md").read_text()
+
+
+def test_a_figure_s_name_leads_to_its_table_and_its_file(copied):
+    assert sngm("paper show FIGURE-3").out.rstrip().endswith("results/figure-3.svg, results/table-6-by-batch.svg")
+    refused(sngm("paper show table-5"), "did you mean table-5-cifar10 or table-5-cifar100?", "figure-3", "table-1")
+    cell = next(
+        c for c in sngm("paper show table-8 --json").json["cells"] if (c["method"], c["batch"]) == ("MSGD", 8192)
+    )
+    assert cell["all_rates_diverged"] is True
 
 
 def test_table_1_is_shown_and_has_nothing_to_run():
@@ -637,6 +763,25 @@ def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     assert "table-9" in Path("results/README.md").read_text()
 
 
+def test_a_run_begun_with_other_code_begins_anew_and_nothing_is_lost(tiny, tmp_path):
+    config = line(0.05, part="select").config
+    path = tmp_path / "run" / run_name(config)
+    path.mkdir(parents=True)
+    now = provenance(torch.device("cpu"))
+    record = {"format": 1, "config": config.as_dict(), "status": "interrupted", **now}
+    for changes, stays in (({}, True), ({"commit": "fedcba9"}, False), ({"versions": {}}, False)):
+        path.mkdir(exist_ok=True)
+        (path / "run.json").write_text(json.dumps(record | changes))
+        with contextlib.nullcontext() if stays else pytest.warns(UserWarning, match="begins anew"):
+            making._set_aside_if_begun_otherwise(path, now)
+        assert path.exists() == stays
+    assert len(list(path.parent.glob("*-aside-[12]/run.json"))) == 2
+    path.mkdir()
+    (path / "run.json").write_text(json.dumps(record | {"commit": "fedcba9", "status": "finished"}))
+    making._set_aside_if_begun_otherwise(path, now)
+    assert path.exists(), "a finished one is kept as what it is"
+
+
 @pytest.mark.slow
 def test_a_budget_ends_and_the_rest_is_run_later(tiny):
     found = sngm("paper run table-9 --budget 1s --device cpu --json")
@@ -657,6 +802,14 @@ def test_a_run_that_fails_is_told_and_the_others_are_kept(tiny, tmp_path, monkey
     found = sngm("paper run table-9 --device cpu")
     assert found.code == 1
     assert "2 runs failed, the first sngm at batch 32: ValueError: no" in found.err
+    assert sngm("paper run table-9 --device cpu --json").code == 1
+
+    def out_of_time(*args, **more):
+        failing(*args, **more)
+        raise making.OutOfTime
+
+    monkeypatch.setattr(making.launch, "compare", out_of_time)
+    assert "1 runs failed" in sngm("paper run table-9 --device cpu --budget 1h").err
 
 
 def test_runs_without_a_commit_are_refused(tiny, monkeypatch):

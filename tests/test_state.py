@@ -738,6 +738,15 @@ def test_what_is_no_checkpoint_is_refused_by_name_and_changes_nothing(broken, ma
     assert same_states(states(optimizer), before)
 
 
+def test_a_broken_part_is_found_behind_a_stranger_s():
+    params = [torch.nn.Parameter(torch.ones(3)) for _ in range(2)]
+    optimizer = SNGM(params, lr=0.1)
+    state = optimizer.state_dict()
+    state["state"] = {0: {"exp_avg": torch.ones(3)}, 1: {"momentum_buffer": "x"}}
+    with pytest.raises(ValueError, match="momentum_buffer of parameter 1"), pytest.warns(UserWarning, match="exp_avg"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_checkpoint_of_a_stranger_loads_with_a_warning():
     w = torch.nn.Parameter(torch.ones(3))
     adam = torch.optim.Adam([w])

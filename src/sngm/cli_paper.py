@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -41,6 +42,7 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     from .paper.results import read
 
     there = read(_folder(results))
+    _say_if_none_is_here(results)
     found: list[dict[str, Any]] = []
     for item in items.ITEMS:
         outcomes = [verdicts.look(planned, there) for planned in item.cells()]
@@ -75,10 +77,13 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
         print(json.dumps(TABLE_1, indent=2) if as_json else document.theory())
         return
     found, there = items.find(item), read(_folder(results))
+    _say_if_none_is_here(results)
     if as_json:
         print(json.dumps(document.as_data(found, there), indent=2))
         return
     print("\n\n".join(part for part in document.section(found, there) if part))
+    if drawn := sorted(path.as_posix() for path in document.pictures_of(found, results)):
+        print("\nDrawn in " + ", ".join(drawn))
 
 
 @verb(
@@ -106,14 +111,17 @@ def run(
     from .paper import run as making
     from .paper.results import read
     from .paper.verdicts import look
+    from .train.processes import choose_device
 
     found = items.find(item)
     if jobs is not None and jobs < 1:
         raise UsageError(f"--jobs must be at least 1, got {jobs}")
     limit = None if budget is None else duration_of(budget)
     planned = making.select(found, None if cells is None else cells.split(","))
+    _folder(results)
     if dry_run:
-        there = read(_folder(results))
+        choose_device(device)
+        there = read(results)
         _plan(found, [look(one, there, seeds) for one in planned], as_json)
         return
     from .show import interrupt_on_signal, study_progress
@@ -130,12 +138,10 @@ def run(
     left = sum(outcome.to_come for outcome in outcomes)
     if as_json:
         print(json.dumps({"item": found.name, "missing_runs": left, "results": str(results)}, indent=2))
-        return
-    print(
-        f"{found.name}: "
-        + (f"{left} runs still missing; the same command makes them" if left else "all runs are there")
-    )
-    print("sngm paper report writes them up")
+    else:
+        more = f"{left} runs still missing; the same command makes them" if left else "all runs are there"
+        print(f"{found.name}: {more}")
+        print("sngm paper report writes them up")
     if failed:
         config, record = failed[0]
         raise Failed(f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}")
@@ -149,19 +155,22 @@ def add(
     """Keep runs that were made elsewhere: of run folders, of studies, or of another machine's results. Runs that have
     not finished are left out.
     """
-    from .files import read_json
+    from .files import check_writable
     from .paper.results import FILE, REPEATED, keep, of_folder, read_lines
     from .train.record import FINISHED
 
+    check_writable(results, "--results")
     lines, unfinished = [], 0
     for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"no folder {folder}")
         kept = [*folder.glob(f"*/{FILE}"), *folder.glob(f"*/{REPEATED}")]
         made = sorted(Path(root) for root, _, files in os.walk(folder) if "run.json" in files)
         if not kept and not made:
             raise UsageError(f"{folder} holds no run (run.json) and no results (<task>/{FILE})")
         for path in kept:
             lines += read_lines(path)
-        ended = [path for path in made if read_json(path / "run.json").get("status") in FINISHED]
+        ended = [path for path in made if _status(path / "run.json") in FINISHED]
         lines += [of_folder(path) for path in ended]
         unfinished += len(made) - len(ended)
     if not lines:
@@ -184,8 +193,11 @@ def report(
     ] = False,
 ) -> None:
     """Write up the kept runs: results/README.md, the runs of each task, the figures, and the README's first table."""
+    from .files import check_writable
     from .paper import document
 
+    if readme is not None and not readme.is_file():
+        raise UsageError(f"--readme {readme}: no such file")
     if not results.is_dir():
         raise UsageError(f"no folder {results}; run this where results/ is, or say --results")
     beside = results.parent / "README.md"
@@ -194,18 +206,38 @@ def report(
         wrong = document.stale(results, page)
         if wrong:
             names = ", ".join(map(str, wrong))
-            raise UsageError(f"not what the runs say: {names}; sngm paper report writes them anew")
-        print("every page says what the runs say")
+            raise UsageError(
+                f"not what the runs say: {names}; sngm paper report writes them anew, "
+                "if it is not the runs that changed: git diff tells"
+            )
+        print(
+            f"every page says what the runs say{'' if page else '; there is no README.md with a place for the table'}"
+        )
         return
+    check_writable(results, "--results")
     changed = document.write(results, page)
     print("\n".join(f"{'wrote' if path.exists() else 'removed'} {path}" for path in changed) or "nothing has changed")
 
 
 def _folder(results: Path) -> Path:
-    """Refuse a folder that was named and is not there; without one nothing has been run yet."""
+    """Refuse a folder that was named and is not there; without one nothing has been run yet, or not here."""
     if not results.is_dir() and (results != FOLDER or results.exists()):
-        raise UsageError(f"no folder {results}; name that of the kept runs with --results")
+        raise UsageError(f"no folder {results}; name that of the kept runs with --results, or make it")
     return results
+
+
+def _say_if_none_is_here(results: Path) -> None:
+    if not results.exists():
+        print("sngm: no folder results here, so no run is known; a clone of sngm has one", file=sys.stderr)
+
+
+def _status(path: Path) -> Any:
+    from .files import read_json
+
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise UsageError(f"{path} is not the record of a run")
+    return record.get("status")
 
 
 def duration_of(text: str) -> float:
@@ -231,7 +263,7 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
     plan = [
         {
             "cell": outcome.planned.name, "grid": list(outcome.rates), "lr": outcome.lr,
-            "runs": outcome.to_come, "seconds_each": round(outcome.planned.seconds()),
+            "runs": outcome.to_come, "seconds_each": outcome.planned.seconds(),
         }
         for outcome in outcomes
     ]  # fmt: skip
@@ -242,7 +274,7 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
     for entry in plan:
         rates = ", ".join(f"{rate:g}" for rate in entry["grid"])
         chosen = "" if entry["lr"] is None else f", {entry['lr']:g} chosen"
-        what = f"{entry['runs']} runs of {entry['seconds_each']} s" if entry["runs"] else "complete"
+        what = f"{entry['runs']} runs of {entry['seconds_each']:.0f} s" if entry["runs"] else "complete"
         print(f"{entry['cell']}: {what} (rates {rates}{chosen})")
     if not total:
         print("all runs are there")

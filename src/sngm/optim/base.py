@@ -187,19 +187,20 @@ class LargeBatchOptimizer(Optimizer):
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
             found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
             raise ValueError(f"state_dict must be a dict with 'state' and 'param_groups', got {found}")
+        warned = False
         for index, entry in state_dict["state"].items():
             for key in self.BUFFERS:
                 value = entry.get(key) if isinstance(entry, dict) else entry
                 if not (value is None or isinstance(value, Tensor)):
                     raise ValueError(f"state_dict: {key} of parameter {index} must be a tensor, got {value!r}")
-            if entry and not any(key in entry for key in self.BUFFERS):
+            if entry and not warned and not any(key in entry for key in self.BUFFERS):
+                warned = True
                 held = ", ".join(map(str, entry))
                 warnings.warn(
                     f"the checkpoint holds {held} but no {self.BUFFERS[0]} for parameter {index}; "
                     f"{type(self).__name__} starts from zero there. Is it another optimizer's checkpoint?",
                     stacklevel=2,
                 )
-                break
         # torch would cast state to the parameter's dtype (pytorch#43706), so tensors pass through it wrapped;
         # the hook is registered last to see what the user's own hooks made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
@@ -309,13 +310,16 @@ class LargeBatchOptimizer(Optimizer):
         }
 
     def _rounding_step(self, device: torch.device) -> Tensor:
-        """The number of steps so far with stochastic rounding; kept with the first group, to be saved with it."""
+        """The number of steps so far with stochastic rounding, on the device where it is to be counted.
+
+        It is kept with the first group, to be saved with it.
+        """
         group = self.param_groups[0]
         step = group.get("rounding_step")
-        if not isinstance(step, Tensor) or (step.device.type == "cpu" and device.type != "cpu"):
-            # made here, or loaded to the host; for the rest it stays where the first parameter is
-            step = group["rounding_step"] = torch.as_tensor(step or 0, dtype=torch.int64, device=device)
-        return step.to(device)
+        if not isinstance(step, Tensor) or step.device != device:  # the first time, loaded, or the model was moved
+            there = 0 if step is None else step
+            step = group["rounding_step"] = torch.as_tensor(there, dtype=torch.int64, device=device)
+        return step
 
     def _wants_kernels(self) -> bool:
         """Whether the groups leave the choice to us, or ask for fused steps."""

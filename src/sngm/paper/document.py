@@ -18,9 +18,10 @@ from ..files import write_atomically
 from ..report import figures
 from ..report.paper import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from ..report.stats import half_width
+from ..train.config import RunConfig
 from .drawing import by_batch, drawn
 from .items import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
-from .results import FILE, Line, Results, read
+from .results import FILE, REPEATED, Line, Results, command_of, read
 from .verdicts import NOT_REPRODUCED, RULES, Outcome, by_cell, look, of_claim, of_number, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
@@ -52,7 +53,7 @@ def block(results: Results) -> str:
         if outcome.tried:
             rows.append([
                 str(planned.batch), planned.row.name, _rate(outcome), _number(planned.paper, item), _ours(outcome),
-                _interval(outcome.values, item), _link(outcome.lines, item, "results/"), _hardware(outcome.lines),
+                _interval(outcome.values, item), _link(outcome, "results/"), _hardware(outcome.lines),
             ])  # fmt: skip
     if not rows:
         return f"{BEGIN}\nNo run has been kept yet.\n{END}"
@@ -73,7 +74,7 @@ def _picture(item: Item) -> str:
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Write all of it, and remove figures that are no more. Returns what changed."""
+    """Write all of it, and remove figures and pages that are no more. Returns what changed."""
     results = read(folder)
     wanted = {folder / name: text for name, text in pages(results).items()}
     if readme is not None:
@@ -89,7 +90,7 @@ def write(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def stale(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Files that do not say what the runs say: changed, missing, or left over from a figure that is no more.
+    """Files that do not say what the runs say: changed, missing, or left over from runs that are no more.
 
     Of pictures the numbers plotted and the words count, not how they are drawn.
     """
@@ -107,8 +108,10 @@ def stale(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def _left_over(folder: Path, wanted: Collection[Path]) -> list[Path]:
-    pictures = [path for name in ("figure-*", "*-by-batch.*") for path in folder.glob(name)]
-    return [path for path in sorted(set(pictures)) if path not in wanted]
+    kinds = [f"{name}.{kind}" for name in ("figure-[0-9]*", "table-*-by-batch") for kind in ("svg", "json")]
+    pages = [path for path in folder.glob("*/runs.md") if path.read_text("utf-8", errors="replace").startswith(MADE)]
+    there = [*(path for kind in kinds for path in sorted(folder.glob(kind))), *sorted(pages)]
+    return [path for path in there if path not in wanted]
 
 
 def _words(picture: str) -> list[str]:
@@ -116,8 +119,9 @@ def _words(picture: str) -> list[str]:
 
 
 def has_block(readme: Path) -> bool:
-    """Whether a page has a place for the table."""
-    return BEGIN in readme.read_text("utf-8")
+    """Whether a page has a place for the table, or had one."""
+    text = readme.read_text("utf-8")
+    return BEGIN in text or END in text
 
 
 def _with_block(readme: Path, text: str) -> str:
@@ -171,6 +175,12 @@ def section(item: Item, results: Results) -> list[str]:
     return _section(item, [look(planned, results) for planned in item.cells()])
 
 
+def pictures_of(item: Item, folder: Path) -> list[Path]:
+    """The files that show its runs."""
+    names = [_picture(item), *(f"{figure.name}*" for figure in FIGURES if figure.item == item.name)]
+    return [path for name in names for path in folder.glob(f"{name}.svg")]
+
+
 def as_data(item: Item, results: Results) -> dict[str, Any]:
     """The same for programs."""
     outcomes = [look(planned, results) for planned in item.cells()]
@@ -181,8 +191,9 @@ def as_data(item: Item, results: Results) -> dict[str, Any]:
             {
                 "method": o.planned.row.name, "batch": o.planned.batch, "paper": o.planned.paper, "lr": o.lr,
                 "values": o.values, "half_width": half_width(o.values), "runs": [line.hash for line in o.lines],
-                "verdict": _verdict(o), "diverged": o.diverged,
-                "missing_runs": o.to_come,
+                "verdict": _verdict(o), "diverged": o.diverged, "all_rates_diverged": o.nothing_trains,
+                "lr_at_edge": o.at_edge, "hardware": sorted({line.hardware for line in o.lines}),
+                "best_on_test": [line.hash for line in o.on_test], "missing_runs": o.to_come,
             }
             for o in outcomes
         ],
@@ -222,12 +233,13 @@ def _claims(item: Item) -> list[Claim]:
     versions = []
     for claim in claims:
         pairs = tuple(((a + ON_MEAN, x), (b + ON_MEAN, y)) for (a, x), (b, y) in claim.pairs)
-        versions += [replace(claim, note="On the sum."), replace(claim, note="On the mean.", pairs=pairs)]
+        for note, chosen in (("On the sum.", claim.pairs), ("On the mean.", pairs)):
+            versions.append(replace(claim, note=f"{claim.note} {note}".strip(), pairs=chosen))
     return versions
 
 
 def _said(claim: Claim) -> str:
-    text = claim.text if claim in ASKED else f'"{claim.text}"'
+    text = f'"{claim.text}"' if claim.by_paper else claim.text
     return f"{text} {claim.note}".strip()
 
 
@@ -236,15 +248,15 @@ def _row(outcome: Outcome) -> list[str]:
     ours = _ours(outcome, _interval(values, item))
     first = [str(planned.batch), planned.row.name]
     if item.metric == "seconds":
-        return [*first, _number(planned.paper, item), ours, _link(outcome.lines, item), _hardware(outcome.lines)]
+        return [*first, _number(planned.paper, item), ours, _link(outcome), _hardware(outcome.lines)]
     gap, verdict = "", _verdict(outcome) or ""
     if values and planned.paper and not item.apart:
         gap = text_of(fmean(values) - planned.paper, item.metric, signed=True)
     on_test = ""
     if there := outcome.on_test:
         mean = text_of(fmean(values_of(there, item.metric)), item.metric)
-        on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(there, item)})"
-    paper, n = _number(planned.paper, item), _link(outcome.lines, item)
+        on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(replace(outcome, lines=there))})"
+    paper, n = _number(planned.paper, item), _link(outcome)
     return [*first, _rate(outcome), paper, ours, n, gap, verdict, on_test]
 
 
@@ -310,16 +322,18 @@ def _repeated(results: Results) -> str:
         metric = tasks.find(first.config.task).metric
         scores = (line.value(metric) for line in (first, again))
         shown = ["none" if score is None else text_of(score, metric) for score in scores]
-        rows.append([f"`{again.hash}`", f"`{first.record['command']}`", *shown, str(again.record["commit"])])
-    head = ["run", "command", "first", "again", "commit of the second"]
-    return "## Runs made again\n\n" + "\n".join(_grid(head, rows))
+        commits = [f"`{line.record['commit']}`" for line in (first, again)]
+        rows.append([f"`{again.hash}`", f"`{command_of(first.config)}`", *shown, *commits])
+    head = ["run", "command", "result", "again", "commit", "again"]
+    where = f"Their lines are in `<task>/{REPEATED}`. The earliest runs have no date: of those either may be the first."
+    return f"## Runs made again\n\n{where}\n\n" + "\n".join(_grid(head, rows))
 
 
 # ---------------------------------------------------------------- the runs of a task
 
 
 def _runs(task: str, results: Results) -> str:
-    lines = results.of_task(task)
+    lines = sorted(results.of_task(task), key=lambda line: line.order)
     parts = [
         MADE,
         f"# Runs of {task}",
@@ -328,13 +342,13 @@ def _runs(task: str, results: Results) -> str:
     ]
     groups: dict[tuple[int, str], list[Line]] = {}
     for line in lines:
-        groups.setdefault((line.config.batch, _anchor_title(line)), []).append(line)
+        groups.setdefault((line.config.batch, _anchor_title(line.config)), []).append(line)
     for (_, title), runs in sorted(groups.items()):
         rows = [_run(line) for line in runs]
         head = ["run", "lr", "settings", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
         parts.append(f"## {title}")
         parts.append("\n".join(_grid(head, rows)))
-        parts.append("```\n" + "\n".join(str(line.record["command"]) for line in runs) + "\n```")
+        parts.append("```\n" + "\n".join(command_of(line.config) for line in runs) + "\n```")
     return "\n\n".join(parts) + "\n"
 
 
@@ -357,20 +371,23 @@ def _short(value: float | None) -> str:
     return "none" if value is None else f"{value:.5g}"
 
 
-def _anchor_title(line: Line) -> str:
+def _anchor_title(config: RunConfig) -> str:
     """The heading of a run: its method, batch, and what of the task is not as usual."""
-    usual = tasks.build(line.config.task).settings()
-    other = [f", {key} {value}" for key, value in sorted(line.config.task_settings.items()) if value != usual[key]]
-    return f"{line.config.label} at batch {line.config.batch}{''.join(other)}"
+    usual = tasks.build(config.task).settings()
+    other = [f", {key} {value}" for key, value in sorted(config.task_settings.items()) if value != usual[key]]
+    return f"{config.label} at batch {config.batch}{''.join(other)}"
 
 
-def _link(lines: Sequence[Line], item: Item, before: str = "") -> str:
-    """The number of seeds, leading to their runs."""
-    if not lines:
-        return "0"
+def _link(outcome: Outcome, before: str = "") -> str:
+    """The number of seeds, leading to their runs, or to the trials where there are no others."""
+    item, cell = outcome.planned.item, outcome.planned.cell()
+    count = str(len(outcome.values))
+    if not outcome.lines and not outcome.trials:
+        return count
     # as GitHub makes it of a heading
-    anchor = re.sub(r"[^\w\- ]", "", _anchor_title(lines[0]).lower()).replace(" ", "-")
-    return f"[{len(values_of(lines, item.metric))}]({before}{item.task}/runs.md#{anchor})"
+    title = _anchor_title(cell.config(cell.grid[0], "full", 0))
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+    return f"[{count}]({before}{item.task}/runs.md#{anchor})"
 
 
 # ---------------------------------------------------------------- small things

@@ -39,7 +39,7 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
                 name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
                 found[name] = figures.Figure(
                     f"{figure.where.split(',')[0]}, our runs of {figure.task}",
-                    f"{figure.title}: {AXES[metric]} over training, mean over three seeds or as many as said",
+                    f"{figure.title}: {AXES[metric]} over training, mean over at least three seeds or as many as said",
                     "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
                     cut=0.15,
                 )  # fmt: skip
@@ -83,13 +83,14 @@ def _shown(value: float, metric: str) -> float:
 
 
 def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
-    """A method looks the same in every figure; one of which every rate diverged is a cross at the last epoch."""
+    """A method looks the same in every figure; one of which every run diverged is a cross at the last epoch."""
     slot = LOOKS.index(name)
-    if cell.nothing_trains:
+    if cell.tried and not cell.values:
         return figures.Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])
     finished = [line for line in cell.lines if line.record["status"] == "finished" and metric in line.curve]
     points, few = _mean_curve(finished, metric), len(finished) < SEEDS
     label = f"{name}, {len(finished)} seed{'s' * (len(finished) > 1)}" if few else name
+    label += f", {cell.diverged} diverged" if cell.diverged else ""
     return figures.Series(label, slot, points, marks=False) if points else None
 
 

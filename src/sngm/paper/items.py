@@ -140,8 +140,8 @@ def between(known: Rates, batch: int) -> float:
     batches = sorted(known)
     low = max((b for b in batches if b <= batch), default=batches[0])
     high = min((b for b in batches if b >= batch), default=batches[-1])
-    if low >= high:
-        return known[low if batch >= low else high]
+    if low == high:
+        return known[low]
     share = math.log(batch / low) / math.log(high / low)
     return float(f"{known[low] * (known[high] / known[low]) ** share:.6g}")
 
@@ -258,21 +258,30 @@ ITEMS = (
 
 
 ASKED = (
-    Claim("table-2", f"{ADVISED} is better than {WARMED}.", each((ADVISED,), (WARMED,), LARGE), note="(Our question.)"),
+    Claim(
+        "table-2",
+        f"{ADVISED} is better than {WARMED}.",
+        each((ADVISED,), (WARMED,), LARGE),
+        note="(Our question.)",
+        by_paper=False,
+    ),
 )
 """What the paper does not say, and our own rows were run for."""
 
 
 def find(name: str) -> Item:
     """An item by its name."""
+    named = name.strip().lower()
     for item in ITEMS:
-        if item.name == name:
+        if item.name == named:
             return item
     from ..optim.registry import nearest
 
-    names = [item.name for item in ITEMS]
-    if alias := next((figure.item for figure in FIGURES if figure.name == name), None):
+    names = list(dict.fromkeys([*(figure.name for figure in FIGURES), "table-1", *(item.name for item in ITEMS)]))
+    if alias := next((figure.item for figure in FIGURES if figure.name == named), None):
         return find(alias)  # drawn from the runs of a table
-    if name == "table-1":
+    if named == "table-1":
         raise UsageError("table-1 is theory, with nothing to train: see docs/theory.md and sngm check-theory")
-    raise UsageError(f"no item is called {name!r}{nearest(name, names)}; there are {', '.join(names)}")
+    parts = [item.name for item in ITEMS if named and item.name.startswith(f"{named}-")]
+    asked = f" (did you mean {' or '.join(parts)}?)" if parts else nearest(named, names)
+    raise UsageError(f"no item is called {name!r}{asked}; there are {', '.join(names)}")

@@ -85,7 +85,7 @@ class Results:
 
     def __init__(self, lines: Iterable[Line], repeated: Iterable[Line] = ()) -> None:
         self.lines: dict[str, Line] = {}
-        for line in lines:  # two of one config may stand in a file that git has merged
+        for line in _by_run(lines).values():  # two of one config may stand in a file that git has merged
             if line.hash not in self.lines or line.made < self.lines[line.hash].made:
                 self.lines[line.hash] = line
         self.repeated = [line for line in repeated if line.hash in self.lines]
@@ -106,9 +106,20 @@ class Results:
 
 def read(folder: Path = FOLDER) -> Results:
     """All runs kept in a folder."""
-    runs, again = ([line for path in sorted(folder.glob(f"*/{name}")) for line in read_lines(path)]
-                   for name in (FILE, REPEATED))  # fmt: skip
-    return Results(runs, again)
+    there: dict[str, list[Line]] = {FILE: [], REPEATED: []}
+    for task in sorted(path for path in folder.glob("*") if path.is_dir()):
+        for name, lines in there.items():
+            lines += _of_task(task / name)
+        _check_data([line for lines in there.values() for line in lines if line.config.task == task.name])
+    return Results(there[FILE], there[REPEATED])
+
+
+def _of_task(path: Path) -> list[Line]:
+    """The lines of a file, if it is there: all of the task that its folder is named for."""
+    lines = read_lines(path) if path.exists() else []
+    if other := next((line for line in lines if line.config.task != path.parent.name), None):
+        raise UsageError(f"{path}: run {other.hash} is of {other.config.task}, and belongs in the folder of that name")
+    return lines
 
 
 def read_lines(path: Path) -> list[Line]:
@@ -117,7 +128,7 @@ def read_lines(path: Path) -> list[Line]:
     try:
         for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
             where = f"{path}, line {number}"
-            lines.append(whole(Line(json.loads(text))))
+            lines.append(whole(Line(json.loads(text, parse_constant=_no_number))))
     except (*BROKEN, UsageError) as error:
         raise UsageError(
             f"{where}: not a run as it was kept ({in_words(error)}); git may have the file as it was"
@@ -125,10 +136,16 @@ def read_lines(path: Path) -> list[Line]:
     return lines
 
 
+def _no_number(text: str) -> None:
+    raise ValueError(f"{text} is no number")
+
+
 def in_words(error: Exception) -> str:
     """What is wrong with a record; Python's own words say nothing to people."""
     if isinstance(error, KeyError):
         return f"no {error.args[0]}"
+    if isinstance(error, json.JSONDecodeError):
+        return f"no JSON from its character {error.colno} on"
     return str(error) if isinstance(error, (ValueError, UsageError, OSError)) else "a part of it is of another kind"
 
 
@@ -137,12 +154,12 @@ def whole(line: Line) -> Line:
     line.order, line.made, line.hardware  # noqa: B018  read all that is needed
     record, result, curve = line.record, line.result, line.curve
     if line.config.task not in tasks.names():  # whose code would be run, to know its metric
-        raise ValueError(f"of {line.config.task}, a task of your own; only those of the paper are kept")
+        raise ValueError(f"of {line.config.task}, a task of your own; only those that come with sngm are kept")
     for name in ("result", "curve", "data", "timing", "versions"):
         if not isinstance(record[name], dict):
             raise ValueError(f"{name} is no mapping")
-    if line.config.hash != line.hash:
-        raise ValueError("the config is not the one that its hash is of")
+    if line.config.hash != line.hash or record["label"] != line.config.label:
+        raise ValueError("the config is not the one that its hash and label are of")
     if why := unnamed(record["commit"]):
         raise ValueError(why)
     if record["status"] not in FINISHED or record.get("result_of", "last") not in ("last", "best"):
@@ -158,8 +175,11 @@ def whole(line: Line) -> Line:
         raise ValueError("a time below zero")
     if record["status"] == "finished":
         of = "validation" if line.config.part == "select" else "test"
-        if (score := f"{of}_{tasks.find(line.config.task).metric}") not in result:
+        metric = tasks.find(line.config.task).metric
+        if (score := f"{of}_{metric}") not in result:
             raise ValueError(f"no {score} in the result")
+        if metric in ("accuracy", "auc") and not 0 <= (result[score] or 0) <= 1:
+            raise ValueError(f"{score} is {result[score]}, and should be between 0 and 1")
         for key in {"train_loss", *result}:
             if key not in curve:
                 raise ValueError(f"no {key} in the curve")
@@ -231,19 +251,33 @@ def _keep_of_task(folder: Path, new: list[Line]) -> Kept:
     folder.mkdir(parents=True, exist_ok=True)
     files = {name: folder / name for name in (FILE, REPEATED)}
     with locked(folder, waiting=lambda: None):  # another process may be keeping runs too
-        there = [line for path in files.values() if path.exists() for line in read_lines(path)]
-        known = {(line.hash, *line.made) for line in there}
-        fresh = {(line.hash, *line.made): line for line in new if (line.hash, *line.made) not in known}
-        _check_data([*there, *fresh.values()])
-        ordered = sorted([*there, *fresh.values()], key=lambda line: line.made)
+        there = _by_run(line for path in files.values() for line in _of_task(path))
+        every = there | _by_run(line for line in new if _run(line) not in there)
+        _check_data(list(every.values()))
+        ordered = sorted(every.values(), key=lambda line: line.made)
         first = {line.hash: line for line in reversed(ordered)}
-        for name, path in files.items():
+        for name, path in reversed(files.items()):  # stopped between the two, a run may stand in both, but not in none
             lines = [line for line in ordered if (first[line.hash] is line) == (name == FILE)]
             if lines or path.exists():
                 text = "".join(line.text + "\n" for line in sorted(lines, key=lambda line: line.order))
                 write_atomically(path, text.encode())
-    repeated = len(ordered) - len(first) - (len(there) - len({line.hash for line in there}))
-    return Kept(len(fresh), repeated)
+    repeated = len(every) - len(first) - (len(there) - len({line.hash for line in there.values()}))
+    return Kept(len(every) - len(there), repeated)
+
+
+def _run(line: Line) -> tuple[Any, ...]:
+    """The same of two lines that tell of one run."""
+    return line.hash, *line.made
+
+
+def _by_run(lines: Iterable[Line]) -> dict[tuple[Any, ...], Line]:
+    found: dict[tuple[Any, ...], Line] = {}
+    for line in lines:
+        if found.setdefault(_run(line), line).text != line.text:
+            raise UsageError(
+                f"{line.config.task}, run {line.hash}: two lines tell of it and differ; git may have the file as it was"
+            )
+    return found
 
 
 def _check_data(lines: list[Line]) -> None:

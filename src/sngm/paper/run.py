@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from ..errors import UsageError
 from ..files import check_writable
@@ -16,9 +19,10 @@ from ..study import launch
 from ..study.grid import Study, run_name
 from ..train.config import RunConfig
 from ..train.loop import Options
-from ..train.record import FINISHED, commit
+from ..train.processes import choose_device
+from ..train.record import FINISHED, RunFolder, commit, provenance
 from .items import Item, Planned
-from .results import FOLDER, NAMED, Results, keep, of_folder, read
+from .results import FOLDER, NAMED, keep, of_folder, read
 from .verdicts import Outcome, look
 
 Failure = tuple[RunConfig, launch.Record]
@@ -78,7 +82,7 @@ def run(
         if look(cell, read(results), seeds).missing:
             try:
                 with _named(name), _until(end):
-                    failed += _make(cell, out, options, seeds, jobs, results, show)
+                    _make(cell, out, options, seeds, jobs, results, show, failed)
             except OutOfTime:
                 break
     there = read(results)
@@ -93,28 +97,54 @@ def _make(
     jobs: int | None,
     results: Path,
     show: Show,
-) -> list[Failure]:
+    failed: list[Failure],
+) -> None:
     """One cell, as a study. Runs of other machines count, and are not made again."""
-    there: Results = read(results)
     folder = out / planned.item.name / f"{planned.row.name}-{planned.batch}".lower().replace(" ", "-")
     kept = 0
+    from_elsewhere = set[str]()
     study = planned.study(seeds)
+    now = provenance(choose_device(options.device))
 
     def known(config: RunConfig) -> launch.Record | None:
-        line = there.of(config)
-        return None if line is None else line.record
+        line = read(results).of(config)  # anew each time: another process may have made it meanwhile
+        if line is None:
+            _set_aside_if_begun_otherwise(folder / "runs" / run_name(config), now)
+            return None
+        from_elsewhere.add(config.hash)
+        return line.record
 
     def keep_new(progress: launch.Progress) -> None:
         nonlocal kept
         for config, record in progress.done[kept:]:
-            if record["status"] in FINISHED and there.of(config) is None:
+            if record["status"] == "failed":
+                failed.append((config, record))
+            elif config.hash not in from_elsewhere:
                 keep([of_folder(folder / "runs" / run_name(config))], results)
         kept = len(progress.done)
         say(progress)
 
     alone = 1 if planned.item.metric == "seconds" else jobs  # times are of runs that have the machine to themselves
     with show(study) as say:
-        return launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new).failed
+        launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new)
+
+
+def _set_aside_if_begun_otherwise(path: Path, now: dict[str, Any]) -> None:
+    """Move away a run that was begun with other code or hardware: it would go on, and could not be kept in the end."""
+    if not (path / "run.json").exists():
+        return
+    there = RunFolder(path).read()
+    made = [(of.get("commit"), of.get("versions"), of.get("hardware", {}).get("name")) for of in (there, now)]
+    if there["status"] not in FINISHED and made[0] != made[1]:
+        aside = next(
+            name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}-aside-{i}")).exists()
+        )
+        path.rename(aside)
+        warnings.warn(
+            f"a run was begun with other code or hardware (commit {there.get('commit')}), and begins anew; what there "
+            f"was of it is in {aside}",
+            stacklevel=2,
+        )
 
 
 class OutOfTime(Exception):

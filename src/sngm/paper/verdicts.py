@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ..report.paper import Claim
-from ..report.stats import contrast, half_width
+from ..report.stats import contrast, difference, half_width
 from ..study.grid import Cell
 from ..train.config import RunConfig
 from .items import Item, Planned
@@ -47,6 +47,8 @@ class Outcome:
     """How many were wanted."""
     rates: tuple[float, ...] = ()
     """Those tried and to be tried."""
+    trials: int = 0
+    """Runs by which a rate has been or will be chosen, as many as there are."""
     at_edge: bool = False
     nothing_trains: bool = False
     """Every rate that was tried diverged."""
@@ -84,6 +86,8 @@ def value_of(line: Line, metric: str) -> float | None:
         return None if found is None else float(found)
     if metric == "train_loss":
         return line.curve[metric][-1] if line.record["status"] == "finished" else None
+    if metric.startswith("validation_"):
+        return line.result.get(metric) if line.record["status"] == "finished" else None
     return line.value(metric)
 
 
@@ -95,18 +99,20 @@ def values_of(lines: Iterable[Line], metric: str) -> list[float]:
 def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
     """Go through a cell as a study would, with the runs that are there."""
     item, cell = planned.item, planned.cell(seeds)
-    todo, missing = cell.first_runs(), list[RunConfig]()
+    todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
     while todo:
         config = todo.pop(0)
         line = results.of(config)
         if line is None:
             missing.append(config)
         else:
+            trials += config.part == "select"
             todo += cell.take(config, line.record, item.metric, item.higher_is_better)
     lines = [] if cell.lr is None else _seeds(cell, cell.lr, results)
     return Outcome(
         planned, cell.lr, lines, missing, cell.study.seeds,
         rates=tuple(sorted({*cell.grid, *cell.scores, *(config.lr for config in missing)})),
+        trials=trials,
         at_edge=cell.summary(item.higher_is_better)["at_edge"],
         nothing_trains=cell.chosen and cell.lr is None,
         on_test=_best_on_test(cell.config(cell.grid[0], "full", 0), results, item),
@@ -130,13 +136,15 @@ def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
 
 
 def _but_for_rate(config: RunConfig) -> RunConfig:
-    settings = {key: value for key, value in config.method_settings.items() if key != "inner_lr"}
+    settings = dict(config.method_settings)
+    if "inner_lr" in settings:  # EXTRAP-SGD's, which grows with the other
+        settings["inner_lr"] = float(f"{settings['inner_lr'] / config.lr:.6g}")
     return replace(config, lr=1.0, seed=0, method_settings=settings)
 
 
 def tolerance(metric: str, paper: float) -> float:
     """By how much a number may differ from the paper's and count as the same."""
-    return 0.01 * paper if metric == "perplexity" else 0.005
+    return 0.01 * paper if metric.endswith("perplexity") else 0.005
 
 
 def of_number(values: Sequence[float], paper: float, metric: str, diverged: int = 0) -> str:
@@ -163,7 +171,7 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
     found: dict[int, list[str]] = {}  # by batch
     numbers: list[str] = []
     left = 0
-    for metric, (first, second) in itertools.product((item.metric, *claim.also), claim.pairs):
+    for metric, (first, second) in itertools.product((claim.metric or item.metric, *claim.also), claim.pairs):
         ours, theirs = outcomes.get(first), outcomes.get(second)
         at_batch = found.setdefault(first[1], [])
         if ours is None or theirs is None or not (ours.tried and theirs.tried):
@@ -172,7 +180,7 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
             continue
         verdict, why = _pair(claim.kind, ours, theirs, metric)
         at_batch.append(verdict)
-        of = f"{metric.replace('_', ' ')} of " if metric in claim.also else ""
+        of = "" if metric == item.metric else f"{metric.replace('_', ' ')} of "
         numbers.append(f"{of}{first[0]} at {first[1]} - {second[0]} at {second[1]}: {why}")
     if left:
         numbers.append(f"{left} comparison{'s' * (left > 1)} not run yet" if numbers else "no runs yet")
@@ -201,10 +209,11 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
         return OPEN, f"{gap}, too few seeds"
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
         return OPEN, f"{gap}, on different hardware"
+    if kind == "similar":
+        return _similar(a, b, metric)
     p = contrast((1, a), (-1, b))
     higher = item.higher_is_better and metric == item.metric
-    verdict = _better(a, b, higher) if kind == "better" else _similar(a, b, metric)
-    return verdict, gap + ("" if p is None else f", p = {p:.2g}")
+    return _better(a, b, higher), gap + ("" if p is None else f", p = {p:.2g}")
 
 
 def _better(ours: list[float], theirs: list[float], higher: bool) -> str:
@@ -214,13 +223,14 @@ def _better(ours: list[float], theirs: list[float], higher: bool) -> str:
     return HOLDS if (fmean(ours) > fmean(theirs)) == higher else CONTRADICTED
 
 
-def _similar(ours: list[float], theirs: list[float], metric: str) -> str:
-    """By the interval of the difference: two one-sided tests, at 2.5 % each."""
-    gap, allowed = fmean(ours) - fmean(theirs), tolerance(metric, fmean(theirs))
-    beyond = [contrast((1, ours), (-1, [value + sign * allowed for value in theirs])) for sign in (-1, 1)]
-    if not all(p is not None and p < LEVEL for p in beyond):
-        return OPEN
-    return HOLDS if abs(gap) < allowed else CONTRADICTED
+def _similar(ours: list[float], theirs: list[float], metric: str) -> tuple[str, str]:
+    """By the interval of the difference."""
+    found = difference(ours, theirs, 1 - LEVEL)
+    if found is None:
+        return OPEN, f"{text_of(fmean(ours) - fmean(theirs), metric, signed=True)}, no spread"
+    (gap, half), allowed = found, tolerance(metric, fmean(theirs))
+    verdict = HOLDS if abs(gap) + half < allowed else CONTRADICTED if abs(gap) - half > allowed else OPEN
+    return verdict, f"{text_of(gap, metric, signed=True)} ± {text_of(half, metric)}"
 
 
 def text_of(value: float, metric: str, signed: bool = False) -> str:
@@ -232,6 +242,6 @@ def text_of(value: float, metric: str, signed: bool = False) -> str:
     sign = "+" if signed else ""
     if metric == "accuracy":
         return f"{100 * value:{sign}.2f}"
-    if metric == "perplexity":
+    if metric.endswith("perplexity"):
         return f"{value:{sign}.2f}" if abs(value) < 1e4 else f"{value:{sign}.2g}"
-    return f"{value:{sign}.4f}" if metric == "auc" else f"{value:{sign}.3g}"
+    return f"{value:{sign}.4f}" if metric == "auc" else f"{value:{sign}.4g}"

@@ -45,14 +45,33 @@ def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
     >>> round(contrast((1, [0.97, 0.98, 0.96]), (-1, [0.93, 0.95, 0.94])), 3)
     0.021
     """
+    error = _error(*groups)
+    return None if error is None else two_sided(sum(w * fmean(values) for w, values in groups) / error[0], error[1])
+
+
+def difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
+    """The difference of two means and half of its confidence interval, by Welch; None where `contrast` has none.
+
+    >>> tuple(round(value, 4) for value in difference([0.97, 0.98, 0.96], [0.93, 0.95, 0.94]))
+    (0.03, 0.0227)
+    """
+    from scipy.special import stdtrit
+
+    error = _error((1, ours), (-1, theirs))
+    if error is None:
+        return None
+    return fmean(ours) - fmean(theirs), error[0] * float(-stdtrit(error[1], (1 - level) / 2))
+
+
+def _error(*groups: tuple[float, Sequence[float]]) -> tuple[float, float] | None:
+    """The standard error of a weighted sum of means, and its degrees of freedom."""
     if any(len(values) < 2 for _, values in groups):
         return None
     parts = [(w * w * variance(values) / len(values), len(values) - 1) for w, values in groups]
     square = sum(part for part, _ in parts)
     if square <= 0:
         return None
-    df = square**2 / sum(part**2 / free for part, free in parts)
-    return two_sided(sum(w * fmean(values) for w, values in groups) / math.sqrt(square), df)
+    return math.sqrt(square), square**2 / sum(part**2 / free for part, free in parts)
 
 
 @dataclass(frozen=True, slots=True)

@@ -215,6 +215,7 @@ class _Launcher:
         self.progress.done.append((config, record))
         if record["status"] == "failed":  # the others go on; this cell stays without a result
             self.progress.failed.append((config, record))
+            self.show(self.progress)
             return
         before = len(cell.scores)
         following = cell.take(config, record, self.task.metric, self.task.higher_is_better)

@@ -248,8 +248,7 @@ class Plan:
         self.held, self.found = grads, found
         self.grad_dtypes = dtypes_of(grads)
         self.present = [i for i, g in enumerate(grads) if g is not None]
-        stepped = [self.params[i] for i in self.present]
-        self.marked = [p for p in stepped if p.ndim > 1] or stepped
+        self.stepped = [self.params[i] for i in self.present]
         self.odd_grads = [i for i in self.odd if grads[i] is not None]
         self.odd_grad_strides = [grads[i].stride() for i in self.odd_grads]
         odd = set(self.odd_grads)
@@ -313,8 +312,8 @@ class Plan:
             shards.local(self.params[i]).detach().copy_(twin)
         self._note_for_empty_tensors(optimizer)
         # Autograd must see that a graph of before the step is no longer good, as where torch's own operations change
-        # the parameters. There is no layer with vectors alone, so matrices will do, and take a third of the time.
-        torch.autograd.graph.increment_version(self.marked)
+        # the parameters.
+        torch.autograd.graph.increment_version(self.stepped)
         self.held = []
 
     def _work(self, optimizer: Any) -> None:
@@ -364,9 +363,9 @@ class Plan:
 
     def _count_roundings(self, optimizer: Any) -> None:
         """Let `measure` count in the tensor that is saved, and on other devices in copies of it."""
-        at_random = self.constants["STOCHASTICALLY"]
+        saved = optimizer._rounding_step(self.places[0].device) if self.constants["STOCHASTICALLY"] else None
         for place in self.places:
-            place.pool["rounds"] = optimizer._rounding_step(place.device) if at_random else place.unsaved_rounds
+            place.pool["rounds"] = place.unsaved_rounds if saved is None else saved.to(place.device)
 
     def _packed(self, first: int, last: int) -> Tensor:
         """Rows of sums over all devices; zero for a tensor without a gradient, of which they are an old step's."""
