@@ -121,7 +121,11 @@ def write_docs(parser: argparse.ArgumentParser, page: Path, path: Path, text: Ca
     if not path.is_file():
         parser.error(f"no file {path}")
     head, rest = page.read_text().split(BEGIN, 1)
-    page.write_text(f"{head}{BEGIN}{text(json.loads(path.read_text()))}{END}{rest.split(END, 1)[1]}")
+    try:
+        shown = text(json.loads(path.read_text()))
+    except (ValueError, KeyError, TypeError):
+        parser.error(f"{path} is not what this benchmark writes")
+    page.write_text(f"{head}{BEGIN}{shown}{END}{rest.split(END, 1)[1]}")
 
 
 def need_gpu(parser: argparse.ArgumentParser) -> None:
