@@ -222,6 +222,13 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
         (lambda r: r["timing"].update(seconds_per_epoch="abc"), "'abc' is no number"),
         (lambda r: r["result"].update(test_accuracy="x"), "'x' is no number"),
         (lambda r: r["result"].update(test_accuracy=0.95), "0.95 in the result, and 0.9 in the curve"),
+        (
+            lambda r: (r["result"].update(test_accuracy=1.5), r["curve"].update(test_accuracy=[0.5, 1.5])),
+            "between 0 and",
+        ),
+        (lambda r: r["timing"].update(seconds_per_epoch=float("nan")), "NaN is no number"),
+        (lambda r: r["curve"].update(train_loss=[1.0, float("inf")]), "Infinity is no number"),
+        (lambda r: r.update(label="another"), "label"),
         (lambda r: r["curve"].pop("test_accuracy"), "no test_accuracy in the curve"),
         (lambda r: r["curve"].pop("train_loss"), "no train_loss in the curve"),
         (lambda r: r["curve"].update(test_accuracy=[0.5]), "0.9 in the result, and not in the curve"),
@@ -308,6 +315,10 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     assert sngm("paper add run").out == "1 of 1 runs are new in results, 1 of them a repeat of another\n"
     Path("run/run.json").write_text(json.dumps(record))
     refused(sngm("paper add nowhere"), "no folder nowhere")
+    refused(sngm("paper add run --results run/run.json"), "is no folder", "--results")
+    Path("odd").mkdir()
+    Path("odd/run.json").write_text("[]")
+    refused(sngm("paper add odd"), "odd/run.json is not the record of a run")
     Path("again").mkdir()
     for key, value in (("made_before", [{"commit": "1"}]), ("config", {**record["config"], "task_source": "1234"})):
         Path("again/run.json").write_text(json.dumps({**record, key: value}))
@@ -701,9 +712,17 @@ def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(c
     for mark in (document.BEGIN, document.END):
         Path("README.md").write_text(text.replace(mark, ""))
         refused(sngm("paper report --check"), "must hold", mark)
+    refused(sngm("paper report --check --readme results"), "--readme results: no such file")
     Path("README.md").write_text("A page of another project.")
     assert "no README.md with a place" in sngm("paper report --check").out
     assert document.BEGIN in (HERE / "README.md").read_text()
+
+
+def test_a_method_whose_every_seed_diverged_is_a_cross_and_one_that_lost_some_says_so():
+    there = outcomes([None, None, None], [0.9, None, 0.91])
+    lost, some = (drawing._series(name, cell, "test_accuracy") for (name, _), cell in there.items())
+    assert (lost.label, lost.points, lost.lost) == ("SNGM, diverged", [], [2.0])
+    assert some.label == "MSGD, 2 seeds, 1 diverged"
 
 
 def test_a_figure_s_name_leads_to_its_table_and_its_file(copied):
