@@ -14,7 +14,7 @@ from . import __version__, cli_advise, cli_data, cli_lists, cli_paper, cli_probe
 from .cli_exit import CODES, DIVERGED, run_verb
 from .cli_words import DATA, DEVICE, DRY, JSON, examples, verbs
 from .errors import Failed, Interrupted, UsageError
-from .spec import parse_call, parse_settings, split_list
+from .spec import numbers, parse_call, parse_settings, split_list, whole_numbers
 
 app = typer.Typer(
     name="sngm",
@@ -130,6 +130,7 @@ def train(
     dry_run: DRY = False,
 ) -> None:
     """Train once. The same command again goes on where a run stopped, and does not repeat a finished one."""
+    from . import tasks
     from .show import outcome, show_plan, step_progress, stop_on_signal, warn_of_slow
     from .study.grid import split_settings
     from .train import Options, resolve
@@ -139,7 +140,7 @@ def train(
 
     name, own = parse_call(method)
     of_method, of_task = split_settings(task, [method], parse_settings(settings or []))
-    lr = middle_rate(task, name) if lr is None else lr
+    lr = tasks.middle_rate(task, name) if lr is None else lr
     place = choose_device(device)
     config = resolve(
         task, name, lr=lr, batch=batch, seed=seed, part=part, epochs=epochs, workers=workers, micro=micro,
@@ -184,15 +185,6 @@ def step_options(step: str, loaders: int | None, pass_size: int | None) -> dict[
         if value is not None and value < least:
             raise UsageError(f"{name} must be at least {least}, got {value}")
     return {"step": step, "loaders": loaders, "pass_size": pass_size}
-
-
-def middle_rate(task: str, method: str) -> float:
-    """The rate a task's grid has in its middle for this method."""
-    from . import tasks
-
-    cls = tasks.find(task)
-    grid = cls.lrs.get(method, cls.usual_lrs)
-    return float(sorted(grid)[len(grid) // 2])
 
 
 @verb(
@@ -330,28 +322,6 @@ def compare(
             f"{len(done.failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}; "
             "the rest is done, and the same command tries those again"
         )
-
-
-def numbers(option: str, text: str, *, zero: bool = False) -> list[float]:
-    """A list of positive numbers; or of zeros too."""
-    found = []
-    for word in split_list(text):
-        try:
-            value = float(word)
-        except ValueError:
-            raise UsageError(f"{option} wants numbers separated by commas, got {word!r}") from None
-        if not 0 < value < float("inf") and not (zero and value == 0):
-            raise UsageError(f"{option} wants {'numbers of at least 0' if zero else 'positive numbers'}, got {word}")
-        found.append(value)
-    return found
-
-
-def whole_numbers(option: str, text: str) -> list[int]:
-    """A list of positive whole numbers."""
-    found = numbers(option, text)
-    if any(value != int(value) for value in found):
-        raise UsageError(f"{option} wants whole numbers, got {text}")
-    return [int(value) for value in found]
 
 
 @verb(

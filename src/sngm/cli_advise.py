@@ -171,9 +171,9 @@ def _from_pilot(
     task_settings: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Of a folder that `sngm probe` wrote, or of a pilot as it would make it."""
+    from . import tasks
     from .advise import Constants
     from .advise.budget import advise_budget
-    from .cli import middle_rate
     from .cli_probe import say_over_steps
     from .files import read_json
     from .probes import along
@@ -193,7 +193,7 @@ def _from_pilot(
     else:
         place = choose_device(device)
         config: RunConfig = resolve(
-            what, "msgd", lr=middle_rate(what, "msgd"), epochs=1, device=place, task_settings=task_settings
+            what, "msgd", lr=tasks.middle_rate(what, "msgd"), epochs=1, device=place, task_settings=task_settings
         )
         show = step_progress(on_cpu=place.type == "cpu")
         found = along(config, steps=pilot_steps, device=device, data_dir=data_dir, say=say_over_steps, progress=show)

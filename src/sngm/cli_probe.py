@@ -15,7 +15,7 @@ import typer
 from .cli_exit import DIVERGED
 from .cli_words import DATA, DEVICE, JSON
 from .errors import UsageError
-from .spec import parse_call, parse_settings
+from .spec import numbers, parse_call, parse_settings
 
 EXAMPLES = (
     "sngm probe digits",
@@ -83,7 +83,7 @@ def probe(
         found = of_runs(what, bn_group=bn_group, say=say_over_steps, **how)
         text = _table(found["runs"], RUNS)
     else:
-        from .cli import middle_rate, numbers
+        from . import tasks
         from .files import short_hash
         from .probes import along
         from .probes.along import LAMBDAS
@@ -96,7 +96,7 @@ def probe(
         of_method, of_task = split_settings(task, [method or "msgd"], parse_settings(settings or []))
         place = choose_device(device)
         config = resolve(
-            task, name, lr=middle_rate(task, name) if lr is None else lr, batch=batch, seed=seed or 0,
+            task, name, lr=tasks.middle_rate(task, name) if lr is None else lr, batch=batch, seed=seed or 0,
             epochs=1 if epochs is None else epochs, workers=workers, micro=micro, bn_group=bn_group, schedule=schedule,
             precision=precision, method_settings={**of_method, **with_it}, task_settings=of_task, device=place,
         )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Names with settings as people write them on a command line: ``sngm(weight_decay=8e-4)``."""
+"""Names with settings, and lists of numbers, as people write them on a command line: ``sngm(weight_decay=8e-4)``."""
 
 from __future__ import annotations
 
@@ -90,3 +90,25 @@ def format_call(name: str, settings: Settings) -> str:
     if not settings:
         return name
     return f"{name}({','.join(f'{k}={v}' for k, v in settings.items())})".replace(", ", ",")
+
+
+def numbers(option: str, text: str, *, zero: bool = False) -> list[float]:
+    """A list of positive numbers; or of zeros too."""
+    found = []
+    for word in split_list(text):
+        try:
+            value = float(word)
+        except ValueError:
+            raise UsageError(f"{option} wants numbers separated by commas, got {word!r}") from None
+        if not 0 < value < float("inf") and not (zero and value == 0):
+            raise UsageError(f"{option} wants {'numbers of at least 0' if zero else 'positive numbers'}, got {word}")
+        found.append(value)
+    return found
+
+
+def whole_numbers(option: str, text: str) -> list[int]:
+    """A list of positive whole numbers."""
+    found = numbers(option, text)
+    if any(value != int(value) for value in found):
+        raise UsageError(f"{option} wants whole numbers, got {text}")
+    return [int(value) for value in found]

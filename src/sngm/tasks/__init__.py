@@ -136,3 +136,10 @@ def source_of(name: str) -> str | None:
     """A checksum of the user's own file as it was loaded: runs of an edited task are not runs of the old one."""
     place = name.rpartition(":")[0]
     return str(_load_file(Path(place)).__checksum__) if place.endswith(".py") else None
+
+
+def middle_rate(task: str, method: str) -> float:
+    """The rate that a task's grid has in its middle for this method."""
+    cls = find(task)
+    grid = cls.lrs.get(method, cls.usual_lrs)
+    return float(sorted(grid)[len(grid) // 2])
