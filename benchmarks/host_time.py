@@ -90,7 +90,7 @@ def host_us(rounds: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
     for build in range(1 + BUILDS):  # the first for torch to get its memory: later no call of the driver comes between
         shuffle(sets)
         steps = {key: stepper(key, device) for key in sets}
-        for i in range(FIRST + rounds // BUILDS if build else 0):
+        for i in range(FIRST + -(-rounds // BUILDS) if build else 0):
             shuffle(conditions)
             for name, elements, wait in conditions:
                 rest(0)
@@ -217,12 +217,12 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder for host_time.json")
-    parser.add_argument("--rounds", type=int, default=200, help="steps timed in each condition (default: 200)")
+    parser.add_argument("--rounds", type=int, default=200, help="steps timed in each condition, at least (default: 200)")
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/performance.md")
     parser.add_argument("--device", choices=sorted(LARGE), default="cuda", help="cpu: nothing is launched")
     args = parser.parse_args()
-    if args.rounds < BUILDS:
-        parser.error(f"--rounds must be at least {BUILDS}: all is made {BUILDS} times anew")
+    if args.rounds < 1:
+        parser.error("--rounds must be at least 1")
     if args.write_docs:
         write_docs(parser, PAGE, args.write_docs, page)
         return

@@ -138,7 +138,7 @@ def test_settings_go_to_the_method_and_the_task_that_have_them():
 def test_divergence_has_its_own_exit_code_and_record():
     shown = sngm(f"train digits --method msgd --lr 1e30 {QUICK} --out run")
     assert shown.code == 4
-    assert "diverged at step" in shown.out
+    assert "diverged, seen at step" in shown.out
     assert shown.out.count("\n") == 1
     assert json.loads(Path("run/run.json").read_text())["status"] == "diverged"
     again = sngm(f"train digits --method msgd --lr 1e30 {QUICK} --out run --json")
@@ -272,6 +272,8 @@ REFUSED = {
     "nosuch": ["nosuch", "digits"],
     "digits --method nosuch": ["nosuch", "lars"],
     "digits --method sngmm": ["did you mean 'sngm'"],
+    "digits --method sgd": ["did you mean 'sngd' or 'msgd'"],
+    "mine.py": ["say which class in it is the task, as mine.py:Class"],
     "digits --method os:system": ["Optimizer"],
     "digits --method no.such.module:Class": ["no.such.module"],
     "digits --method 'sngm('": ["sngm("],
@@ -381,7 +383,7 @@ def test_a_folder_that_is_a_file_is_refused(line):
 @pytest.mark.parametrize("line", [f"train digits {QUICK}", "compare --methods msgd --batches 512 --epochs 1"])
 def test_a_folder_that_cannot_be_written_is_named(line):
     Path("locked").mkdir(mode=0o500)
-    refused(sngm(f"{line} --out locked"), "Permission denied", "locked", code=1)
+    refused(sngm(f"{line} --out locked"), "Permission denied", "locked", "--out")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"config": 3}', "\0", '"run"'])
@@ -390,6 +392,7 @@ def test_a_broken_record_is_named(text):
     Path("run/run.json").write_text(text)
     refused(sngm(f"train digits {QUICK} --out run"), "run/run.json")
     refused(sngm("eval run"), "run/run.json")
+    refused(sngm("report run"), "none of its records could be read")
     assert Path("run/run.json").read_text() == text
 
 
@@ -480,6 +483,12 @@ def test_a_loss_that_fails_shows_its_own_traceback():
     assert "return 1 / 0  # my line" in shown.err
     assert shown.err.strip().endswith("ZeroDivisionError: division by zero")
     assert "division by zero" in json.loads(Path("run/run.json").read_text())["error"]
+
+
+def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
+    task = write(OWN_TASK.replace('metric = "error"', 'metric = "steadiness"'))
+    sngm(f"train {task} --out run")  # refused after its first epoch, when its scores are seen
+    assert "Test steadiness" in sngm("report run").out
 
 
 def test_scores_without_the_metric_are_refused():

@@ -1,12 +1,12 @@
 """`sngm paper`: the paper's numbers as data, the runs that are kept, verdicts, and pages that say what the runs say."""
 
-import contextlib
 import json
 import os
 import shutil
 import subprocess
 import sys
 import time
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -134,7 +134,9 @@ def test_of_a_run_made_twice_the_first_counts_in_whatever_order_they_come(tmp_pa
 def test_of_two_runs_of_a_config_in_a_merged_file_the_first_counts(tmp_path):
     both = line(value=0.9), line(value=0.91, started="2026-01-02")
     for lines in (both, both[::-1]):
-        assert [found.value("accuracy") for found in Results(lines).lines.values()] == [0.9]
+        there = Results(lines, [both[1]])
+        assert [found.value("accuracy") for found in there.lines.values()] == [0.9]
+        assert [found.value("accuracy") for found in there.repeated] == [0.91]
 
 
 def test_a_line_that_stands_twice_is_one_run_and_two_that_differ_are_refused(tmp_path):
@@ -152,6 +154,8 @@ def test_a_line_that_stands_twice_is_one_run_and_two_that_differ_are_refused(tmp
             "result_epoch": 1,
         }
     )
+    with pytest.raises(UsageError, match="two lines tell of it and differ"):
+        keep([other], tmp_path)
     path.write_text(path.read_text() + other.text + "\n")
     with pytest.raises(UsageError, match="two lines tell of it and differ"):
         read(tmp_path)
@@ -174,7 +178,8 @@ def test_a_stop_between_the_files_loses_no_run(tmp_path, monkeypatch):
         keep([second], tmp_path)
     monkeypatch.undo()
     there = read(tmp_path)
-    assert first.text in [found.text for found in (*there.lines.values(), *there.repeated)]
+    assert [found.text for found in there.lines.values()] == [first.text]
+    assert there.repeated == [], "it stands in both files, and is one run"
     keep([second], tmp_path)
     there = read(tmp_path)
     assert [found.text for found in there.lines.values()] == [second.text]
@@ -463,6 +468,7 @@ def test_a_table_is_drawn_against_the_batch_size_and_runs_that_diverged_are_cros
     theirs, ours = picture().panels.values()
     assert [(s.label, s.plotted) for s in theirs] == [("SNGM", [(32, 90.0)]), ("MSGD", [(32, 80.0)])]
     assert [(s.label, s.plotted, s.lost) for s in ours] == [("SNGM", [(32, 92.0, 12.706)], []), ("MSGD", [], [32])]
+    assert "ours" in picture().panels
     one = picture([*runs[:4], line(seed=1, status="diverged", value=None)]).panels["ours; without a bar: one seed"]
     assert [(s.plotted, s.lost) for s in one] == [([(32, 91.0)], [32])]
     assert picture([]) is None
@@ -573,12 +579,17 @@ def test_a_claim_that_two_are_similar_is_shown_with_the_interval_it_rests_on():
 
 
 def test_a_claim_about_validation_data_is_tested_there():
-    lines = [line(seed=i) for i in range(3)]
-    for i, found in enumerate(lines):
-        found.record["result"]["validation_accuracy"] = 0.5 + i / 1000
-    there = {key: replace(o, lines=lines) for key, o in outcomes(HIGH, LOW).items()}
     claim = Claim("table-9", "", (PAIR,), metric="validation_accuracy")
-    assert verdicts.of_claim(claim, small(), there)[1].startswith("validation accuracy of SNGM at 32 - MSGD at 32: +0,")
+    there = outcomes(LOW, HIGH)
+    verdict, why = verdicts.of_claim(claim, small(), there)
+    assert (verdict, "no validation accuracy in their records" in why) == ("open", True)
+    for cell, better in zip(there.values(), (0.2, 0.0), strict=True):
+        for i, found in enumerate(cell.lines):
+            found.record["result"]["validation_accuracy"] = 0.5 + better + i / 1000
+    verdict, why = verdicts.of_claim(claim, small(), there)
+    assert verdict == "holds"
+    assert why.startswith("validation accuracy of SNGM at 32 - MSGD at 32: +20.00, p =")
+    assert verdicts.tolerance("validation_perplexity", 100.0) == 1.0
 
 
 def test_the_paper_s_times_are_shown_as_it_has_them():
@@ -698,11 +709,11 @@ def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     refused(sngm("paper report --check"), "figure-3.svg")
     picture.write_text(text)
     (copied / "digits").mkdir()
-    for name in ("figure-9.svg", "table-9-by-batch.json", "digits/runs.md"):
+    for name in ("table-4-by-batch.svg", "table-5-cifar10-by-batch.json", "digits/runs.md"):
         (copied / name).write_text(text if "digits" not in name else document.MADE)
         refused(sngm("paper report --check"), name)
         assert sngm("paper report").out == f"removed results/{name}\n"
-    (copied / "figure-notes.md").write_text("mine")
+    (copied / "figure-2-mine.svg").write_text("mine")
     (copied / "digits" / "runs.md").write_text("mine")
     assert sngm("paper report --check").code == 0
 
@@ -782,23 +793,34 @@ def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     assert "table-9" in Path("results/README.md").read_text()
 
 
-def test_a_run_begun_with_other_code_begins_anew_and_nothing_is_lost(tiny, tmp_path):
-    config = line(0.05, part="select").config
-    path = tmp_path / "run" / run_name(config)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda r: r.update(commit="fedcba9"),
+        lambda r: r["hardware"].update(cores=999),
+        lambda r: r.update(made_before=[{}]),
+    ],
+    ids=["code", "cores", "pieces"],
+)
+def test_a_run_begun_with_other_code_or_hardware_begins_anew_and_nothing_is_lost(tiny, change):
+    trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    keep(trials, Path("results"))
+    config = line().config
+    folder = Path("runs/paper/table-9/sngm-32")
+    path = folder / "runs" / run_name(config)
     path.mkdir(parents=True)
     now = provenance(torch.device("cpu"))
-    record = {"format": 1, "config": config.as_dict(), "status": "interrupted", **now}
-    for changes, stays in (({}, True), ({"commit": "fedcba9"}, False), ({"versions": {}}, False)):
-        path.mkdir(exist_ok=True)
-        (path / "run.json").write_text(json.dumps(record | changes))
-        with contextlib.nullcontext() if stays else pytest.warns(UserWarning, match="begins anew"):
-            making._set_aside_if_begun_otherwise(path, now)
-        assert path.exists() == stays
-    assert len(list(path.parent.glob("*-aside-[12]/run.json"))) == 2
-    path.mkdir()
-    (path / "run.json").write_text(json.dumps(record | {"commit": "fedcba9", "status": "finished"}))
-    making._set_aside_if_begun_otherwise(path, now)
-    assert path.exists(), "a finished one is kept as what it is"
+    record = {"format": 1, "config": config.as_dict(), "status": "interrupted", **now, "hardware": {**now["hardware"]}}
+    change(record)
+    (path / "run.json").write_text(json.dumps(record))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # shown, as people see them, and no error
+        found = sngm("paper run table-9 --cells sngm --seeds 1 --device cpu --jobs 1 --json")
+    assert found.code == 0, found.err
+    assert found.json["missing_runs"] == 0
+    assert "begins anew" in found.err
+    assert json.loads((folder / "aside" / f"{path.name}-1" / "run.json").read_text()) == record
+    assert os.listdir(path.parent) == [path.name]
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from runs import assert_same_end, config, ended, metrics, record, run, state, st
 
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
+from sngm.train import load
 from sngm.train.checkpoint import KEEP
 
 PLATEAU = ["--method", "adam", "--lr", 0.02, "--schedule", "plateau(factor=2)"]
@@ -230,6 +231,25 @@ def test_a_broken_checkpoint_is_noticed_and_the_one_before_it_used(damage, stopp
     with pytest.warns(UserWarning, match="taking an older one"):
         run(stopped, config("adam"))
     assert_same_end(stopped, whole)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_a_finished_run_whose_last_checkpoint_is_broken_is_trained_to_its_end_again(damage, stopped, whole):
+    run(stopped, config("adam"))
+    last = max(stopped.glob("*.pt"))
+    before = last.read_bytes()
+    damage(last)
+    if damage is Path.unlink:  # to have the room
+        run(stopped, config("adam"))
+        assert not last.exists()
+        return
+    with pytest.raises(UsageError, match="the command that made it trains it to its end again"):
+        load(stopped)
+    with pytest.warns(UserWarning, match="taking an older one"):
+        run(stopped, config("adam"))
+    assert len(last.read_bytes()) == len(before)
+    assert_same_end(stopped, whole)
+    load(stopped)
 
 
 def test_without_a_whole_checkpoint_a_run_starts_over(stopped, whole):

@@ -14,10 +14,11 @@ from console import OWN_TASK, Result, finish, refused, sngm, start
 
 from sngm.errors import UsageError
 from sngm.optim import registry
-from sngm.study import Cell, Study
+from sngm.study import Cell, Study, launch
 from sngm.study.grid import check_types, run_name, split_settings
 from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
+from sngm.train import Options
 
 TINY = "compare --methods msgd,sngm --batches 128 --lrs 0.03,0.1 --epochs 1 --seeds 2 --set width=2 --jobs 2"
 LONG = "compare --methods msgd,sngm --batches 16 --lrs 0.03,0.1 --epochs 4 --seeds 2 --jobs 2"
@@ -403,6 +404,12 @@ def test_a_run_that_fails_leaves_the_others_their_results_and_is_tried_again():
     shown = sngm(f"{line} --json")
     assert shown.code == 1
     assert "2 runs failed, the first sngm at batch 32: RuntimeError: too large" in shown.err.splitlines()[-1]
+    seen = []
+    study = Study("own.py:Line", ("sngm",), (32,), seeds=1, epochs=1, lrs=(0.1,))
+    launch.compare(
+        study, Path("again"), options=Options(), jobs=1, show=lambda progress: seen.append(len(progress.failed))
+    )
+    assert seen[-1] == 1, "who looks on is told of the last one too"
     assert [cell["n"] for cell in shown.json["cells"]] == [2, 0]
     assert sngm(f"{line} --json").code == 1
 

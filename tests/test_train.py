@@ -394,6 +394,13 @@ def test_scores_of_numpy_or_torch_are_kept_and_resumed(tmp_path, monkeypatch):
     assert metrics(tmp_path)[0]["test_auc"] == 0.5
 
 
+def test_a_loss_that_is_not_one_number_is_refused(tmp_path, monkeypatch):
+    loss = Blobs.loss
+    monkeypatch.setattr(Blobs, "loss", lambda self, model, batch: loss(self, model, batch).repeat(3))
+    with pytest.raises(UsageError, match=r"loss\(\) must return one number, got a tensor of shape \(3,\)"):
+        run(tmp_path, config())
+
+
 def test_scores_without_the_metric_are_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(Blobs, "metric", "bleu")
     with pytest.raises(UsageError, match="gives loss, accuracy but not its metric bleu"):

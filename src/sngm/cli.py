@@ -14,6 +14,7 @@ from . import __version__, cli_advise, cli_data, cli_lists, cli_paper, cli_probe
 from .cli_exit import CODES, DIVERGED, run_verb
 from .cli_words import DATA, DEVICE, DRY, JSON, examples, verbs
 from .errors import Failed, Interrupted, UsageError
+from .files import check_writable
 from .spec import numbers, parse_call, parse_settings, split_list, whole_numbers
 
 app = typer.Typer(
@@ -165,6 +166,8 @@ def train(
         show_plan(config, folder, options, as_json)
         return
     first = os.environ.get("RANK", "0") == "0"
+    if first:
+        check_writable(folder)
     record = run(config, folder, options)
     if first:
         if as_json:
@@ -303,6 +306,7 @@ def compare(
         return
     from . import report
 
+    check_writable(folder)
     interrupt_on_signal()
     with study_progress(study) as show:
         try:

@@ -111,7 +111,6 @@ def run(
     from .paper import run as making
     from .paper.results import read
     from .paper.verdicts import look
-    from .train.processes import choose_device
 
     found = items.find(item)
     if jobs is not None and jobs < 1:
@@ -120,7 +119,6 @@ def run(
     planned = making.select(found, None if cells is None else cells.split(","))
     _folder(results)
     if dry_run:
-        choose_device(device)
         there = read(results)
         _plan(found, [look(one, there, seeds) for one in planned], as_json)
         return
@@ -263,7 +261,7 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
     plan = [
         {
             "cell": outcome.planned.name, "grid": list(outcome.rates), "lr": outcome.lr,
-            "runs": outcome.to_come, "seconds_each": outcome.planned.seconds(),
+            "runs": outcome.to_come, "seconds_each": round(outcome.planned.seconds(), 1),
         }
         for outcome in outcomes
     ]  # fmt: skip

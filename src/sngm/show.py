@@ -112,7 +112,12 @@ def outcome(record: dict[str, Any], folder: Path) -> str:
     """What a run came to, in a line."""
     if record["status"] == "diverged":
         step = record["diverged_at_step"]
-        return f"diverged at step {step}: the loss is no number any more; try a smaller lr ({folder})"
+        from .train.loop import CHECK_EVERY
+
+        why = "the loss is no number any more; try a smaller lr"
+        if step <= CHECK_EVERY:
+            why += ", and if that does not help, look for numbers in the data that are none"
+        return f"diverged, seen at step {step}: {why} ({folder})"
     result, batch = record["result"], record["config"]["batch"]
     scores = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in result.items() if value is not None)
     return f"{record['label']} at batch {batch}: {scores} ({record['timing']['seconds']:.1f} s, {folder})"

@@ -115,8 +115,10 @@ def find(name: str) -> Method:
 
 def nearest(word: str, words: list[str]) -> str:
     """A question to end a refusal with, if one of the words is close."""
-    near = difflib.get_close_matches(word, words, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    near = difflib.get_close_matches(word, words)
+    alike = [difflib.SequenceMatcher(None, word, other).ratio() for other in near]
+    best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio == alike[0]]
+    return f" (did you mean {' or '.join(best)}?)" if best else ""
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:

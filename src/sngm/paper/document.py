@@ -73,6 +73,11 @@ def _picture(item: Item) -> str:
     return f"{item.name}-by-batch"
 
 
+def _pictures(item: Item) -> list[str]:
+    """All that may be drawn of an item."""
+    return [_picture(item), *(name for f in FIGURES if f.item == item.name for name in f.pictures.values())]
+
+
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
     """Write all of it, and remove figures and pages that are no more. Returns what changed."""
     results = read(folder)
@@ -108,10 +113,10 @@ def stale(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def _left_over(folder: Path, wanted: Collection[Path]) -> list[Path]:
-    kinds = [f"{name}.{kind}" for name in ("figure-[0-9]*", "table-*-by-batch") for kind in ("svg", "json")]
+    names = [name for item in ITEMS for name in _pictures(item)]
+    there = [folder / f"{name}.{kind}" for name in names for kind in ("svg", "json")]
     pages = [path for path in folder.glob("*/runs.md") if path.read_text("utf-8", errors="replace").startswith(MADE)]
-    there = [*(path for kind in kinds for path in sorted(folder.glob(kind))), *sorted(pages)]
-    return [path for path in there if path not in wanted]
+    return [path for path in (*there, *sorted(pages)) if path.exists() and path not in wanted]
 
 
 def _words(picture: str) -> list[str]:
@@ -150,11 +155,7 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
     parts.append(theory())
     for item in ITEMS:
         parts += _section(item, outcomes[item.name])
-        if picture := pictures.get(_picture(item)):
-            parts.append(f"![{picture.description}]({_picture(item)}.svg)")
-        for figure in FIGURES:
-            shown = [name for name in pictures if name.startswith(figure.name) and figure.item == item.name]
-            parts += [f"![{pictures[name].description}]({name}.svg)" for name in shown]
+        parts += [f"![{pictures[name].description}]({name}.svg)" for name in _pictures(item) if name in pictures]
     parts.append(_repeated(results))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -177,8 +178,7 @@ def section(item: Item, results: Results) -> list[str]:
 
 def pictures_of(item: Item, folder: Path) -> list[Path]:
     """The files that show its runs."""
-    names = [_picture(item), *(f"{figure.name}*" for figure in FIGURES if figure.item == item.name)]
-    return [path for name in names for path in folder.glob(f"{name}.svg")]
+    return [path for name in _pictures(item) if (path := folder / f"{name}.svg").exists()]
 
 
 def as_data(item: Item, results: Results) -> dict[str, Any]:
@@ -324,7 +324,7 @@ def _repeated(results: Results) -> str:
         shown = ["none" if score is None else text_of(score, metric) for score in scores]
         commits = [f"`{line.record['commit']}`" for line in (first, again)]
         rows.append([f"`{again.hash}`", f"`{command_of(first.config)}`", *shown, *commits])
-    head = ["run", "command", "result", "again", "commit", "again"]
+    head = ["run", "command", "result", "result again", "commit", "commit again"]
     where = f"Their lines are in `<task>/{REPEATED}`. The earliest runs have no date: of those either may be the first."
     return f"## Runs made again\n\n{where}\n\n" + "\n".join(_grid(head, rows))
 

@@ -17,6 +17,7 @@ AXES = {
     "train_loss": "training loss",
     "test_accuracy": "test accuracy, %",
     "test_perplexity": "test perplexity",
+    "test_auc": "test AUC",
     "validation_perplexity": "validation perplexity",
     "validation_auc": "validation AUC",
 }
@@ -27,16 +28,15 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
     """The paper's figures from our runs: the mean over seeds of each method, a panel a batch, loss and axis."""
     found = {}
     for figure in FIGURES:
-        for metric in figure.metrics:
+        for metric, name in figure.pictures.items():
             panels = {}
             there = by_cell(outcomes[figure.item])
             for loss, batch in itertools.product(("", ON_MEAN), figure.batches):
-                cells = [(name, there.get((name + loss, batch))) for name in figure.methods]
-                panel = [line for name, cell in cells if cell and (line := _series(name, cell, metric))]
+                cells = [(method, there.get((method + loss, batch))) for method in figure.methods]
+                panel = [line for method, cell in cells if cell and (line := _series(method, cell, metric))]
                 if any(line.points for line in panel):
                     panels[f"batch {batch}{loss}"] = panel
             if panels:
-                name = figure.name if len(figure.metrics) == 1 else f"{figure.name}-{metric.replace('_', '-')}"
                 found[name] = figures.Figure(
                     f"{figure.where.split(',')[0]}, our runs of {figure.task}",
                     f"{figure.title}: {AXES[metric]} over training, mean over at least three seeds or as many as said",
@@ -68,11 +68,12 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> figures.Figure | None:
             ours.append(figures.Series(row.name, slot, points, errors, lost=lost))
     if not ours:
         return None
+    single = "; without a bar: one seed" if any(error is None for series in ours for error in series.errors) else ""
     return figures.Figure(
         f"{item.title}, against the batch size",
         f"{item.title}, against the batch size: the paper's numbers, and our means over seeds with their 95 % "
         "intervals, or single runs",
-        "global batch", AXES[metric], {"the paper": theirs, "ours; without a bar: one seed": ours}, log_x=True,
+        "global batch", AXES[metric], {"the paper": theirs, f"ours{single}": ours}, log_x=True,
         worst_at_bottom=item.higher_is_better, dodge=3.0,
     )  # fmt: skip
 

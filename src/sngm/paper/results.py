@@ -64,13 +64,13 @@ class Line:
         c = self.config
         return c.method, c.batch, c.part, c.lr, c.seed, self.hash, str(self.record["commit"]), self.text
 
-    @property
+    @cached_property
     def made(self) -> tuple[Any, ...]:
         """What tells a run from the same one made again; the one that was begun first counts."""
         times, place = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
         return str(self.record.get("started", "")), str(self.record["commit"]), times, place
 
-    @property
+    @cached_property
     def text(self) -> str:
         return json.dumps(finite(self.record), sort_keys=True, allow_nan=False, separators=(", ", ": "))
 
@@ -84,11 +84,11 @@ class Results:
     """All committed runs of all tasks: one a config, and those that were made again."""
 
     def __init__(self, lines: Iterable[Line], repeated: Iterable[Line] = ()) -> None:
-        self.lines: dict[str, Line] = {}
-        for line in _by_run(lines).values():  # two of one config may stand in a file that git has merged
-            if line.hash not in self.lines or line.made < self.lines[line.hash].made:
-                self.lines[line.hash] = line
-        self.repeated = [line for line in repeated if line.hash in self.lines]
+        # files that git has merged, or that a stop has left, may hold two of one config, and one run twice
+        every = sorted(_by_run([*lines, *repeated]).values(), key=lambda line: line.made)
+        first = {line.hash: line for line in reversed(every)}
+        self.lines = {line.hash: line for line in sorted(first.values(), key=lambda line: line.order)}
+        self.repeated = sorted((line for line in every if first[line.hash] is not line), key=lambda line: line.order)
 
     def of(self, config: RunConfig) -> Line | None:
         """The run of a config. A trial whose task keeps validation data of its own is a full run as well."""
@@ -252,7 +252,7 @@ def _keep_of_task(folder: Path, new: list[Line]) -> Kept:
     files = {name: folder / name for name in (FILE, REPEATED)}
     with locked(folder, waiting=lambda: None):  # another process may be keeping runs too
         there = _by_run(line for path in files.values() for line in _of_task(path))
-        every = there | _by_run(line for line in new if _run(line) not in there)
+        every = _by_run([*there.values(), *new])
         _check_data(list(every.values()))
         ordered = sorted(every.values(), key=lambda line: line.made)
         first = {line.hash: line for line in reversed(ordered)}

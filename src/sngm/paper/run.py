@@ -107,9 +107,9 @@ def _make(
     now = provenance(choose_device(options.device))
 
     def known(config: RunConfig) -> launch.Record | None:
-        line = read(results).of(config)  # anew each time: another process may have made it meanwhile
+        line = read(results).of(config)  # as of now: another process may have made it since the cell was begun
         if line is None:
-            _set_aside_if_begun_otherwise(folder / "runs" / run_name(config), now)
+            _set_aside_if_begun_otherwise(folder, run_name(config), now)
             return None
         from_elsewhere.add(config.hash)
         return line.record
@@ -129,22 +129,26 @@ def _make(
         launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new)
 
 
-def _set_aside_if_begun_otherwise(path: Path, now: dict[str, Any]) -> None:
+def _set_aside_if_begun_otherwise(folder: Path, name: str, now: dict[str, Any]) -> None:
     """Move away a run that was begun with other code or hardware: it would go on, and could not be kept in the end."""
+    path = folder / "runs" / name
     if not (path / "run.json").exists():
         return
     there = RunFolder(path).read()
-    made = [(of.get("commit"), of.get("versions"), of.get("hardware", {}).get("name")) for of in (there, now)]
-    if there["status"] not in FINISHED and made[0] != made[1]:
-        aside = next(
-            name for i in itertools.count(1) if not (name := path.with_name(f"{path.name}-aside-{i}")).exists()
-        )
+    if there["status"] not in FINISHED and (there.get("made_before") or _made_with(there) != _made_with(now)):
+        aside = next(to for i in itertools.count(1) if not (to := folder / "aside" / f"{name}-{i}").exists())
+        aside.parent.mkdir(exist_ok=True)
         path.rename(aside)
         warnings.warn(
             f"a run was begun with other code or hardware (commit {there.get('commit')}), and begins anew; what there "
             f"was of it is in {aside}",
             stacklevel=2,
         )
+
+
+def _made_with(record: dict[str, Any]) -> list[Any]:
+    hardware = {key: value for key, value in record.get("hardware", {}).items() if key != "threads"}  # a worker's: one
+    return [record.get("commit"), record.get("versions"), hardware]
 
 
 class OutOfTime(Exception):

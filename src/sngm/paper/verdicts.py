@@ -144,7 +144,7 @@ def _but_for_rate(config: RunConfig) -> RunConfig:
 
 def tolerance(metric: str, paper: float) -> float:
     """By how much a number may differ from the paper's and count as the same."""
-    return 0.01 * paper if metric.endswith("perplexity") else 0.005
+    return 0.01 * paper if metric.removeprefix("validation_") == "perplexity" else 0.005
 
 
 def of_number(values: Sequence[float], paper: float, metric: str, diverged: int = 0) -> str:
@@ -194,6 +194,8 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
 def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:
     """Of two cells: what a claim about them gets, and why."""
     item, (a, b) = ours.planned.item, (values_of(cell.lines, metric) for cell in (ours, theirs))
+    if any(not values and cell.values for values, cell in ((a, ours), (b, theirs))):
+        return OPEN, f"no {metric.replace('_', ' ')} in their records"
     if not (a and b) or ours.diverged or theirs.diverged:
         why = " and ".join(
             "all rates" if cell.nothing_trains else f"{cell.diverged} of {len(cell.lines)}" for cell in (ours, theirs)
@@ -212,7 +214,7 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
     if kind == "similar":
         return _similar(a, b, metric)
     p = contrast((1, a), (-1, b))
-    higher = item.higher_is_better and metric == item.metric
+    higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
     return _better(a, b, higher), gap + ("" if p is None else f", p = {p:.2g}")
 
 
@@ -239,9 +241,9 @@ def text_of(value: float, metric: str, signed: bool = False) -> str:
     >>> text_of(0.89234, "accuracy"), text_of(117.83, "perplexity"), text_of(-0.0012, "auc", signed=True)
     ('89.23', '117.83', '-0.0012')
     """
-    sign = "+" if signed else ""
+    sign, metric = "+" if signed else "", metric.removeprefix("validation_")
     if metric == "accuracy":
         return f"{100 * value:{sign}.2f}"
-    if metric.endswith("perplexity"):
+    if metric == "perplexity":
         return f"{value:{sign}.2f}" if abs(value) < 1e4 else f"{value:{sign}.2g}"
     return f"{value:{sign}.4f}" if metric == "auc" else f"{value:{sign}.4g}"

@@ -45,6 +45,13 @@ class Figure:
     item: str
     """Whose runs it draws."""
 
+    @property
+    def pictures(self) -> dict[str, str]:
+        """What the picture of each metric is called."""
+        if len(self.metrics) == 1:
+            return {self.metrics[0]: self.name}
+        return {metric: f"{self.name}-{metric.replace('_', '-')}" for metric in self.metrics}
+
 
 Cell = tuple[str, int]  # a row and a batch
 
@@ -174,6 +181,7 @@ FIGURES = (
 )  # fmt: skip
 
 ALMOST_ALL = 0.8  # of the batch sizes
+OF_FIGURE_3 = "(Figure 3, batches 20 and 2000. Rates are chosen by the same data.)"
 CLAIMS = (
     Claim("figure-1", "large-batch training indeed degrades the test accuracy and increases the training loss",
           (((MSGD, 128), (MSGD, 8192)),), also=("train_loss",)),
@@ -203,9 +211,9 @@ CLAIMS = (
     Claim("table-6", "for large batch size, SNGM is better than MSGD", each((SNGM,), (MSGD,), (1000, 2000))),
     Claim("table-6", "SNGM outperforms LARS for different batch sizes.", each((SNGM,), (LARS,), (20, 1000, 2000))),
     Claim("table-6", "In small-batch training, SNGM and LARS achieve validation perplexity comparable to that of MSGD.",
-          each((SNGM, LARS), (MSGD,), (20,)), "similar", metric="validation_perplexity"),
+          each((SNGM, LARS), (MSGD,), (20,)), "similar", metric="validation_perplexity", note=OF_FIGURE_3),
     Claim("table-6", "in large-batch training, SNGM achieves better performance than MSGD and LARS",
-          each((SNGM,), (MSGD, LARS), (2000,)), metric="validation_perplexity"),
+          each((SNGM,), (MSGD, LARS), (2000,)), metric="validation_perplexity", note=OF_FIGURE_3),
     Claim("table-7", "larger batch sizes can reduce the training time", falling(SNGM, (20, 1000, 2000))),
     Claim("table-8", "SNGM achieves better performance than the other methods, especially in large-batch training.",
           each((SNGM,), (MSGD, ADAM, LARS, LAMB), (1024, 8192))),

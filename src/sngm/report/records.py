@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..errors import UsageError
 from ..spec import format_call
 
 
@@ -30,6 +31,8 @@ class Run:
     part: str
     epochs: int | None
     hash: str
+    metric: str
+    """The task's; empty in records of before it was written down."""
     result: dict[str, float]
     result_of: str
     curve: list[dict[str, float]]
@@ -118,6 +121,8 @@ def read(folder: Path) -> Records:
             runs.append(_run(place))
         except BROKEN:
             unreadable.append(clean(place.resolve().name))
+    if not study and not runs:
+        raise UsageError(f"{folder}: none of its records could be read: {', '.join(unreadable)}")
     return Records(folder, study, runs, unreadable)
 
 
@@ -146,6 +151,7 @@ def _run(place: Path) -> Run:
         part=clean(config.get("part") or "full"),
         epochs=_count(config.get("epochs")),
         hash=clean(record.get("hash") or ""),
+        metric=clean(record.get("metric") or ""),
         result=_numbers(record.get("result") or {}),
         result_of=clean(record.get("result_of") or "last"),
         curve=_curve(place / "metrics.jsonl"),

@@ -399,7 +399,9 @@ def _mean(runs: list[Run], metric: str) -> float:
 
 
 def _metric(runs: list[Run]) -> str:
-    """The metric of runs without a study: the best known that most of them report."""
+    """The metric of runs without a study: what they say it is, or the best known that most of them report."""
+    if said := [run.metric for run in runs if run.metric]:
+        return _most(said)
     names = Counter(
         key.partition("_")[2]
         for run in runs

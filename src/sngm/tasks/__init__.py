@@ -84,6 +84,8 @@ def find(name: str) -> type[Task]:
     """The class that a name stands for."""
     if ":" not in name:
         if name not in TASKS:
+            if name.endswith(".py"):
+                raise UsageError(f"{name}: say which class in it is the task, as {name}:Class")
             known = ", ".join(names())
             meant = nearest(name, names())
             raise UsageError(f"no task is called {name!r}{meant}; there are {known}, and your own as 'file.py:Class'")

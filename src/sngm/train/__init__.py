@@ -66,6 +66,11 @@ def load_run(
         raise UsageError(f"{folder} holds no run (no run.json)")
     record: dict[str, Any] = place.read()
     config = RunConfig.from_dict(record["config"])
+    broken = record["status"] == "finished" and checkpoint.is_broken(folder)
+    if broken and not partial:
+        raise UsageError(
+            f"{folder}: its last checkpoint is broken; the command that made it trains it to its end again"
+        )
     state = checkpoint.load(folder)
     if state is None:
         raise UsageError(f"{folder} holds no checkpoint: the run is {record['status']}")

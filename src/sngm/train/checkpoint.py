@@ -52,6 +52,13 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
     return None
 
 
+def is_broken(folder: Path) -> bool:
+    """Whether the last checkpoint is there, and is not what was written; one that was deleted is not broken."""
+    name, checksum = max(_index(folder).items(), default=("", ""))
+    path = folder / name
+    return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != checksum
+
+
 def _index(folder: Path) -> dict[str, str]:
     path = folder / INDEX
     if not path.exists():

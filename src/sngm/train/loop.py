@@ -88,12 +88,12 @@ class State:
 
 
 def train(config: RunConfig, path: Path, options: Options | None = None) -> Record:
-    """Train, or go on where a run stopped; return its record. A finished run is not repeated."""
+    """Train, or go on where a run stopped; return its record. A finished run is not repeated, if it is whole."""
     options = options or Options()
     with join(options.device) as processes:
         folder = RunFolder(path)
-        record = processes.share(folder.open(config) if processes.first else None)
-        if record.get("status") in FINISHED:
+        record, broken = processes.share((folder.open(config), checkpoint.is_broken(path)) if processes.first else None)
+        if record.get("status") in FINISHED and not broken:
             with contextlib.suppress(DataMissing):  # which a finished run can do without
                 folder.check_data(data_of(*samples_of(config.build_task(options.data_dir), config)))
             return dict(record)
@@ -112,7 +112,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
     state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), setup)
-    record = describe(config, model, processes, setup.data)
+    record = describe(config, model, processes, setup.data, task.metric)
     if processes.first and folder.file.exists():
         record |= goes_on(folder.read(), record)
     journal = Journal(config, folder, record, state, options) if processes.first else None

@@ -93,7 +93,9 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
     return lines
 
 
-def describe(config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any]) -> dict[str, Any]:
+def describe(
+    config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any], metric: str
+) -> dict[str, Any]:
     """The record of a run that begins."""
     return {
         "format": 1,
@@ -104,6 +106,7 @@ def describe(config: RunConfig, model: nn.Module, processes: Processes, data: di
         "parameters": sum(p.numel() for p in model.parameters()),
         "processes": processes.ranks,
         "data": data,
+        "metric": metric,
         "result": {},
         "timing": {},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
