@@ -217,7 +217,9 @@ def main() -> None:
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder for host_time.json")
-    parser.add_argument("--rounds", type=int, default=200, help="steps timed in each condition, at least (default: 200)")
+    parser.add_argument(
+        "--rounds", type=int, default=200, help="steps timed in each condition, at least (default: 200)"
+    )
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/performance.md")
     parser.add_argument("--device", choices=sorted(LARGE), default="cuda", help="cpu: nothing is launched")
     args = parser.parse_args()
