@@ -48,8 +48,9 @@ def block(results: Results) -> str:
     """The first table of the project's README."""
     rows = []
     item = find(FIRST_ITEM)
-    for planned in sorted(item.cells(), key=lambda planned: planned.batch):
-        outcome = look(planned, results)
+    outcomes = [look(planned, results) for planned in item.cells()]
+    for outcome in sorted(outcomes, key=lambda outcome: outcome.planned.batch):
+        planned = outcome.planned
         if outcome.tried:
             rows.append([
                 str(planned.batch), planned.row.name, _rate(outcome), _number(planned.paper, item), _ours(outcome),
@@ -63,7 +64,7 @@ def block(results: Results) -> str:
         "[results](results/README.md)."
     )
     head = ["batch", "method", "lr", "paper", "ours", "95 % interval", "n", "hardware"]
-    picture = by_batch(item, [look(planned, results) for planned in item.cells()])
+    picture = by_batch(item, outcomes)
     shown = [f"![{picture.description}](results/{_picture(item)}.svg)", ""] if picture else []
     return "\n".join([BEGIN, *shown, *_grid(head, rows), "", text, END])
 

@@ -127,8 +127,10 @@ def _seeds(cell: Cell, lr: float, results: Results) -> list[Line]:
 
 def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
     by_rate: dict[float, list[Line]] = {}
+    wanted = _but_for_rate(like)
     for line in results.of_task(item.task):
-        if _but_for_rate(line.config) == _but_for_rate(like):
+        config = line.config
+        if (config.method, config.batch) == (like.method, like.batch) and _but_for_rate(config) == wanted:
             by_rate.setdefault(line.config.lr, []).append(line)
     trained = [lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)]  # by every seed
     sign = 1 if item.higher_is_better else -1
