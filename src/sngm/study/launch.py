@@ -206,7 +206,7 @@ class _Launcher:
                 self._finish(pool, cell, config, finished)
             else:
                 with _undisturbed():  # it may start a process
-                    future = pool.submit(_make, config, path, options)
+                    future = pool.submit(_make, config, path, options, os.environ.get("SNGM_COMMIT"))
                 self.futures[future] = cell, config
 
     def _finish(self, pool: ProcessPoolExecutor, cell: Cell, config: RunConfig, record: Record) -> None:
@@ -328,8 +328,10 @@ def _should_stop() -> bool:
     return _stop
 
 
-def _make(config: RunConfig, path: Path, options: dict[str, Any]) -> Record:
+def _make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> Record:
     global _steps
+    if commit is not None:  # the server that forks has the environment of when it was started
+        os.environ["SNGM_COMMIT"] = commit
     try:
         if _stop:
             return {"status": "interrupted"}
