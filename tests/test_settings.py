@@ -623,19 +623,21 @@ def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
         def __init__(self, *_, **__):
             pass
 
-        def submit(self, make, wanted, path, options):
-            handed.append(options)
+        def submit(self, make, wanted, path, options, commit):
+            handed.append((options, commit))
             raise KeyboardInterrupt
 
         def shutdown(self, **_):
             pass
 
     monkeypatch.setattr(launch, "ProcessPoolExecutor", Pool)
+    monkeypatch.setenv("SNGM_COMMIT", "feedbee")
     study = Study(task=runs.TASK, methods=("sngm",), batches=(16,), seeds=1, epochs=1, lrs=(0.1,))
     options = Options(device="cpu", deterministic=True, step="eager", loaders=0)
     with pytest.raises(KeyboardInterrupt):
         launch.compare(study, tmp_path / "study", options=options, jobs=3, show=lambda _: None)
-    (given,) = handed
+    ((given, commit),) = handed
+    assert commit == "feedbee"  # workers may have been started with another
     assert given == {
         "device": "cpu", "data_dir": None, "deterministic": True, "step": "eager", "loaders": 0, "pass_size": None
     }  # fmt: skip
