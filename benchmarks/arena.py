@@ -21,6 +21,7 @@ from torch import Tensor
 ROUNDS_A_BUILD = 8  # on the CPU, where its buffers happen to lie makes a step up to 5 % slower: lay them out anew
 WARM_UP = 3  # steps: the first makes the state, and a kernel may be compiled again for the second's arguments
 SAMPLE_SECONDS = 0.02  # of steps in a row on a GPU: many times the launch of the first, which nothing overlaps
+BUSY_CYCLES = 6_000_000  # of a GPU's clock: some 3 ms, more than the host takes over the steps it times
 FEWEST_IN_A_ROW, MOST_IN_A_ROW = 4, 100
 PROFILED_STEPS = 4
 
@@ -95,12 +96,14 @@ class Arena:
     def seconds_on_host(self, contender: Contender) -> list[float]:
         """Samples of the time until step() returns, in steps that follow one another without a wait.
 
-        The first two are left out: a processor that has slept takes up to four times as long over them.
+        The first two are left out: a processor that has slept takes up to four times as long over them. The GPU is kept
+        busy from before the first: else the steps of large tensors alone would be launched behind work of their own.
         """
         assert contender.step is not None
         seconds = []
         with self.keeping_grads(contender):
             self.wait()
+            torch.cuda._sleep(BUSY_CYCLES)
             for grads in 4 * (self.spare_grads, self.grads):  # ends with the gradients where all others expect them
                 if contender.new_grads:
                     self.point_at(grads)

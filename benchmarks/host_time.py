@@ -1,12 +1,19 @@
-"""Host time of an optimizer step, by the number of elements and by how long the host waited before it.
+"""Host time of an optimizer step, by the number of elements and by what host and GPU did before it.
 
-The same number of equal tensors, small and large, each stepped right after other work and after a wait of some
-milliseconds, as steps of large tensors impose it. All optimizers in all four conditions take turns in shuffled order,
-so that whatever the machine does meanwhile falls on all alike; all are made several times anew, in shuffled order too,
-because the time of a step depends on where its objects lie in the host's memory. The work before each step is one of
-another optimizer of the same kind, so that code is in the processor's caches and the objects of the step are not. The
-wait is made by a kernel that does nothing. If host time depends on the elements, it does so at equal waits; if it
-depends on the wait, small tensors show it too.
+The same number of equal tensors, small and large, stepped in four conditions:
+
+- after other work: a step of another optimizer of the same kind has had the processor's caches, and the GPU is idle.
+  Code is in the caches then, and the objects of the step are not.
+- after a wait: the same, and then the host waited some milliseconds, as steps of large tensors make it wait.
+- in a row: steps of its own were made just before. Of small tensors the GPU is done with those by then, of large ones
+  it is not: this is what a plain loop over step() shows.
+- in a row, GPU busy: the same behind a kernel that does nothing for as long, so that small tensors find the GPU as busy
+  as large ones do.
+
+If host time depends on the elements, it does so in the same condition; if it depends on waits or on a GPU that is busy,
+small tensors show it too. All optimizers in all conditions take turns in shuffled order, so that whatever the machine
+does meanwhile falls on all alike; all are made several times anew, in shuffled order too, because the time of a step
+depends on where its objects lie in the host's memory.
 
 A step of ours has three phases, and their times say which of them depends on what: looking whether anything has moved,
 the launch of a graph by CUDA's driver, and what remains once the GPU is at work. Beside the optimizers stands a loop
@@ -36,18 +43,20 @@ from sngm.optim import kernels
 from sngm.optim.kernels import replay
 
 EXAMPLES = """examples:
-  python benchmarks/host_time.py --out build/bench              a minute on a GPU, 85 GB of its memory
+  python benchmarks/host_time.py --out build/bench              two minutes on a GPU, 85 GB of its memory
   python benchmarks/host_time.py --write-docs build/bench/host_time.json
   python benchmarks/host_time.py --device cpu                   two minutes without a GPU, 6 GB of memory
 """
 PAGE = DOCS / "performance.md"
 TENSORS = 65
 SMALL, LARGE = 4_000, {"cuda": 15_000_000, "cpu": 1_000_000}  # elements of one
-WAITS = (0, 6)  # ms
+WAIT = 6  # ms
+OTHERS, WAITED, IN_A_ROW, BUSY = CONDITIONS = ("after other work", "after a wait", "in a row", "in a row, GPU busy")
+STEPS_IN_A_ROW = 3  # before the one that is timed
 BUILDS = 8  # where the objects of a step lie matters: all are made so often anew, in another order
-FIRST = 5  # rounds of each build that do not count
+FIRST = 3  # rounds of each build that do not count
 BEFORE = 0  # in place of elements: the small set that is stepped before another
-LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones at equal waits
+LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones in the same condition
 CELL = "us"
 PHASES = ("before the launch", "launch", "after")
 
@@ -77,42 +86,82 @@ CONTENDERS: dict[str, Make] = {
 }
 
 
+class Machine:
+    """The host, and the GPU where there is one."""
+
+    def __init__(self, device: str) -> None:
+        self.has_gpu = device == "cuda"
+        if self.has_gpu:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            torch.cuda._sleep(100_000_000)
+            torch.cuda.synchronize()
+            self.cycles_a_ms = 100_000_000 / (time.perf_counter() - start) / 1e3
+
+    def rest(self, ms: int = 0) -> None:
+        """Wait until the GPU has nothing left to do, and so much longer."""
+        if self.has_gpu:
+            if ms:
+                self.keep_busy(ms)
+            torch.cuda.synchronize()
+        elif ms:
+            time.sleep(ms / 1e3)
+
+    def keep_busy(self, ms: int) -> None:
+        """Give the GPU a kernel that takes so long, and do not wait for it."""
+        if self.has_gpu:
+            torch.cuda._sleep(int(ms * self.cycles_a_ms))
+
+    def bring_into(self, condition: str, own: Step, others: Step) -> None:
+        """Do what comes before the step that is timed."""
+        self.rest()
+        if condition in (OTHERS, WAITED):
+            others()
+            self.rest(WAIT if condition == WAITED else 0)
+            return
+        if condition == BUSY:
+            self.keep_busy(WAIT)
+        for _ in range(STEPS_IN_A_ROW):
+            own()
+
+
 def host_us(rounds: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
-    """Of steps that begin when the GPU has nothing left to do: median and quartiles in each condition."""
+    """Median and quartiles of each optimizer's steps in each condition, by the elements of a tensor."""
     launches = watch_launches(device)
     sizes = (SMALL, LARGE[device])
     contenders = [name for name in CONTENDERS if device == "cuda" or name != SGD]  # on a CPU it would do its work
-    conditions = [(name, elements, wait) for name in contenders for elements in sizes for wait in WAITS]
-    taken: dict[tuple[str, int, int], list[list[float]]] = {condition: [] for condition in conditions}
+    cases = [
+        (name, n, where) for name in contenders for n in sizes for where in CONDITIONS[: 4 if device == "cuda" else 3]
+    ]
+    taken: dict[tuple[str, int, str], list[list[float]]] = {case: [] for case in cases}
     sets = [(name, elements) for name in contenders for elements in (BEFORE, *sizes)]
     shuffle = random.Random(0).shuffle
-    rest = sleeper(device)
+    machine = Machine(device)
     for build in range(1 + BUILDS):  # the first for torch to get its memory: later no call of the driver comes between
         shuffle(sets)
         steps = {key: stepper(key, device) for key in sets}
         for i in range(FIRST + -(-rounds // BUILDS) if build else 0):
-            shuffle(conditions)
-            for name, elements, wait in conditions:
-                rest(0)
-                steps[name, BEFORE]()  # the host has just been at work
-                rest(wait)
+            shuffle(cases)
+            for name, elements, condition in cases:
+                own = steps[name, elements]
+                machine.bring_into(condition, own, steps[name, BEFORE])
                 launches.clear()
                 start = time.perf_counter()
-                steps[name, elements]()
+                own()
                 end = time.perf_counter()
                 if i >= FIRST:
-                    taken[name, elements, wait].append([start, *launches, end])
-        rest(0)
+                    taken[name, elements, condition].append([start, *launches, end])
+        machine.rest()
         del steps
         gc.collect()
     found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in contenders}
-    for (name, elements, wait), times in taken.items():
+    for (name, elements, condition), times in taken.items():
         spans = [[b - a for a, b in pairwise(step)] for step in times]
         values = dict(zip(("low", "median", "high"), statistics.quantiles(map(sum, spans), n=4), strict=True))
         replayed = [span for span in spans if len(span) == len(PHASES)]
         if replayed:
             values |= zip(PHASES, map(statistics.median, zip(*replayed, strict=True)), strict=True)
-        found[name][f"{elements}, {wait} ms"] = {key: round(1e6 * value, 1) for key, value in values.items()}
+        found[name][f"{elements} {condition}"] = {key: round(1e6 * value, 1) for key, value in values.items()}
     return found
 
 
@@ -138,28 +187,6 @@ def watch_launches(device: str) -> list[float]:
     return times
 
 
-def sleeper(device: str) -> Callable[[int], None]:
-    """A function that waits for the GPU, and so many milliseconds longer."""
-    if device == "cpu":
-        return lambda wait: time.sleep(wait / 1e3) if wait else None
-    cycles = cycles_a_second() / 1e3
-
-    def rest(wait: int) -> None:
-        if wait:
-            torch.cuda._sleep(int(wait * cycles))
-        torch.cuda.synchronize()
-
-    return rest
-
-
-def cycles_a_second() -> float:
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    torch.cuda._sleep(100_000_000)
-    torch.cuda.synchronize()
-    return 100_000_000 / (time.perf_counter() - start)
-
-
 def stepper(key: tuple[str, int], device: str) -> Step:
     name, elements = key
     values = torch.randn(elements or SMALL, device=device)
@@ -171,35 +198,39 @@ def stepper(key: tuple[str, int], device: str) -> Step:
 
 def page(record: dict[str, Any]) -> str:
     found, where = record["cells"][CELL], record["about"]
-    large = max(int(condition.split(",")[0]) for condition in found[LOOK_UPS])
-    columns = [f"{elements}, {wait} ms" for wait in WAITS for elements in (SMALL, large)]
-    heads = [f"{TENSORS * elements:,}, {wait} ms" for wait in WAITS for elements in (SMALL, large)]
+    keys = list(found[LOOK_UPS])
+    sizes = sorted({int(key.split(" ", 1)[0]) for key in keys})
+    conditions = [condition for condition in CONDITIONS if f"{SMALL} {condition}" in keys]
+
+    def table(names: list[str], cell: Callable[[dict[str, float]], str]) -> list[str]:
+        lines = ["| | elements | " + " | ".join(conditions) + " |", "|---" * (len(conditions) + 2) + "|"]
+        for name in names:
+            for n in sizes:
+                cells = [cell(found[name][f"{n} {condition}"]) for condition in conditions]
+                lines.append(f"| {name} | {TENSORS * n:,} | " + " | ".join(cells) + " |")
+        return lines
+
     lines = [
         f"One {where['device']}, torch {where['torch']}, commit {where['commit']}:",
         "", "```", where["command"], "```", "",
-        "| elements, wait | " + " | ".join(heads) + " |",
-        "|---" * (len(columns) + 1) + "|",
+        *table(list(found), lambda cell: f"{cell['median']:.0f} ({cell['low']:.0f}-{cell['high']:.0f})"),
     ]  # fmt: skip
-    for name, row in found.items():
-        lines.append(f"| {name} | " + " | ".join(cell(row[column]) for column in columns) + " |")
-    ours = {name: row for name, row in found.items() if name not in (LOOK_UPS, SGD)}
-    seen = {name: row for name, row in ours.items() if all(PHASES[0] in row[column] for column in columns)}
+    ours = [name for name in found if name not in (LOOK_UPS, SGD)]
+    seen = [name for name in ours if all(PHASES[0] in cell for cell in found[name].values())]
     if seen:
         lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
-        lines += ["| elements, wait | " + " | ".join(heads) + " |", "|---" * (len(columns) + 1) + "|"]
-    for name, row in seen.items():
-        phases = (" + ".join(f"{row[column][phase]:.0f}" for phase in PHASES) for column in columns)
-        lines.append(f"| {name} | " + " | ".join(phases) + " |")
-    slowest, slow = max((row[column]["median"], name) for name, row in ours.items() for column in columns)
+        lines += table(seen, lambda cell: " + ".join(f"{cell[phase]:.0f}" for phase in PHASES))
+    # in a row the GPU is busy for the large ones only, where there is a GPU
+    alike = [condition for condition in conditions if condition != IN_A_ROW or BUSY not in conditions]
     ratio, grows = max(
-        (row[f"{large}, {wait} ms"]["median"] / row[f"{SMALL}, {wait} ms"]["median"], name)
-        for name, row in ours.items()
-        for wait in WAITS
+        (found[name][f"{sizes[-1]} {condition}"]["median"] / found[name][f"{SMALL} {condition}"]["median"], name)
+        for name in ours
+        for condition in alike
     )
-    limits = [
-        f"- {passed(ratio, LIMIT_RATIO)}  large over small, at equal waits <= {LIMIT_RATIO}x: {ratio:.2f}x, {grows}"
-    ]
+    growth = f"large over small, in the same condition <= {LIMIT_RATIO}x: {ratio:.2f}x, {grows}"
+    limits = [f"- {passed(ratio, LIMIT_RATIO)}  {growth}"]
     if SGD in found:  # launches are in it
+        slowest, slow = max((cell["median"], name) for name in ours for cell in found[name].values())
         limits.append(f"- {passed(slowest, LIMIT_US)}  slowest of ours <= {LIMIT_US} us: {slowest:.1f} us, {slow}")
     return "\n".join([*lines, "", *limits, ""])
 
@@ -208,17 +239,13 @@ def passed(value: float, limit: float) -> str:
     return "PASS" if value <= limit else "MISS"
 
 
-def cell(found: dict[str, float]) -> str:
-    return f"{found['median']:.0f} ({found['low']:.0f}-{found['high']:.0f})"
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path, help="folder for host_time.json")
     parser.add_argument(
-        "--rounds", type=int, default=200, help="steps timed in each condition, at least (default: 200)"
+        "--rounds", type=int, default=120, help="steps timed in each condition, at least (default: 120)"
     )
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/performance.md")
     parser.add_argument("--device", choices=sorted(LARGE), default="cuda", help="cpu: nothing is launched")

@@ -279,6 +279,19 @@ def test_lr_is_required(cls):
         cls(make_params())
 
 
+@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize("cls", ALL)
+def test_a_rate_that_was_taken_out_of_a_group_is_no_step_of_nothing(cls, foreach):
+    p = torch.nn.Parameter(torch.ones(2, 2))
+    p.grad = torch.ones(2, 2)
+    optimizer = cls([p], **NEEDED[cls], foreach=foreach)
+    optimizer.param_groups[0]["lr"] = None
+    given = {CLARS: {"mean_norms": [1.0]}, ExtrapSGD: {"closures": [lambda: p.sum().backward()]}}.get(cls, {})
+    with pytest.raises(TypeError, match="lr is None"):
+        optimizer.step(**given)
+    assert p.equal(torch.ones(2, 2))
+
+
 def test_flags_are_keyword_only():
     with pytest.raises(TypeError, match="positional"):
         SNGM(make_params(), 0.1, 0.9, 0.0, "decoupled")
