@@ -74,7 +74,7 @@ class Result:
 
 
 def sngm(line: str) -> Result:
-    """A command line, in this process. An error that is no exit comes out as it is."""
+    """A command line, in this process. One that fails with a traceback fails the test."""
     for name in [name for name in sys.modules if name.startswith("sngm_task_")]:
         del sys.modules[name]  # a process of its own would read the user's file anew
     out, err = io.StringIO(), io.StringIO()
@@ -92,6 +92,7 @@ def sngm(line: str) -> Result:
     finally:
         for number, handler in signals.items():
             signal.signal(number, handler)
+    assert "Traceback" not in err.getvalue(), err.getvalue()
     return Result(code, out.getvalue(), err.getvalue())
 
 

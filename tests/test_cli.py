@@ -548,6 +548,17 @@ def test_a_reader_that_goes_away_is_no_traceback():
     assert "Traceback" not in done.stderr
 
 
+def test_an_error_in_a_users_task_is_shown_from_the_verb_on(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.py").write_text(OWN_TASK.replace("difference.abs()}", "difference.abs() + torch.ones(3)}"))
+    done = finish(start("train own.py:Line --epochs 1 --batch 8"))
+    assert done.code == 1
+    trace = done.err[done.err.index("Traceback") :].splitlines()
+    assert "cli.py" in trace[1]
+    assert any("own.py" in line and line.endswith("in scores") for line in trace)
+    assert trace[-1].startswith("RuntimeError: The size of tensor a (8) must match")
+
+
 # ---------------------------------------------------------------- names with settings
 
 

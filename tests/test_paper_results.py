@@ -853,6 +853,19 @@ def test_a_run_that_fails_is_told_and_the_others_are_kept(tiny, tmp_path, monkey
     assert "1 runs failed" in sngm("paper run table-9 --device cpu --budget 1h").err
 
 
+def test_a_run_that_another_process_made_meanwhile_is_not_made_again(tiny, monkeypatch):
+    answers = []
+
+    def study(study, folder, *, known, show, **_):
+        answers.append(known(line().config))
+        keep([line()], Path("results"))
+        answers.append(known(line().config))
+
+    monkeypatch.setattr(making.launch, "compare", study)
+    assert sngm("paper run table-9 --cells sngm --device cpu").code == 0
+    assert answers == [None, line().record]
+
+
 def test_runs_without_a_commit_are_refused(tiny, monkeypatch):
     monkeypatch.setattr(making, "commit", lambda: "0123abc+")
     refused(sngm("paper run table-9 --device cpu"), "in no commit")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Callable
 from itertools import pairwise
+from types import TracebackType
 from typing import Any, NoReturn
 
 import typer
@@ -79,3 +81,16 @@ def run_verb(app: typer.Typer) -> None:
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")
+    except Exception as error:  # ours, or that of a task somebody wrote
+        traceback.print_exception(error.with_traceback(within_verb(error.__traceback__)))
+        sys.exit(FAILED)
+
+
+def within_verb(trace: TracebackType | None) -> TracebackType | None:
+    """A trace from the verb on: how the command line came to it helps nobody."""
+    frame, verb = trace, trace
+    while frame is not None:
+        if frame.tb_frame.f_globals["__name__"].startswith("typer."):
+            verb = frame.tb_next
+        frame = frame.tb_next
+    return verb or trace
