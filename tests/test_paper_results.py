@@ -796,11 +796,10 @@ def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
 @pytest.mark.parametrize(
     "change",
     [
-        lambda r: r.update(commit="fedcba9"),
-        lambda r: r["hardware"].update(cores=999),
-        lambda r: r.update(made_before=[{}]),
+        pytest.param(lambda r: r.update(commit="fedcba9"), id="code"),
+        pytest.param(lambda r: r["hardware"].update(cores=999), id="cores", marks=pytest.mark.slow),
+        pytest.param(lambda r: r.update(made_before=[{}]), id="pieces", marks=pytest.mark.slow),
     ],
-    ids=["code", "cores", "pieces"],
 )
 def test_a_run_begun_with_other_code_or_hardware_begins_anew_and_nothing_is_lost(tiny, change):
     trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]

@@ -54,7 +54,10 @@ def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: 
         assert ended(process) == (130 if number == signal.SIGINT else -number)
 
 
-@pytest.mark.parametrize(("more", "every"), [(PLATEAU, 3), (WARM, 1)], ids=["plateau", "warm-up"])
+@pytest.mark.parametrize(
+    ("more", "every"),
+    [pytest.param(PLATEAU, 3, id="plateau", marks=pytest.mark.slow), pytest.param(WARM, 1, id="warm-up")],
+)
 def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(more, every, tmp_path):
     chance = random.Random(os.urandom(8))
     points = sorted(chance.sample(range(2, 25), 3))
@@ -69,7 +72,9 @@ def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(more, every, tmp_path)
     assert not list((tmp_path / "killed").glob(".checkpoint-*"))
 
 
-@pytest.mark.parametrize("more", [PLATEAU, WARM], ids=["plateau", "warm-up"])
+@pytest.mark.parametrize(
+    "more", [pytest.param(PLATEAU, id="plateau"), pytest.param(WARM, id="warm-up", marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_says_so_and_goes_on(more, tmp_path):
     arguments = command(tmp_path / "broken", *more, every=1000)
     log = tmp_path / "log"
