@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .cli_words import DATA, DEVICE, DRY, JSON, examples, verbs
+from .durations import duration
 from .errors import Failed, Interrupted, UsageError
 
 if TYPE_CHECKING:
@@ -38,7 +39,7 @@ def top() -> None:
 @verb("sngm paper list", "sngm paper list --json", name="list")
 def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     """List the tables and figures, how much of each has been run, and what the rest would cost."""
-    from .paper import document, items, verdicts
+    from .paper import items, verdicts
     from .paper.results import read
 
     there = read(_folder(results))
@@ -59,7 +60,7 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     for entry in found:
         state = f"{entry['complete']} of {entry['cells']} cells"
         if entry["missing_runs"]:
-            state += f"; {entry['missing_runs']} runs missing, about {document.hours(3600 * entry['missing_hours'])}"
+            state += f"; {entry['missing_runs']} runs missing, about {duration(3600 * entry['missing_hours'])}"
         if entry["needs"]:
             state += f"; needs {entry['needs']}"
         print(f"{entry['item']}: {entry['title']}\n  {state}")
@@ -255,7 +256,6 @@ def duration_of(text: str) -> float:
 
 
 def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
-    from .paper.document import hours
     from .paper.items import COSTS_ON
 
     plan = [
@@ -277,4 +277,4 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
     if not total:
         print("all runs are there")
         return
-    print(f"{sum(entry['runs'] for entry in plan)} runs, about {hours(total)} on {COSTS_ON}, one after the other")
+    print(f"{sum(entry['runs'] for entry in plan)} runs, about {duration(total)} on {COSTS_ON}, one after the other")

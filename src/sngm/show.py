@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .durations import duration
+
 if TYPE_CHECKING:
     import torch
 
@@ -80,19 +82,6 @@ def _table(progress: Progress) -> Any:
             f"{sum(values) / len(values):.4f}" if values else ("running" if running else ""),
         )
     return table
-
-
-def duration(seconds: float) -> str:
-    """For people.
-
-    >>> duration(0.43), duration(7), duration(200), duration(9000)
-    ('0.43 s', '7 s', '3 min', '2.5 h')
-    """
-    if seconds < 9.5:
-        return f"{seconds:.2g} s"
-    if seconds < 100:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
 
 
 def note(text: str) -> None:

@@ -13,6 +13,7 @@ from statistics import fmean
 from typing import Any
 
 from .. import tasks
+from ..durations import duration
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
@@ -298,19 +299,9 @@ def _missing(item: Item, outcomes: list[Outcome]) -> str:
         return "All of it has been run."
     needs = f" It needs {item.needs}." if item.needs else ""
     return (
-        f"Missing: {runs} runs, about {hours(seconds)} on {COSTS_ON} one after the other, of {', '.join(cells)}. "
+        f"Missing: {runs} runs, about {duration(seconds)} on {COSTS_ON} one after the other, of {', '.join(cells)}. "
         f"`sngm paper run {item.name}` makes them.{needs}"
     )
-
-
-def hours(seconds: float) -> str:
-    """As one would say it.
-
-    >>> hours(90), hours(5400), hours(360000)
-    ('2 minutes', '1.5 hours', '100 hours')
-    """
-    minutes = max(1, round(seconds / 60))
-    return f"{minutes} minute{'s' * (minutes > 1)}" if seconds < 3600 else f"{seconds / 3600:.3g} hours"
 
 
 def _repeated(results: Results) -> str:

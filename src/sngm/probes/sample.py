@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..durations import duration
 from ..errors import UsageError
 from ..tasks import Batch, Samples, Task
 from ..train import rng
@@ -89,7 +90,7 @@ class Sample:
         found = noise(lambda i: self._loss(i, *groups[i]), self.params, range(len(groups)), self.sizes)
         if not self.told:
             self.told = True
-            self.say(f"at most about {_seconds((time.monotonic() - start) * self.looks)} a point")
+            self.say(f"at most about {duration((time.monotonic() - start) * self.looks)} a point")
         # Merged groups would draw other numbers, and the Hessian be that of another function than the gradient.
         alone = self.normalises or self.draws
         merged = groups if alone else _merged(groups, max(1, PASS // self.group))
@@ -185,7 +186,3 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
         [torch.arange(i * group, (i + 1) * group) + step * streams for step in range(windows)]
         for i in range(side_by_side)
     ]
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.1g} s" if value < 10 else f"{value:.0f} s" if value < 100 else f"{value / 60:.0f} min"

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sized
 from html import escape
 from pathlib import Path
 
+from ..durations import duration
 from .figures import Figure, by_batch, by_rate, curves, inline, standalone
 from .html import box, document, fact_list, section, table_row
 from .stats import Summary, summarise
@@ -151,7 +152,7 @@ def _provenance(summary: Summary) -> str:
         "hardware": _tally(", ".join(f"{k} {v}" for k, v in run.hardware.items()) for run in runs),
         "versions": _tally(", ".join(f"{k} {v}" for k, v in run.versions.items()) for run in runs),
         "commit": _tally(run.commit or "not recorded" for run in runs),
-        "time": f"{_duration(sum(seconds))} in {len(seconds)} runs" if seconds else "not recorded",
+        "time": f"{duration(sum(seconds))} in {len(seconds)} runs" if seconds else "not recorded",
     }
     lines = "<br>".join(f"<code>{escape(command)}</code>" for command in commands[:3])
     more = f"<br>and {len(commands) - 3} more" if len(commands) > 3 else ""
@@ -182,18 +183,3 @@ def _tally(words: Iterable[str]) -> str:
     if len(counts) < 2:
         return next(iter(counts), "not recorded")
     return "; ".join(f"{word} ({count} runs)" for word, count in counts.most_common())
-
-
-def _duration(seconds: float) -> str:
-    """Seconds in the unit a person would use.
-
-    >>> _duration(12.3), _duration(600), _duration(9000)
-    ('12.3 s', '10.0 min', '2.5 h')
-    """
-    return (
-        f"{seconds:.1f} s"
-        if seconds < 120
-        else f"{seconds / 60:.1f} min"
-        if seconds < 7200
-        else f"{seconds / 3600:.1f} h"
-    )
