@@ -282,14 +282,17 @@ def test_lr_is_required(cls):
 @pytest.mark.parametrize("foreach", [True, False, None])
 @pytest.mark.parametrize("cls", ALL)
 def test_a_rate_that_was_taken_out_of_a_group_is_no_step_of_nothing(cls, foreach):
-    p = torch.nn.Parameter(torch.ones(2, 2))
-    p.grad = torch.ones(2, 2)
-    optimizer = cls([p], **NEEDED[cls], foreach=foreach)
-    optimizer.param_groups[0]["lr"] = None
-    given = {CLARS: {"mean_norms": [1.0]}, ExtrapSGD: {"closures": [lambda: p.sum().backward()]}}.get(cls, {})
-    with pytest.raises(TypeError, match="lr is None"):
-        optimizer.step(**given)
-    assert p.equal(torch.ones(2, 2))
+    params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
+    optimizer = cls([{"params": [p]} for p in params], **NEEDED[cls], foreach=foreach)
+    for p in params:
+        p.grad = torch.ones(2, 2)
+    optimizer.param_groups[1]["lr"] = None
+    before = states(optimizer)
+    given = {CLARS: {"mean_norms": [1.0, 1.0]}, ExtrapSGD: {"closures": [lambda: sum(params).sum().backward()]}}
+    with pytest.raises(TypeError, match=r"lr is None in param_groups\[1\]"):
+        optimizer.step(**given.get(cls, {}))
+    assert all(p.equal(torch.ones(2, 2)) for p in params)
+    assert same_states(states(optimizer), before)
 
 
 def test_flags_are_keyword_only():

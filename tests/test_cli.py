@@ -14,6 +14,7 @@ from console import OWN_TASK, SCRIPT, finish, refused, sngm, start
 
 import sngm as package
 from sngm import tasks
+from sngm.cli_exit import within_verb
 from sngm.errors import UsageError
 from sngm.spec import format_call, parse_call, parse_settings, split_list, value_of
 
@@ -485,6 +486,13 @@ def test_a_loss_that_fails_shows_its_own_traceback():
     assert "return 1 / 0  # my line" in shown.err
     assert shown.err.strip().endswith("ZeroDivisionError: division by zero")
     assert "division by zero" in json.loads(Path("run/run.json").read_text())["error"]
+
+
+def test_a_trace_may_go_through_code_of_no_module():
+    with pytest.raises(ZeroDivisionError) as failed:
+        exec("1 / 0", {})
+    trace = failed.value.__traceback__
+    assert within_verb(trace) is trace
 
 
 def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():

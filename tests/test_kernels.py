@@ -11,7 +11,7 @@ import weakref
 
 import pytest
 import torch
-from harness import build, clone_params, gradients, make_params, run, same, states, step
+from harness import build, clone_params, gradients, make_params, run, same, same_states, states, step
 from interpreter import interpreted
 from methods import CASES, SHAPES, Twin
 from methods import make_params as small_params
@@ -175,6 +175,29 @@ def test_low_precision_parameters_take_float32_gradients(plans, monkeypatch):
     assert same(ours, params, theirs, others)
 
 
+def test_gradients_may_change_their_dtype_where_they_lie():
+    (p,), (q,) = (make_params(torch.bfloat16, [(4, 3)]) for _ in range(2))
+    ours, theirs = build("sngm", [p]), build("sngm", [q])
+    p.grad_dtype = q.grad_dtype = None
+    memory = torch.zeros(12)
+    for t, dtype in enumerate([torch.bfloat16, torch.float32, torch.bfloat16]):
+        (grad,) = gradients([q], t)
+        at = memory.view(dtype)[:12].view(4, 3).copy_(grad)
+        step(theirs, [q], [grad.to(dtype)])
+        step(ours, [p], [at])
+        assert p.grad.data_ptr() == memory.data_ptr()
+    assert same(ours, [p], theirs, [q])
+
+
+def test_gradients_whose_sign_is_left_to_be_changed_are_read_with_it():
+    pair = Pair("sngm", make_params(torch.float64, [(), (1,), (3, 2)]))
+    memory, others = torch.full((2,), 1.0 + 2.0j, dtype=torch.complex128), gradients(pair.others, 0)[2]
+    for t in range(3):
+        one = (memory.conj() if t else memory).imag  # of the same memory, with another sign
+        assert one[0].is_neg() == one[1:].is_neg() == (t > 0)
+        pair.step(t, [one[0], one[1:], others])
+
+
 # ---------------------------------------------------------------- what may change between steps
 
 
@@ -239,6 +262,28 @@ def test_a_parameter_cast_where_it_lies_gets_a_new_plan():
     run(theirs, others, 1, start=1)
     for a, b in zip(params, others, strict=True):
         close(a, b)
+
+
+def test_a_parameter_that_shrank_where_it_lies_is_refused_with_its_old_state():
+    (p,) = params = make_params(torch.float64, [(4, 3)])
+    optimizer = build("sngm", params)
+    run(optimizer, params, 1)
+    memory = p.data
+    before = memory.clone()
+    p.grad = None
+    p.data = memory[:2]
+    with pytest.raises(ValueError, match=r"momentum_buffer has shape \(4, 3\)"):
+        run(optimizer, params, 1)
+    assert memory.equal(before)
+
+
+def test_a_parameter_that_got_another_shape_where_it_lies_is_adapted_by_that():
+    pair = Pair("lars", make_params(torch.float64, [(6,)]), momentum=0.0)
+    pair.step(0)
+    for (p,) in (pair.params, pair.others):
+        p.grad = None
+        p.data = p.data.view(2, 3)
+    pair.step(1)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -333,6 +378,30 @@ def test_settings_may_change_between_steps(rule, changes):
         optimizer.param_groups[0].update(changes)
     pair.step(1)
     pair.step(2)
+
+
+def test_a_list_among_the_settings_may_change_where_it_is():
+    pair = Pair("lamb", betas=[0.9, 0.99])
+    pair.step(0)
+    for optimizer in (pair.ours, pair.theirs):
+        optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    pair.step(1)
+    for optimizer in (pair.ours, pair.theirs):
+        optimizer.param_groups[0]["betas"][0] = 0.5
+    pair.step(2)
+
+
+def test_a_step_without_a_rate_is_refused_and_changes_nothing():
+    pair = Pair("sngm", groups=({}, {}))
+    pair.step(0)
+    before = states(pair.ours), copy.deepcopy(pair.params)
+    pair.ours.param_groups[1]["lr"] = None
+    with pytest.raises(TypeError, match=r"lr is None in param_groups\[1\]"):
+        pair.ours.step()
+    assert all(map(torch.equal, before[1], pair.params))
+    assert same_states(states(pair.ours), before[0])
+    pair.ours.param_groups[1]["lr"] = pair.ours.param_groups[0]["lr"]
+    pair.step(1)
 
 
 def move_state(optimizer):
@@ -526,6 +595,31 @@ def test_nothing_but_empty_tensors_is_no_error(rule):
     run(optimizer, params)
     assert optimizer.grad_norm == 0.0
     assert optimizer.skipped == 0
+
+
+def test_empty_tensors_count_their_steps_as_others_do():
+    params = make_params(shapes=[(2, 2), (0, 3)])
+    optimizer = build("lamb", params, fused=True)
+    for overflow in (1.0, 0.0):
+        optimizer.grad_scale, optimizer.found_inf = torch.ones(()), torch.tensor(overflow)
+        run(optimizer, params, 1)
+    assert [state["step"].item() for state in states(optimizer)] == [1, 1]
+    step(optimizer, params, [torch.ones(2, 2), None])
+    assert [state["step"].item() for state in states(optimizer)] == [2, 1]
+
+
+@pytest.mark.parametrize(("rule", "settings"), [("lars", {"max_ratio": 0.25}), ("clars", {"max_ratio": 0.25})])
+def test_a_tensor_of_zeros_has_a_ratio_of_one_within_its_limit(rule, settings):
+    pair = Pair(rule, [torch.zeros(2, 3, dtype=torch.float64, requires_grad=True)], **settings, lr=1.0)
+    pair.step(0, [torch.ones(2, 3, dtype=torch.float64)])
+    close(pair.params[0], torch.full((2, 3), -0.25, dtype=torch.float64))
+
+
+def test_a_gradient_of_zeros_without_eps_is_no_step():
+    pair = Pair("sngm", eps=0.0, weight_decay=0.0)
+    before = copy.deepcopy(pair.params)
+    pair.step(0, [torch.zeros_like(p) for p in pair.params])
+    assert all(map(torch.equal, before, pair.params))
 
 
 @pytest.mark.parametrize("rule", ["sngm", "sngm-group", "lars-momentum", "clars", "lamb"])

@@ -90,7 +90,7 @@ def within_verb(trace: TracebackType | None) -> TracebackType | None:
     """A trace from the verb on: how the command line came to it helps nobody."""
     frame, verb = trace, trace
     while frame is not None:
-        if frame.tb_frame.f_globals["__name__"].startswith("typer."):
+        if frame.tb_frame.f_globals.get("__name__", "").startswith("typer."):
             verb = frame.tb_next
         frame = frame.tb_next
     return verb or trace

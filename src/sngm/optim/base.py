@@ -360,6 +360,7 @@ class LargeBatchOptimizer(Optimizer):
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
         """Everything with a gradient (its own, or one in `grads`), in buckets; of DTensors the pieces here."""
+        checks.rates(self.param_groups)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
         sharded = self._shards.sharded
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}

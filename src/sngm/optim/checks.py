@@ -43,6 +43,13 @@ def rate(name: str, value: Any) -> None:
         number(name, value.item(), 0.0)
 
 
+def rates(groups: list[dict[str, Any]]) -> None:
+    """Refuse a step without a learning rate, which some rules would take for a step of nothing."""
+    for i, group in enumerate(groups):
+        if group["lr"] is None:
+            raise TypeError(f"lr is None in param_groups[{i}]; a step needs a number or a tensor")
+
+
 def plain(settings: dict[str, Any]) -> None:
     """Turn numpy's numbers into Python's, in place: torch.load refuses checkpoints that hold the former."""
     for key, value in settings.items():

@@ -38,7 +38,8 @@ class LARS(LargeBatchOptimizer):
     Mind that `lr` is then a thousand times the usual one for them at the usual c = 0.001: give them a group
     with a smaller `lr` if that is not what you want.
     Where :math:`\phi(\|w\|)` or the denominator is zero the ratio is 1, as in the published code: a tensor of
-    zeros would never move otherwise.
+    zeros would never move otherwise. (Published code takes 1 for a zero gradient with decay as well, where the
+    formula has a ratio.)
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.

@@ -148,9 +148,7 @@ def evaluate(closure: Closure | None) -> Any:
 
 def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
     """The group's learning rate: a number, or a 0-d tensor where only a device knows it."""
-    lr: float | Tensor | None = group[key]
-    if lr is None:
-        raise TypeError(f"a parameter group's {key} is None; a step needs a number or a tensor")
+    lr: float | Tensor = group[key]
     if not isinstance(lr, Tensor):
         return lr
     return lr.item() if lr.device.type == "cpu" and not torch.compiler.is_compiling() else lr.reshape(())

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import shards
+from .. import checks, shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 from .memory import address, alike, dense, ids, laid_out_as, on_host, usable
 from .place import Kind, Launch, Place, changing
 
-data_ptr, numel, is_contiguous = Tensor.data_ptr, Tensor.numel, Tensor.is_contiguous
+data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
 params_of = itemgetter("params")
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -59,7 +59,11 @@ class Plan:
         pieces = [shards.local(p) for p in params]
         self.sharded = any(map(shards.is_dtensor, params))
         self.complex = any(p.is_complex() for p in params)
-        self.addresses, self.sizes = list(map(data_ptr, pieces)), list(map(numel, pieces))
+        self.addresses = list(map(data_ptr, pieces))
+        # which tensors are adapted goes by their shape, unless the groups say it; all else by their elements
+        self.form = Tensor.size if any(group.get("adapt", False) is None for group in groups) else Tensor.numel
+        self.forms = list(map(self.form, pieces))
+        self.single = [i for i, piece in enumerate(pieces) if piece.numel() == 1]
         self.empty = [i for i, piece in enumerate(pieces) if not piece.numel()]
         self.matrices = [p for p, piece in zip(params, pieces, strict=True) if piece.ndim > 1 and piece.is_contiguous()]
         self.odd = [i for i, piece in enumerate(pieces) if not piece.is_contiguous()]
@@ -76,7 +80,9 @@ class Plan:
         entries = [optimizer.state[p] for p in params]
         self.kinds = [self._kind(optimizer, i, entries[i], grads[i]) for i in range(len(params))]
         self.all_aligned = all(kind.aligned for kind in self.kinds)
-        self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds)
+        self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds) and all(
+            getattr(p, "grad_dtype", p.dtype) == p.dtype for p in params
+        )
         places: list[Place] = []
         for device in dict.fromkeys(piece.device for piece in pieces):
             kinds = {i: kind for i, kind in enumerate(self.kinds) if pieces[i].device == device}
@@ -142,8 +148,8 @@ class Plan:
         pieces = [shards.local(p) for p in params] if self.sharded else params
         if list(map(data_ptr, pieces)) != self.addresses:
             return False
-        # at the same place, but fewer; where there is state it must have been replaced with them
-        if not all(self.needs) and list(map(numel, pieces)) != self.sizes:
+        # at the same place, but fewer, or in another shape
+        if list(map(self.form, pieces)) != self.forms:
             return False
         # at the same place, but in another order; vectors have only one
         if not all(map(is_contiguous, self.matrices)):
@@ -181,6 +187,7 @@ class Plan:
             )
         ):
             return True
+        checks.rates(groups)
         self.scope = scope
         self.values = [list(group.values()) for group in groups]
         # a list, or a number on the host, may change and still be the same object
@@ -266,6 +273,9 @@ class Plan:
                     and [grads[i].stride() for i in self.odd_grads] == self.odd_grad_strides
                     and sum(g is not None for g in grads) == len(self.present)
                 )
+            # Of one element, the imaginary part of a conjugate lies as any other, with its sign left to be changed.
+            if any(grads[i].is_neg() for i in self.single if grads[i] is not None):
+                return False
             # torch gives a gradient the parameter's dtype, unless told otherwise
             return alike and (self.grads_like_params or dtypes_of(grads) == self.grad_dtypes)
         except (AttributeError, RuntimeError, TypeError):  # one is None now, or sparse
@@ -280,6 +290,7 @@ class Plan:
     def for_capture(self) -> Plan:
         """A plan for one CUDA graph: what it reads at a replay stays as it is now, whatever happens outside."""
         twin = copy.copy(self)
+        self.held = []  # the copies are the graph's
         twin.places = [copy.copy(place) for place in self.places]
         for place in twin.places:
             place.kept, place.pool = list(place.kept), dict(place.pool)
