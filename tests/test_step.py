@@ -31,7 +31,7 @@ OWN_GRADS = [rule for rule in RULES if rule != "extrap-sgd"]  # the methods that
 
 def close(ours, theirs, tolerance=1e-12):
     for a, b in zip(ours, theirs, strict=True):
-        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), float((a - b).abs().max())
+        assert torch.allclose(a, b, rtol=tolerance, atol=tolerance), float((a - b).detach().abs().max())
 
 
 def total_norm(tensors):
@@ -328,6 +328,19 @@ def test_strides_of_parameters_and_gradients_do_not_matter(rule, path):
         step(twin, twins, [g.contiguous() for g in laid])
     close(params, twins)
     assert [p.stride() for p in params] == strides
+
+
+@pytest.mark.parametrize("path", ["single", "foreach", "default"])
+@pytest.mark.parametrize("rule", ["sngm", "lars-momentum", "lamb"])
+def test_gradients_may_have_another_dtype_than_their_parameters(rule, path):
+    params, twins = (make_params(torch.float64, [(4, 3), (5,)]) for _ in range(2))
+    optimizer, twin = build(rule, params, path), build(rule, twins, path)
+    params[0].grad_dtype = torch.float32
+    for t in range(2):
+        first, second = gradients(twins, t)
+        step(optimizer, params, [first.float(), second])
+        step(twin, twins, [first.float().double(), second])
+    close(params, twins)
 
 
 @pytest.mark.parametrize("path", PATHS)

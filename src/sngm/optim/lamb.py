@@ -161,7 +161,7 @@ class LAMB(LargeBatchOptimizer):
     def _direction(self, bucket: Bucket, norm: Tensor, scale: float | Tensor, skip: Tensor | bool) -> list[Tensor]:
         """q for each tensor, after updating its moments."""
         group = bucket.group
-        grads = [wide(g) for g in bucket.grads]
+        grads = [g.to(m.dtype) for g, m in zip(bucket.grads, bucket.buffers["exp_avg"], strict=True)]
         factor: Coefficient = 1.0 / scale
         if group["max_grad_norm"] is not None:
             factor = factor * (group["max_grad_norm"] / norm.to(bucket.device)).clamp_max(1.0)
