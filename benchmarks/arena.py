@@ -23,7 +23,7 @@ from torch import Tensor
 ROUNDS_A_BUILD = {"cpu": 8, "cuda": 4}
 WARM_UP = 3  # steps: the first makes the state, and a kernel may be compiled again for the second's arguments
 SAMPLE_SECONDS = 0.02  # of steps in a row on a GPU: many times the launch of the first, which nothing overlaps
-BUSY_CYCLES = 6_000_000  # of a GPU's clock: some 3 ms, more than the host takes over the steps it times
+WAIT_CYCLES, BUSY_CYCLES = 40_000_000, 6_000_000  # of a GPU's clock, some 20 and 3 ms: before steps on the host
 FEWEST_IN_A_ROW, MOST_IN_A_ROW = 4, 100
 PROFILED_STEPS = 4
 
@@ -103,12 +103,14 @@ class Arena:
     def seconds_on_host(self, contender: Contender) -> list[float]:
         """Samples of the time until step() returns, in steps that follow one another without a wait.
 
-        The first two are left out: a processor that has slept takes up to four times as long over them. The GPU is kept
-        busy from before the first: else the steps of large tensors alone would be launched behind work of their own.
+        The first two are left out: a processor that has slept takes up to four times as long over them. All sizes are
+        stepped after the same wait and behind the same kernel, which keeps the GPU busy for longer than our steps take:
+        else those of large tensors alone would come after a wait and be launched behind others.
         """
         assert contender.step is not None
         seconds = []
         with self.keeping_grads(contender):
+            torch.cuda._sleep(WAIT_CYCLES)
             self.wait()
             torch.cuda._sleep(BUSY_CYCLES)
             for grads in 4 * (self.spare_grads, self.grads):  # ends with the gradients where all others expect them

@@ -1,12 +1,13 @@
 """Host time of an optimizer step, by the number of elements and by what host and GPU did before it.
 
-The same number of equal tensors, small and large, stepped in four conditions:
+The same number of equal tensors, small and large, stepped in five conditions:
 
 - after other work: a step of another optimizer of the same kind has had the processor's caches, and the GPU is idle.
   Code is in the caches then, and the objects of the step are not.
 - after a wait: the same, and then the host waited some milliseconds, as steps of large tensors make it wait.
 - in a row: steps of its own were made just before. Of small tensors the GPU is done with those by then, of large ones
   it is not: this is what a plain loop over step() shows.
+- in a row after a wait: the same once the host has waited, as it does between rows of large tensors.
 - in a row, GPU busy: the same behind a kernel that does nothing for as long, so that small tensors find the GPU as busy
   as large ones do.
 
@@ -51,7 +52,9 @@ PAGE = DOCS / "performance.md"
 TENSORS = 65
 SMALL, LARGE = 4_000, {"cuda": 15_000_000, "cpu": 1_000_000}  # elements of one
 WAIT = 6  # ms
-OTHERS, WAITED, IN_A_ROW, BUSY = CONDITIONS = ("after other work", "after a wait", "in a row", "in a row, GPU busy")
+OTHERS, WAITED, IN_A_ROW, ROW_AFTER_WAIT, BUSY = CONDITIONS = (
+    "after other work", "after a wait", "in a row", "in a row after a wait", "in a row, GPU busy"
+)  # fmt: skip
 STEPS_IN_A_ROW = 3  # before the one that is timed
 BUILDS = 8  # where the objects of a step lie matters: all are made so often anew, in another order
 FIRST = 3  # rounds of each build that do not count
@@ -119,27 +122,34 @@ class Machine:
             others()
             self.rest(WAIT if condition == WAITED else 0)
             return
+        if condition == ROW_AFTER_WAIT:
+            self.rest(WAIT)
         if condition == BUSY:
             self.keep_busy(WAIT)
         for _ in range(STEPS_IN_A_ROW):
             own()
 
 
-def host_us(rounds: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
+def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
     """Median and quartiles of each optimizer's steps in each condition, by the elements of a tensor."""
     launches = watch_launches(device)
     sizes = (SMALL, LARGE[device])
     contenders = [name for name in CONTENDERS if device == "cuda" or name != SGD]  # on a CPU it would do its work
     cases = [
-        (name, n, where) for name in contenders for n in sizes for where in CONDITIONS[: 4 if device == "cuda" else 3]
+        (name, n, where)
+        for name in contenders
+        for n in sizes
+        for where in CONDITIONS[: None if device == "cuda" else -1]
     ]
-    taken: dict[tuple[str, int, str], list[list[float]]] = {case: [] for case in cases}
+    taken: dict[tuple[str, int, str], list[list[list[float]]]] = {case: [] for case in cases}  # by build
     sets = [(name, elements) for name in contenders for elements in (BEFORE, *sizes)]
     shuffle = random.Random(0).shuffle
     machine = Machine(device)
     for build in range(1 + BUILDS):  # the first for torch to get its memory: later no call of the driver comes between
         shuffle(sets)
         steps = {key: stepper(key, device) for key in sets}
+        for builds in taken.values():
+            builds.append([])
         for i in range(FIRST + -(-rounds // BUILDS) if build else 0):
             shuffle(cases)
             for name, elements, condition in cases:
@@ -150,19 +160,27 @@ def host_us(rounds: int, device: str) -> dict[str, dict[str, dict[str, float]]]:
                 own()
                 end = time.perf_counter()
                 if i >= FIRST:
-                    taken[name, elements, condition].append([start, *launches, end])
+                    taken[name, elements, condition][-1].append([start, *launches, end])
         machine.rest()
         del steps
         gc.collect()
-    found: dict[str, dict[str, dict[str, float]]] = {name: {} for name in contenders}
-    for (name, elements, condition), times in taken.items():
-        spans = [[b - a for a, b in pairwise(step)] for step in times]
-        values = dict(zip(("low", "median", "high"), statistics.quantiles(map(sum, spans), n=4), strict=True))
+    found: dict[str, dict[str, Any]] = {name: {} for name in contenders}
+    for (name, elements, condition), builds in taken.items():
+        spans = [[us(b - a) for a, b in pairwise(step)] for steps in builds for step in steps]
+        values: dict[str, Any] = dict(
+            zip(("low", "median", "high"), statistics.quantiles(map(sum, spans), n=4), strict=True)
+        )
+        values["builds"] = [statistics.median(us(step[-1] - step[0]) for step in steps) for steps in builds if steps]
         replayed = [span for span in spans if len(span) == len(PHASES)]
+        values["not replayed"] = len(spans) - len(replayed)
         if replayed:
             values |= zip(PHASES, map(statistics.median, zip(*replayed, strict=True)), strict=True)
-        found[name][f"{elements} {condition}"] = {key: round(1e6 * value, 1) for key, value in values.items()}
+        found[name][f"{elements} {condition}"] = values
     return found
+
+
+def us(seconds: float) -> float:
+    return round(1e6 * seconds, 1)
 
 
 def watch_launches(device: str) -> list[float]:
@@ -220,18 +238,23 @@ def page(record: dict[str, Any]) -> str:
     if seen:
         lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
         lines += table(seen, lambda cell: " + ".join(f"{cell[phase]:.0f}" for phase in PHASES))
-    # in a row the GPU is busy for the large ones only, where there is a GPU
-    alike = [condition for condition in conditions if condition != IN_A_ROW or BUSY not in conditions]
-    ratio, grows = max(
-        (found[name][f"{sizes[-1]} {condition}"]["median"] / found[name][f"{SMALL} {condition}"]["median"], name)
-        for name in ours
-        for condition in alike
-    )
-    growth = f"large over small, in the same condition <= {LIMIT_RATIO}x: {ratio:.2f}x, {grows}"
-    limits = [f"- {passed(ratio, LIMIT_RATIO)}  {growth}"]
+    limits = []
+    for condition in conditions:
+        ratio, grows = max(
+            (found[name][f"{sizes[-1]} {condition}"]["median"] / found[name][f"{SMALL} {condition}"]["median"], name)
+            for name in ours
+        )
+        growth = f"large over small, {condition} <= {LIMIT_RATIO}x: {ratio:.2f}x, {grows}"
+        limits.append(f"- {passed(ratio, LIMIT_RATIO)}  {growth}")
     if SGD in found:  # launches are in it
         slowest, slow = max((cell["median"], name) for name in ours for cell in found[name].values())
         limits.append(f"- {passed(slowest, LIMIT_US)}  slowest of ours <= {LIMIT_US} us: {slowest:.1f} us, {slow}")
+    apart, name = max(
+        (max(cell["builds"]) / min(cell["builds"]), name) for name in ours for cell in found[name].values()
+    )
+    limits.append(f"- medians of single builds differ by up to {apart:.2f}x in one condition, {name}")
+    launched = sum(cell["not replayed"] for name in ours for cell in found[name].values())
+    limits.append(f"- steps of ours that were launched, not replayed: {launched:.0f}")
     return "\n".join([*lines, "", *limits, ""])
 
 
