@@ -175,7 +175,7 @@ def legend(record: Record) -> str:
     if record["about"]["device"] != "cpu":
         words += [
             "wall: steps in a row between two synchronisations, over their number.",
-            "host: until step() returns, in steps one after the other, after a wait of 20 ms and behind a kernel of 3 ms.",
+            "host: until step() returns, in steps in a row, after a wait of 20 ms and behind a kernel of 3 ms.",
             "GPU: durations of all kernels and copies of a step, summed, as the profiler reports them.",
             "launches, copies, syncs: kernels run, copies and fills, and calls that wait for the GPU, a step.",
         ]

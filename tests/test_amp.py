@@ -208,13 +208,14 @@ def test_coupled_decay_is_part_of_the_loss_and_does_see_its_scale():
     assert not torch.allclose(other[0], runs[0][0], rtol=1e-3)
 
 
-def test_extrap_sgd_refuses_a_scaler_and_changes_nothing():
+@pytest.mark.parametrize("given", [True, False])
+def test_extrap_sgd_refuses_a_scaler_and_changes_nothing(given):
     w = torch.nn.Parameter(torch.ones(3))
     optimizer = ExtrapSGD([w], lr=0.1, inner_lr=0.1)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(w.sum()).backward()
     with pytest.raises(TypeError, match=r"GradScaler.*step\(closures\)"):
-        scaler.step(optimizer, [lambda: scaler.scale(w.square().sum()).backward()])
+        scaler.step(optimizer, *([[lambda: scaler.scale(w.square().sum()).backward()]] if given else []))
     assert torch.equal(w, torch.ones(3))
     optimizer.step([lambda: w.sum().backward()])  # without the scaler it goes on as if nothing had been
     torch.testing.assert_close(w.detach(), torch.full((3,), 0.9))

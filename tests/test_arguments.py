@@ -279,17 +279,17 @@ def test_lr_is_required(cls):
         cls(make_params())
 
 
-@pytest.mark.parametrize("foreach", [True, False, None])
+@pytest.mark.parametrize(("foreach", "value"), [(True, None), (False, "x"), (None, None), (None, "x")])
 @pytest.mark.parametrize("cls", ALL)
-def test_a_rate_that_was_taken_out_of_a_group_is_no_step_of_nothing(cls, foreach):
+def test_a_rate_that_became_none_is_refused_before_anything_changes(cls, foreach, value):
     params = [torch.nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     optimizer = cls([{"params": [p]} for p in params], **NEEDED[cls], foreach=foreach)
     for p in params:
         p.grad = torch.ones(2, 2)
-    optimizer.param_groups[1]["lr"] = None
+    optimizer.param_groups[1]["lr"] = value
     before = states(optimizer)
     given = {CLARS: {"mean_norms": [1.0, 1.0]}, ExtrapSGD: {"closures": [lambda: sum(params).sum().backward()]}}
-    with pytest.raises(TypeError, match=r"lr is None in param_groups\[1\]"):
+    with pytest.raises(TypeError, match=rf"lr in param_groups\[1\] must be a number or a tensor, got {value!r}"):
         optimizer.step(**given.get(cls, {}))
     assert all(p.equal(torch.ones(2, 2)) for p in params)
     assert same_states(states(optimizer), before)

@@ -396,7 +396,7 @@ def test_a_step_without_a_rate_is_refused_and_changes_nothing():
     pair.step(0)
     before = states(pair.ours), copy.deepcopy(pair.params)
     pair.ours.param_groups[1]["lr"] = None
-    with pytest.raises(TypeError, match=r"lr is None in param_groups\[1\]"):
+    with pytest.raises(TypeError, match=r"lr in param_groups\[1\] must be .* got None"):
         pair.ours.step()
     assert all(map(torch.equal, before[1], pair.params))
     assert same_states(states(pair.ours), before[0])

@@ -24,7 +24,7 @@ from torch.optim import lr_scheduler
 from torch.profiler import ProfilerActivity, profile
 
 from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
-from sngm.optim import create, reference
+from sngm.optim import create, norms, reference
 
 OWN_GRADS = [rule for rule in RULES if rule != "extrap-sgd"]  # the methods that read .grad
 
@@ -714,3 +714,60 @@ def test_a_zero_gradient_leaves_lars_the_ratio_of_its_formula():
     w.grad = torch.zeros_like(w)
     LARS([w], lr=1.0, weight_decay=0.01, trust_coefficient=0.001).step()
     torch.testing.assert_close(w.detach(), torch.full((3, 4), 2.0 * (1 - 0.001)))  # c * ||w|| / (wd * ||w||) * wd * w
+
+
+@pytest.mark.parametrize("size", [1e-24, 1e-15, 1e-8, 1e25])
+@pytest.mark.parametrize("decay", [0.0, 0.5])
+def test_norms_are_right_where_squares_are_less_or_more_than_float32_holds(size, decay):
+    tensors = [torch.full((64, 64), size), torch.full((64, 65), 3.0), torch.zeros(70, 70), torch.full((5,), size)]
+    others = [t.clone() for t in tensors] if decay else []
+    exact = torch.tensor([t.double().mul(1.0 + decay).square().sum() for t in tensors])
+    torch.testing.assert_close(norms.squares(tensors, others, decay), exact, rtol=4e-6, atol=0.0)
+    few = [0, 2, 3]
+    found = norms.square([tensors[i] for i in few], [others[i] for i in few] if others else [], decay)
+    torch.testing.assert_close(found, exact[few].sum(), rtol=4e-6, atol=0.0)
+
+
+@pytest.mark.parametrize("path", ["single", "foreach", "default", "capturable"])
+def test_a_gradient_whose_squares_lamb_cannot_keep_skips_the_step(path):
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = LAMB([w], lr=0.01, **PATHS[path])
+    steps = []
+    for g in (1.0, 1e25, 1.0, 1.0):
+        w.grad = torch.full((4, 4), g)
+        before = w.detach().clone()
+        optimizer.step()
+        steps.append(float((w.detach() - before).norm()))
+    assert steps[1] == 0.0
+    assert min(steps[0], *steps[2:]) > 0.01
+    assert optimizer.skipped == 1
+    clipped = LAMB([w], lr=0.01, max_grad_norm=1.0, **PATHS[path])
+    w.grad.fill_(1e25)
+    clipped.step()
+    assert clipped.skipped == 0
+    assert clipped.state[w]["exp_avg_sq"].isfinite().all()
+
+
+@pytest.mark.parametrize("path", ["single", "foreach", "default"])
+@pytest.mark.parametrize("rule", ["lars", "lars-unscaled", "lars-momentum", "clars"])
+def test_gradients_as_small_as_numbers_can_be_make_no_weight_infinite(rule, path):
+    ends = []
+    for how in (path, "foreach"):
+        w = torch.nn.Parameter(torch.ones(4, 4))
+        optimizer = build(rule, [w], how, lr=10.0, weight_decay=0.0)
+        w.grad = torch.full((4, 4), 1e-43)
+        optimizer.step(**({"mean_norms": [4e-43]} if rule == "clars" else {}))
+        assert w.isfinite().all()
+        ends.append(w)
+    torch.testing.assert_close(ends[0], ends[1])
+
+
+@pytest.mark.parametrize("path", ["single", "foreach", "default"])
+@pytest.mark.parametrize("rule", OWN_GRADS)
+def test_a_norm_that_float32_cannot_hold_is_not_finite(rule, path):
+    w = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = build(rule, [w], path)
+    w.grad = torch.full((4, 4), 3e38)
+    optimizer.step(**({"mean_norms": [1.0]} if rule == "clars" else {}))
+    assert (optimizer.grad_norm, optimizer.skipped) == (math.inf, 1)
+    assert w.equal(torch.ones(4, 4))

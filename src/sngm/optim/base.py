@@ -225,7 +225,10 @@ class LargeBatchOptimizer(Optimizer):
                         f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=6
                     )
                     group[key] = known
-            self._check_group(group)
+            try:
+                self._check_group(group)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"state_dict: {error}; is it another optimizer's checkpoint?") from None
             groups.append(group)
         values = {
             p: {k: self._unwrap(p, k, v) for k, v in entry.items()} if isinstance(p, Tensor) else entry
@@ -427,16 +430,17 @@ class LargeBatchOptimizer(Optimizer):
             self._grad_norm, self._skipped = self._grad_norm.to(work.home), self._skipped.to(work.home)
         # in place: what a CUDA graph or a compiled step assigns to an optimizer's attributes is lost
         # (and so is what copy_ writes into a 0-d float64 tensor on the CPU, in a step compiled by torch 2.13)
-        torch._foreach_copy_([self._grad_norm], [total.sqrt() / work.scale])
+        norm = (total.sqrt() / work.scale).to(self._grad_norm.dtype)
+        torch._foreach_copy_([self._grad_norm], [norm])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(total)
+            skip = overflow or not math.isfinite(norm)
             if skip:
                 self._skipped += 1
             return skip
-        bad = ~torch.isfinite(total)
+        bad = ~torch.isfinite(norm)
         if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
-            bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
+            bad = bad | (work.found_inf.to(norm.device) != 0).reshape(())
         self._skipped.add_(bad.to(self._skipped.device))
         return bad
 

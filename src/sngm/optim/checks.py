@@ -2,6 +2,7 @@
 
 import difflib
 import math
+from numbers import Real
 from typing import Any
 
 import torch
@@ -44,10 +45,11 @@ def rate(name: str, value: Any) -> None:
 
 
 def rates(groups: list[dict[str, Any]]) -> None:
-    """Refuse a step without a learning rate, which some rules would take for a step of nothing."""
+    """Refuse to step with a learning rate that is none, before anything has changed."""
     for i, group in enumerate(groups):
-        if group["lr"] is None:
-            raise TypeError(f"lr is None in param_groups[{i}]; a step needs a number or a tensor")
+        lr = group["lr"]
+        if not isinstance(lr, (float, Tensor, int)) and not isinstance(lr, Real):  # the latter is slow to ask
+            raise TypeError(f"lr in param_groups[{i}] must be a number or a tensor, got {lr!r}")
 
 
 def plain(settings: dict[str, Any]) -> None:

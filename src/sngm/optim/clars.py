@@ -16,8 +16,8 @@ from torch.optim.optimizer import ParamsT
 from . import checks, norms
 from .base import LargeBatchOptimizer
 from .heavy_ball import heavy_ball
-from .lars import adapted, plain_momentum
-from .work import Closure, Work, evaluate, lr_of
+from .lars import adapted_rate, plain_momentum
+from .work import Closure, Work, evaluate
 
 
 class CLARS(LargeBatchOptimizer):
@@ -144,7 +144,7 @@ class CLARS(LargeBatchOptimizer):
         for bucket, (_, w_square), mean in zip(work.buckets, parts, means, strict=True):
             w_norm = w_square.sqrt()
             ratio = bucket.group["trust_coefficient"] * w_norm / mean
-            rate = lr_of(bucket.group) * adapted(self, bucket, ratio, (w_norm > 0) & (mean > 0))
+            rate = adapted_rate(self, bucket, ratio, (w_norm > 0) & (mean > 0))
             bucket, rule = plain_momentum(bucket, work.scale)
             heavy_ball(bucket, replace(rule, rate=rate), skip)
 

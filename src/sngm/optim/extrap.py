@@ -104,7 +104,7 @@ class ExtrapSGD(LargeBatchOptimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closures: Sequence[Callable[[], Any]], group: dist.ProcessGroup | None = None
+        self, closures: Sequence[Callable[[], Any]] = (), group: dist.ProcessGroup | None = None
     ) -> Any:
         """Take one step. Each parameter's `.grad` is put back as it was.
 
@@ -124,7 +124,7 @@ class ExtrapSGD(LargeBatchOptimizer):
         if isinstance(closures, (str, bytes)) or not isinstance(closures, Sequence) or not all(map(callable, closures)):
             raise TypeError(f"closures must be a list of functions, one for each worker, got {closures!r}")
         if not closures:
-            raise ValueError("closures must hold at least one function, got an empty list")
+            raise ValueError("step() needs closures=[a function for each worker], got none")
         losses, sums = self._look_ahead(closures)
         ranks = 1
         if group is not None:

@@ -15,7 +15,7 @@ from . import checks, norms
 from .base import LargeBatchOptimizer
 from .heavy_ball import Rule, heavy_ball, move
 from .kernels.layout import VARIANTS
-from .work import Bucket, Work, lr_of
+from .work import Bucket, Work, lr_of, state_dtype
 
 
 class LARS(LargeBatchOptimizer):
@@ -147,7 +147,7 @@ class LARS(LargeBatchOptimizer):
             return
         averaged = []
         for bucket, (g_square, w_square) in zip(work.buckets, parts, strict=True):
-            group, lr = bucket.group, lr_of(bucket.group)
+            group = bucket.group
             trusted, rule = plain_momentum(bucket, work.scale, group["clamp_grad"])
             if group["variant"] == "momentum":
                 heavy_ball(trusted, replace(rule, gain=rule.gain * (1.0 - group["momentum"]), rate=None), skip)
@@ -156,7 +156,7 @@ class LARS(LargeBatchOptimizer):
             g_norm, w_norm = g_square.sqrt() / work.scale, w_square.sqrt()
             size = clip(w_norm, group["phi"])
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
-            rate = lr * adapted(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
+            rate = adapted_rate(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
             inside = group["variant"] == "you2017"  # the buffer, or outside it
             rule = replace(rule, gain=rule.gain * rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
@@ -172,7 +172,7 @@ class LARS(LargeBatchOptimizer):
         for (bucket, w_square), (v_square,) in zip(averaged, parts, strict=True):
             size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
             ratio = trust(bucket.group) * size / v_norm
-            rate = lr_of(bucket.group) * adapted(self, bucket, ratio, (size > 0) & (v_norm > 0))
+            rate = adapted_rate(self, bucket, ratio, (size > 0) & (v_norm > 0))
             buffers = bucket.buffers["momentum_buffer"]
             if isinstance(skip, Tensor):
                 rate = torch.where(skip.to(bucket.device), 0.0, rate).to(buffers[0].dtype)
@@ -199,18 +199,22 @@ def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
     return {} if phi is None else {"phi_low": phi[0], "phi_high": phi[1]}
 
 
-def adapted(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
-    """The ratio of each tensor: 1 where it is not defined, at most max_ratio, and 1 where not adapted."""
+def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
+    """lr times the ratio of each tensor, which is 1 where it is not defined, at most max_ratio, and 1 if not adapted.
+
+    Of gradients as small as numbers can be the ratio is more than they can be: the rate stays below that.
+    """
     ratio = torch.where(defined, ratio, 1.0)
     if bucket.group["max_ratio"] is not None:
         ratio = ratio.clamp_max(bucket.group["max_ratio"])
     chosen = [optimizer._adapts(p, bucket.group) for p in bucket.owners]
-    if all(chosen):
-        return ratio
-    if ratio.device.type == "cpu":
-        return torch.where(torch.tensor(chosen), ratio, 1.0)
-    one = torch.ones_like(ratio[0])  # put together on the device: copying a mask there would wait for it
-    return torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])
+    if not all(chosen):
+        if ratio.device.type == "cpu":
+            ratio = torch.where(torch.tensor(chosen), ratio, 1.0)
+        else:
+            one = torch.ones_like(ratio[0])  # put together on the device: copying a mask there would wait for it
+            ratio = torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])
+    return (lr_of(bucket.group) * ratio).clamp_max(torch.finfo(state_dtype(bucket.params[0])).max)
 
 
 def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = None) -> tuple[Bucket, Rule]:

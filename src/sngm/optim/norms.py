@@ -15,6 +15,7 @@ from torch import Tensor
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 ROW = 512
 SHORT = 2048  # up to this many elements are squared and added in float64 as they are
+LEAST = 1e-20  # of a sum of squares: of less than that, squares below float32's range may be a part
 PIECE = 1 << 20  # elements of a temporary sum or copy: few enough to stay in the cache
 
 
@@ -36,7 +37,13 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
     parts, counts = _reduced(tensors, others, alpha)
     values = torch.cat(parts).double().square_()
     found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts), initial=0.0, unsafe=True)
-    return found if _holds(found.sum()) else _in_float64(tensors, others, alpha)
+    if torch.compiler.is_compiling():  # it cannot look, and takes them as they are
+        return found
+    lost = [i for i, value in enumerate(found.tolist()) if not LEAST <= value < math.inf and tensors[i].numel() > SHORT]
+    if lost:
+        chosen = [tensors[i] for i in lost], [others[i] for i in lost] if others else ()
+        found[lost] = _in_float64(*chosen, alpha)
+    return found
 
 
 def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
@@ -48,17 +55,14 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
     if tensors[0].device.type != "cpu":
         return _squares_on_device(tensors, others, alpha).sum()
     parts, _ = _reduced(tensors, others, alpha)
-    norm: Tensor = torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64)
-    return norm.square() if _holds(norm) else _in_float64(tensors, others, alpha).sum()
-
-
-def _holds(total: Tensor) -> bool:
-    """Whether the sums of rows fit into float32; a compiled step cannot look, and takes them as they are."""
-    return torch.compiler.is_compiling() or math.isfinite(total)
+    found: Tensor = torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64).square()
+    if torch.compiler.is_compiling() or LEAST <= found.item() < math.inf:
+        return found
+    return _in_float64(tensors, others, alpha).sum()
 
 
 def _in_float64(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor) -> Tensor:
-    """Slow, and right where a square is more than float32 can hold."""
+    """Slow, and right where squares are more, or less, than float32 can hold."""
     wide64 = [t.double() for t in tensors]
     if others:
         wide64 = [add(t, alpha, o.double()) for t, o in zip(wide64, others, strict=True)]
