@@ -281,11 +281,18 @@ def test_checkpoints_of_a_run_that_started_over_are_kept(stopped, whole):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff\xfe"])
-def test_with_a_broken_index_of_checkpoints_a_run_starts_over(text, stopped, whole):
+def test_with_a_broken_index_checkpoints_are_taken_as_they_are(text, stopped, whole):
     (stopped / "checkpoints.json").write_text(text, encoding="latin-1")
-    with pytest.warns(UserWarning, match=r"checkpoints.json cannot be used .*starting from the beginning"):
+    truncate(stopped / "checkpoint-00000008.pt")
+    with pytest.warns(UserWarning, match="cannot be used") as told:
+        assert state(stopped)["run"]["step"] == 6
+    assert [str(warning.message).split(" ", 2)[0] for warning in told] == [f"{stopped}/checkpoints.json", "checkpoint"]
+    with pytest.warns(UserWarning, match="cannot be used"):
         run(stopped, config("adam"))
     assert_same_end(stopped, whole)
+    (stopped / "checkpoints.json").write_text(text, encoding="latin-1")
+    with pytest.warns(UserWarning, match="as they are"):
+        load(stopped)
 
 
 def test_a_checkpoint_cannot_run_code(stopped):

@@ -41,13 +41,14 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
             content = path.read_bytes()
             if hashlib.sha256(content).hexdigest() != checksum:
                 raise ValueError("its checksum is wrong")
-        except (OSError, ValueError) as error:
+            # weights_only: a checkpoint is data, and must not be able to run code
+            state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
+        except (OSError, ValueError, RuntimeError, EOFError) as error:
+            reason = str(error).partition("\n")[0]
             warnings.warn(
-                f"checkpoint {path} cannot be used ({error}); taking an older one, or beginning anew", stacklevel=2
+                f"checkpoint {path} cannot be used ({reason}); taking an older one, or beginning anew", stacklevel=2
             )
             continue
-        # weights_only: a checkpoint is data, and must not be able to run code
-        state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
         return state
     return None
 
@@ -65,7 +66,9 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
     try:
         index = read_json(path)
+        if not isinstance(index, dict):
+            raise ValueError("it holds no checksums by name")
         return {str(k): str(v) for k, v in index.items()}
-    except (ValueError, AttributeError) as error:
-        warnings.warn(f"{path} cannot be used ({error}); starting from the beginning", stacklevel=3)
-        return {}
+    except ValueError as error:
+        warnings.warn(f"{path} cannot be used ({error}); the checkpoints are taken as they are", stacklevel=3)
+        return {at.name: hashlib.sha256(at.read_bytes()).hexdigest() for at in folder.glob("checkpoint-*.pt")}
