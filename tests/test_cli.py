@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -499,6 +500,39 @@ def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
     task = write(OWN_TASK.replace('metric = "error"', 'metric = "steadiness"'))
     sngm(f"train {task} --out run")  # refused after its first epoch, when its scores are seen
     assert "Test steadiness" in sngm("report run").out
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("return nn.Linear(2, 1)", "return nn.Linear", "model() must return a torch.nn.Module"),
+        ("return nn.Linear(2, 1)", "pass", "model() must return a torch.nn.Module, got None"),
+        ('return self.scores(model, batch)["loss"].mean()', "return 0.5", "one number, as a tensor, got 0.5"),
+        ('"error": difference.abs()', '"error": 1.0', "scores() must return a dict of tensors"),
+        ("def model(", "def evaluate(self, *_): pass\n\n    def model(", "evaluate() must return a dict"),
+        ("batches = (8, 32)", "batches = 8", "batches must be a tuple of whole numbers, got 8"),
+        ("epochs = 3", "epochs = '3'", "epochs must be a whole number, got '3'"),
+        ("epochs = 3", "epochs = 3\n    lrs = {'sngm': 0.1}", "lrs must have a tuple of learning rates"),
+        ("usual_lrs = (0.01, 0.03, 0.1)", "usual_lrs = 0.1", "usual_lrs must be a tuple of learning rates, got 0.1"),
+        ("def model(", "@classmethod\n    def usual(cls, batch): pass\n\n    def model(", "usual() must return a dict"),
+        ("targets[cut:]))", "targets[cut:]).__class__(inputs[:0], targets[:0]))", "test holds no samples"),
+        ("return Splits(", "return Splits(test=[1, 2], train=(1, 2)) or (", "give the samples at a tensor of indices"),
+        ("return Splits(", "return Splits((i for i in inputs), None) or (", "got a generator"),
+        ("import torch\n", "import sys\nsys.exit(0)\nimport torch\n", "calls sys.exit(0) when it is loaded"),
+    ],
+)  # fmt: skip
+def test_what_a_task_of_the_users_has_wrong_is_one_line(old, new, said):
+    assert OWN_TASK.count(old) == 1
+    refused(sngm(f"train {write(OWN_TASK.replace(old, new))} --epochs 1"), said)
+
+
+def test_a_metric_that_is_no_number_is_told():
+    task = write(OWN_TASK.replace('"error": difference.abs()', '"error": difference.abs() * float("nan")'))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default")  # shown, as people see them, and no error
+        shown = sngm(f"train {task} --epochs 1")
+    assert shown.code == 0
+    assert "test_error is nan, which is no result" in shown.err
 
 
 def test_scores_without_the_metric_are_refused():

@@ -397,7 +397,7 @@ def test_scores_of_numpy_or_torch_are_kept_and_resumed(tmp_path, monkeypatch):
 def test_a_loss_that_is_not_one_number_is_refused(tmp_path, monkeypatch):
     loss = Blobs.loss
     monkeypatch.setattr(Blobs, "loss", lambda self, model, batch: loss(self, model, batch).repeat(3))
-    with pytest.raises(UsageError, match=r"loss\(\) must return one number, got a tensor of shape \(3,\)"):
+    with pytest.raises(UsageError, match=r"loss\(\) must return one number, as a tensor, got a tensor of shape \(3,\)"):
         run(tmp_path, config())
 
 

@@ -81,9 +81,14 @@ def run_verb(app: typer.Typer) -> None:
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")
-    except Exception as error:  # ours, or that of a task somebody wrote
-        traceback.print_exception(error.with_traceback(within_verb(error.__traceback__)))
-        sys.exit(FAILED)
+    except Exception as error:
+        fail(error)
+
+
+def fail(error: Exception) -> NoReturn:
+    """Show where an error came from that is ours, or that of a task somebody wrote."""
+    traceback.print_exception(error.with_traceback(within_verb(error.__traceback__)))
+    sys.exit(FAILED)
 
 
 def within_verb(trace: TracebackType | None) -> TracebackType | None:

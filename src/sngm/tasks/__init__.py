@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -96,10 +97,32 @@ def find(name: str) -> type[Task]:
         cls = getattr(module, attribute, None)
     except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"no task at {name!r}: {error}") from error
+    except SystemExit as left:
+        raise UsageError(f"no task at {name!r}: the file calls sys.exit({left.code!r}) when it is loaded") from left
     if not (isinstance(cls, type) and issubclass(cls, Task)):
         own = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
         raise UsageError(f"{name!r} must name a subclass of sngm.Task; {place} has {', '.join(own) or 'none'}")
+    _check_defaults(name, cls)
     return cls
+
+
+def _check_defaults(name: str, cls: type[Task]) -> None:
+    """Refuse what cannot be used where the user says nothing."""
+
+    def several(value: Any, kinds: type | tuple[type, ...]) -> bool:
+        return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, kinds) for v in value)
+
+    rates = cls.lrs if isinstance(cls.lrs, Mapping) else {"": None}
+    wrong = {
+        "epochs": not isinstance(cls.epochs, int) and "must be a whole number",
+        "batches": not several(cls.batches, int) and "must be a tuple of whole numbers",
+        "usual_lrs": not several(cls.usual_lrs, (int, float)) and "must be a tuple of learning rates",
+        "lrs": not all(several(some, (int, float)) for some in rates.values())
+        and "must have a tuple of learning rates for each method it names",
+    }
+    for attribute, why in wrong.items():
+        if why:
+            raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
 
 
 def _load_file(path: Path) -> Any:

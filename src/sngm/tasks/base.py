@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..data.tensors import Tensors as Tensors  # handed on: tasks know it from here
+from ..errors import UsageError
 
 Batch = tuple[Tensor, ...]
 
@@ -166,7 +167,12 @@ class Task:
         count = 0
         for batch in batches:
             count += len(batch[0])
-            for name, values in self.scores(model, batch).items():
+            scores = self.scores(model, batch)
+            values_of = scores.values() if isinstance(scores, dict) else [scores]
+            if not isinstance(scores, dict) or not all(isinstance(values, Tensor) for values in values_of):
+                got = " and ".join(dict.fromkeys(type(values).__name__ for values in values_of))
+                raise UsageError(f"{type(self).__name__}.scores() must return a dict of tensors, got {got}")
+            for name, values in scores.items():
                 total = values.double().sum()
                 sums[name] = sums[name] + total if name in sums else total
         # read all at once, at the end: each look makes the host wait for the device

@@ -59,6 +59,8 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
     splits = task.data() if splits is None else splits
     if not isinstance(splits, Splits):
         raise UsageError(f"task {config.task}: data() must return sngm.tasks.Splits, got {type(splits).__name__}")
+    for part in ("train", "test"):
+        check_samples(f"task {config.task}: data(): {part}", getattr(splits, part))
     if config.part == "full":
         return splits.train, ({"validation": splits.validation} if splits.validation else {}) | {"test": splits.test}
     if splits.validation is not None:
@@ -71,6 +73,20 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
     held = max(1, round(count * task.holdout))
     order = rng.permutation(count, rng.HOLDOUT)  # the same for every seed: all methods choose on the same samples
     return Part(splits.train, order[:-held]), {"validation": Part(splits.train, order[-held:])}
+
+
+def check_samples(name: str, samples: Any) -> None:
+    """Refuse what has no samples at a tensor of indices, or none at all."""
+    if hasattr(samples, "in_streams"):
+        return
+    kind = type(samples)
+    if isinstance(samples, (list, tuple, dict, str)) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise UsageError(
+            f"{name} must have a length and give the samples at a tensor of indices, as "
+            f"sngm.tasks.Tensors(inputs, labels) does; got a {kind.__name__}"
+        )
+    if not len(samples):
+        raise UsageError(f"{name} holds no samples")
 
 
 def in_streams(samples: Samples, batch: int) -> Samples:
@@ -141,6 +157,8 @@ def evaluate(
         for name, samples in held_out.items():
             with config.autocast(device):
                 found = task.evaluate(model, batches(samples, device, config.dtype, size, count))
+            if not isinstance(found, dict):
+                raise UsageError(f"task {config.task}: evaluate() must return a dict of numbers, got {found!r}")
             if task.metric not in found:
                 raise UsageError(
                     f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -191,6 +192,9 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                 if state.step == setup.steps or due():
                     save()
         counts = state.history[state.best(task) if task.result_of == "best" else -1]
+        for name in (f"{part}_{task.metric}" for part in held_out):
+            if not math.isfinite(counts[name]):
+                warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
         return close("finished", result=final(counts), result_of=task.result_of, result_epoch=counts["epoch"])
     except Exception as error:
         if not isinstance(error, Interrupted):

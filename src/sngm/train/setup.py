@@ -103,7 +103,10 @@ def prepare(
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     """The task's model with the weights of the config's seed, where and as it is trained."""
     rng.seed_torch(config.seed, rng.MODEL)
-    model = task.model().to(device, config.dtype)
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
+    model = model.to(device, config.dtype)
     if device.type == "cuda" and config.precision == "bfloat16":  # the order in which tensor cores read images
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model

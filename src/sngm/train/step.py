@@ -146,10 +146,9 @@ class Stepper:
         self.statistics.at(piece)
         with self.config.autocast(self.device):
             loss, after = self._forward(taken, self.carried.of(piece), epoch, place)
-        if loss.numel() != 1:
-            raise UsageError(
-                f"task {self.config.task}: loss() must return one number, got a tensor of shape {tuple(loss.shape)}"
-            )
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
+            raise UsageError(f"task {self.config.task}: loss() must return one number, as a tensor, got {got}")
         if hands_on:
             self.carried.keep(piece, after)
         return loss
