@@ -143,10 +143,11 @@ class LAMB(LargeBatchOptimizer):
     def _step(self) -> None:
         work = self._gather()
         total = work.sums([norms.squares(b.grads) for b in work.buckets])[0]
-        # squares that exp_avg_sq cannot hold would stay there, and stop its tensor for good
-        kept = [b.buffers["exp_avg_sq"][0] for b in work.buckets if b.group["max_grad_norm"] is None]
-        most = min((torch.finfo(square.dtype).max for square in kept), default=math.inf)
-        total = torch.where(total > most * work.scale**2, math.inf, total)
+        for bucket in work.buckets:
+            if bucket.group["max_grad_norm"] is None:
+                # squares that exp_avg_sq cannot hold would stay there, and stop its tensor for good
+                most = torch.finfo(bucket.buffers["exp_avg_sq"][0].dtype).max
+                total = torch.where(total > most * work.scale**2, math.inf, total)
         skip = self._skip(work, total)
         if skip is True:
             return
