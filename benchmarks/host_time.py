@@ -94,7 +94,7 @@ class Machine:
 
     def __init__(self, device: str) -> None:
         self.has_gpu = device == "cuda"
-        if self.has_gpu:
+        for _ in range(2 if self.has_gpu else 0):  # the first loads the kernel, and wakes the GPU up
             torch.cuda.synchronize()
             start = time.perf_counter()
             torch.cuda._sleep(100_000_000)
@@ -153,14 +153,10 @@ def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
         for i in range(FIRST + -(-rounds // BUILDS) if build else 0):
             shuffle(cases)
             for name, elements, condition in cases:
-                own = steps[name, elements]
-                machine.bring_into(condition, own, steps[name, BEFORE])
-                launches.clear()
-                start = time.perf_counter()
-                own()
-                end = time.perf_counter()
+                machine.bring_into(condition, steps[name, elements], steps[name, BEFORE])
+                times = timed(steps[name, elements], launches)
                 if i >= FIRST:
-                    taken[name, elements, condition][-1].append([start, *launches, end])
+                    taken[name, elements, condition][-1].append(times)
         machine.rest()
         del steps
         gc.collect()
@@ -177,6 +173,14 @@ def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
             values |= zip(PHASES, map(statistics.median, zip(*replayed, strict=True)), strict=True)
         found[name][f"{elements} {condition}"] = values
     return found
+
+
+def timed(step: Step, launches: list[float]) -> list[float]:
+    """When a step began, when each of its launches began and ended, and when it ended."""
+    launches.clear()
+    start = time.perf_counter()
+    step()
+    return [start, *launches, time.perf_counter()]
 
 
 def us(seconds: float) -> float:
@@ -280,7 +284,9 @@ def main() -> None:
         return
     if args.device == "cuda":
         need_gpu(parser)
-    print(page(take([(CELL, partial(host_us, args.rounds, args.device))], args.out and args.out / "host_time.json")))
+    cells = [(CELL, partial(host_us, args.rounds, args.device))]
+    path = args.out and args.out / "host_time.json"
+    print(page(take(cells, path, measured_on=args.device, rounds=args.rounds)))
 
 
 if __name__ == "__main__":

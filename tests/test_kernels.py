@@ -615,6 +615,25 @@ def test_a_tensor_of_zeros_has_a_ratio_of_one_within_its_limit(rule, settings):
     close(pair.params[0], torch.full((2, 3), -0.25, dtype=torch.float64))
 
 
+def test_a_mean_norm_next_to_nothing_makes_no_weight_infinite():
+    params = [torch.ones(2, 3, requires_grad=True)]
+    optimizer = build("clars", params, lr=10.0, max_ratio=None)
+    params[0].grad = torch.full((2, 3), 1e-43)
+    optimizer.step(mean_norms=[4e-43])
+    assert params[0].isfinite().all()
+
+
+def test_tensors_that_are_no_leaves_may_be_stepped():
+    leaf = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
+    product = leaf * 2.0
+    product.retain_grad()
+    optimizer = build("sngm", [product])
+    product.square().sum().backward()
+    optimizer.step()
+    assert optimizer._plan is not None
+    assert (product < 2.0).all()
+
+
 def test_a_gradient_of_zeros_without_eps_is_no_step():
     pair = Pair("sngm", eps=0.0, weight_decay=0.0)
     before = copy.deepcopy(pair.params)

@@ -280,10 +280,18 @@ def test_checkpoints_of_a_run_that_started_over_are_kept(stopped, whole):
     assert_same_end(stopped, whole)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]", '"x"', "\xff\xfe"])
-def test_with_a_broken_index_checkpoints_are_taken_as_they_are(text, stopped, whole):
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def overwrite(path):
+    path.write_text("no checkpoint")
+
+
+@pytest.mark.parametrize(("text", "damage"), [("", zero), ("{", truncate), ("[1]", empty), ("\xff\xfe", overwrite)])
+def test_with_a_broken_index_checkpoints_are_taken_as_they_are(text, damage, stopped, whole):
     (stopped / "checkpoints.json").write_text(text, encoding="latin-1")
-    truncate(stopped / "checkpoint-00000008.pt")
+    damage(stopped / "checkpoint-00000008.pt")
     with pytest.warns(UserWarning, match="cannot be used") as told:
         assert state(stopped)["run"]["step"] == 6
     assert [str(warning.message).split(" ", 2)[0] for warning in told] == [f"{stopped}/checkpoints.json", "checkpoint"]

@@ -430,17 +430,19 @@ class LargeBatchOptimizer(Optimizer):
             self._grad_norm, self._skipped = self._grad_norm.to(work.home), self._skipped.to(work.home)
         # in place: what a CUDA graph or a compiled step assigns to an optimizer's attributes is lost
         # (and so is what copy_ writes into a 0-d float64 tensor on the CPU, in a step compiled by torch 2.13)
-        norm = (total.sqrt() / work.scale).to(self._grad_norm.dtype)
-        torch._foreach_copy_([self._grad_norm], [norm])
+        norm = total.sqrt() / work.scale
+        # shown as not finite only where the step is skipped
+        shown = torch.where(norm.isinf(), norm, norm.clamp_max(torch.finfo(self._grad_norm.dtype).max))
+        torch._foreach_copy_([self._grad_norm], [shown])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(norm)
+            skip = overflow or not math.isfinite(total)
             if skip:
                 self._skipped += 1
             return skip
-        bad = ~torch.isfinite(norm)
+        bad = ~torch.isfinite(total)
         if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
-            bad = bad | (work.found_inf.to(norm.device) != 0).reshape(())
+            bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
         self._skipped.add_(bad.to(self._skipped.device))
         return bad
 

@@ -16,7 +16,7 @@ from torch.optim.optimizer import ParamsT
 from . import checks, norms
 from .base import LargeBatchOptimizer
 from .heavy_ball import heavy_ball
-from .lars import adapted_rate, plain_momentum
+from .lars import adapted_rate, most_ratio, plain_momentum
 from .work import Closure, Work, evaluate
 
 
@@ -109,7 +109,7 @@ class CLARS(LargeBatchOptimizer):
         return {
             **super()._kernel_settings(group),
             "trust": group["trust_coefficient"],
-            "max_ratio": math.inf if group["max_ratio"] is None else group["max_ratio"],
+            "max_ratio": most_ratio(group),
         }
 
     def step(

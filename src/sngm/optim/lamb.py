@@ -142,12 +142,7 @@ class LAMB(LargeBatchOptimizer):
 
     def _step(self) -> None:
         work = self._gather()
-        total = work.sums([norms.squares(b.grads) for b in work.buckets])[0]
-        for bucket in work.buckets:
-            if bucket.group["max_grad_norm"] is None:
-                # squares that exp_avg_sq cannot hold would stay there, and stop its tensor for good
-                most = torch.finfo(bucket.buffers["exp_avg_sq"][0].dtype).max
-                total = torch.where(total > most * work.scale**2, math.inf, total)
+        total = work.sums([self._squares(bucket, work.scale) for bucket in work.buckets])[0]
         skip = self._skip(work, total)
         if skip is True:
             return
@@ -162,6 +157,16 @@ class LAMB(LargeBatchOptimizer):
             squares, _ = work.whole(squares, kinds=2, buckets=round)
             for bucket, q, (q_square, w_square) in zip(round, directions, squares, strict=True):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
+
+    def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
+        """Of each tensor; not finite where exp_avg_sq could not hold them, which would stop the tensor for good."""
+        squares = norms.squares(bucket.grads)
+        if bucket.group["max_grad_norm"] is not None:
+            return squares
+        if isinstance(scale, Tensor):
+            scale = scale.to(bucket.device)
+        most = math.sqrt(torch.finfo(bucket.buffers["exp_avg_sq"][0].dtype).max)
+        return torch.where(squares.sqrt() / scale > most, math.inf, squares)
 
     def _direction(self, bucket: Bucket, norm: Tensor, scale: float | Tensor, skip: Tensor | bool) -> list[Tensor]:
         """q for each tensor, after updating its moments."""

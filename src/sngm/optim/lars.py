@@ -15,7 +15,9 @@ from . import checks, norms
 from .base import LargeBatchOptimizer
 from .heavy_ball import Rule, heavy_ball, move
 from .kernels.layout import VARIANTS
-from .work import Bucket, Work, lr_of, state_dtype
+from .work import Bucket, Work, lr_of
+
+LARGEST = 1e35  # a ratio that leaves room in float32 for a learning rate beside it
 
 
 class LARS(LargeBatchOptimizer):
@@ -134,7 +136,7 @@ class LARS(LargeBatchOptimizer):
             "eps": group["eps"],
             "mode": VARIANTS.index(group["variant"]),
             "trust": trust(group),
-            "max_ratio": math.inf if group["max_ratio"] is None else group["max_ratio"],
+            "max_ratio": most_ratio(group),
             "clamp": math.inf if group["clamp_grad"] is None else group["clamp_grad"],
         }
 
@@ -200,13 +202,8 @@ def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
 
 
 def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
-    """lr times the ratio of each tensor, which is 1 where it is not defined, at most max_ratio, and 1 if not adapted.
-
-    Of gradients as small as numbers can be the ratio is more than they can be: the rate stays below that.
-    """
-    ratio = torch.where(defined, ratio, 1.0)
-    if bucket.group["max_ratio"] is not None:
-        ratio = ratio.clamp_max(bucket.group["max_ratio"])
+    """lr times the ratio of each tensor: 1 where it is not defined, at most max_ratio, and 1 where not adapted."""
+    ratio = torch.where(defined, ratio, 1.0).clamp_max(most_ratio(bucket.group))
     chosen = [optimizer._adapts(p, bucket.group) for p in bucket.owners]
     if not all(chosen):
         if ratio.device.type == "cpu":
@@ -214,7 +211,13 @@ def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, 
         else:
             one = torch.ones_like(ratio[0])  # put together on the device: copying a mask there would wait for it
             ratio = torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])
-    return (lr_of(bucket.group) * ratio).clamp_max(torch.finfo(state_dtype(bucket.params[0])).max)
+    return lr_of(bucket.group) * ratio
+
+
+def most_ratio(group: dict[str, Any]) -> float:
+    """The group's `max_ratio`, or one that only gradients next to nothing reach, whose ratio no float32 can hold."""
+    given: float | None = group["max_ratio"]
+    return LARGEST if given is None else min(given, LARGEST)
 
 
 def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = None) -> tuple[Bucket, Rule]:

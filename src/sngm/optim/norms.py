@@ -39,10 +39,9 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
     found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts), initial=0.0, unsafe=True)
     if torch.compiler.is_compiling():  # it cannot look, and takes them as they are
         return found
-    lost = [i for i, value in enumerate(found.tolist()) if not LEAST <= value < math.inf and tensors[i].numel() > SHORT]
-    if lost:
-        chosen = [tensors[i] for i in lost], [others[i] for i in lost] if others else ()
-        found[lost] = _in_float64(*chosen, alpha)
+    for i, value in enumerate(found.tolist()):
+        if not LEAST <= value < math.inf and tensors[i].numel() > SHORT:
+            found[i] = _in_float64(tensors[i], others[i] if others else None, alpha)
     return found
 
 
@@ -58,15 +57,25 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
     found: Tensor = torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64).square()
     if torch.compiler.is_compiling() or LEAST <= found.item() < math.inf:
         return found
-    return _in_float64(tensors, others, alpha).sum()
+    return torch.tensor(
+        sum(_in_float64(t, others[i] if others else None, alpha) for i, t in enumerate(tensors)), dtype=torch.float64
+    )
 
 
-def _in_float64(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor) -> Tensor:
-    """Slow, and right where squares are more, or less, than float32 can hold."""
-    wide64 = [t.double() for t in tensors]
-    if others:
-        wide64 = [add(t, alpha, o.double()) for t, o in zip(wide64, others, strict=True)]
-    return torch.stack([torch.linalg.vector_norm(t) for t in wide64]).square()
+def _in_float64(t: Tensor, other: Tensor | None, alpha: float | Tensor) -> float:
+    """The square of one norm: slow, and right where squares are more, or less, than float32 can hold."""
+    if other is not None and other.stride() != t.stride():
+        t, other = t.contiguous(), other.contiguous()
+    values, others = flat(t), None if other is None else flat(other)
+    total = 0.0
+    for start in range(0, t.numel(), PIECE):
+        piece = values[start : start + PIECE]
+        if others is not None:
+            piece = add(piece.double(), alpha, others[start : start + PIECE].double())
+        elif not torch.count_nonzero(piece):  # of zeros, which are more often met than small numbers
+            continue
+        total += torch.linalg.vector_norm(piece, dtype=torch.float64).square().item()
+    return total
 
 
 def _squares_on_device(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor) -> Tensor:

@@ -7,7 +7,8 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -109,15 +110,15 @@ def find(name: str) -> type[Task]:
 def _check_defaults(name: str, cls: type[Task]) -> None:
     """Refuse what cannot be used where the user says nothing."""
 
-    def several(value: Any, kinds: type | tuple[type, ...]) -> bool:
-        return isinstance(value, (list, tuple)) and bool(value) and all(isinstance(v, kinds) for v in value)
+    def several(value: Any, kind: type) -> bool:
+        return isinstance(value, Collection) and len(value) > 0 and all(isinstance(one, kind) for one in value)
 
     rates = cls.lrs if isinstance(cls.lrs, Mapping) else {"": None}
     wrong = {
-        "epochs": not isinstance(cls.epochs, int) and "must be a whole number",
-        "batches": not several(cls.batches, int) and "must be a tuple of whole numbers",
-        "usual_lrs": not several(cls.usual_lrs, (int, float)) and "must be a tuple of learning rates",
-        "lrs": not all(several(some, (int, float)) for some in rates.values())
+        "epochs": not isinstance(cls.epochs, Integral) and "must be a whole number",
+        "batches": not several(cls.batches, Integral) and "must be a tuple of whole numbers",
+        "usual_lrs": not several(cls.usual_lrs, Real) and "must be a tuple of learning rates",
+        "lrs": not all(several(some, Real) for some in rates.values())
         and "must have a tuple of learning rates for each method it names",
     }
     for attribute, why in wrong.items():

@@ -168,8 +168,8 @@ class Task:
         for batch in batches:
             count += len(batch[0])
             scores = self.scores(model, batch)
-            values_of = scores.values() if isinstance(scores, dict) else [scores]
-            if not isinstance(scores, dict) or not all(isinstance(values, Tensor) for values in values_of):
+            values_of = scores.values() if isinstance(scores, Mapping) else [scores]
+            if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):
                 got = " and ".join(dict.fromkeys(type(values).__name__ for values in values_of))
                 raise UsageError(f"{type(self).__name__}.scores() must return a dict of tensors, got {got}")
             for name, values in scores.items():

@@ -24,7 +24,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     path = folder / f"checkpoint-{step:08d}.pt"
     write_atomically(path, content)
     # later ones belong to a course that was given up: they were broken, and the run went back before them
-    before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
+    before = {name: checksum for name, checksum in (_index(folder) or {}).items() if name < path.name}
     kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
     for old in [*folder.glob("checkpoint-*.pt"), *folder.glob(".checkpoint-*.tmp")]:  # .tmp: of a killed process
@@ -35,15 +35,18 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
     """The newest checkpoint that is whole, or None. A broken one gets a warning."""
-    for name, checksum in sorted(_index(folder).items(), reverse=True):
-        path = folder / name
+    index = _index(folder)
+    paths = folder.glob("checkpoint-*.pt") if index is None else [folder / name for name in index]
+    for path in sorted(paths, reverse=True):
         try:
             content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest() != checksum:
+            if index is not None and hashlib.sha256(content).hexdigest() != index[path.name]:
                 raise ValueError("its checksum is wrong")
             # weights_only: a checkpoint is data, and must not be able to run code
             state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
-        except (OSError, ValueError, RuntimeError, EOFError) as error:
+        except Exception as error:
+            if index is not None and not isinstance(error, (OSError, ValueError)):
+                raise  # it is what was written, and is not to blame
             reason = str(error).partition("\n")[0]
             warnings.warn(
                 f"checkpoint {path} cannot be used ({reason}); taking an older one, or beginning anew", stacklevel=2
@@ -55,12 +58,13 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
 
 def is_broken(folder: Path) -> bool:
     """Whether the last checkpoint is there, and is not what was written; one that was deleted is not broken."""
-    name, checksum = max(_index(folder).items(), default=("", ""))
+    name, checksum = max((_index(folder) or {}).items(), default=("", ""))
     path = folder / name
     return path.is_file() and hashlib.sha256(path.read_bytes()).hexdigest() != checksum
 
 
-def _index(folder: Path) -> dict[str, str]:
+def _index(folder: Path) -> dict[str, str] | None:
+    """The checksums of checkpoints by name; None if they cannot be read."""
     path = folder / INDEX
     if not path.exists():
         return {}
@@ -71,4 +75,4 @@ def _index(folder: Path) -> dict[str, str]:
         return {str(k): str(v) for k, v in index.items()}
     except ValueError as error:
         warnings.warn(f"{path} cannot be used ({error}); the checkpoints are taken as they are", stacklevel=3)
-        return {at.name: hashlib.sha256(at.read_bytes()).hexdigest() for at in folder.glob("checkpoint-*.pt")}
+        return None

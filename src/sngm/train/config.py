@@ -175,7 +175,7 @@ def resolve(
     settings["task_source"] = tasks.source_of(task)
     settings.setdefault("batch", cls.batches[0])
     usual = cls.usual(settings["batch"])
-    if not isinstance(usual, dict):
+    if not isinstance(usual, Mapping):
         raise UsageError(f"task {task}: usual() must return a dict, got {usual!r}")
     for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
         settings.setdefault(name, usual[name])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -59,8 +59,10 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
     splits = task.data() if splits is None else splits
     if not isinstance(splits, Splits):
         raise UsageError(f"task {config.task}: data() must return sngm.tasks.Splits, got {type(splits).__name__}")
-    for part in ("train", "test"):
-        check_samples(f"task {config.task}: data(): {part}", getattr(splits, part))
+    for part in ("train", "validation", "test"):
+        samples = getattr(splits, part)
+        if samples is not None and not (part == "test" and config.part == "select"):
+            check_samples(f"task {config.task}: data(): {part}", samples)
     if config.part == "full":
         return splits.train, ({"validation": splits.validation} if splits.validation else {}) | {"test": splits.test}
     if splits.validation is not None:
@@ -80,7 +82,7 @@ def check_samples(name: str, samples: Any) -> None:
     if hasattr(samples, "in_streams"):
         return
     kind = type(samples)
-    if isinstance(samples, (list, tuple, dict, str)) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+    if kind in (list, tuple, dict, str) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         raise UsageError(
             f"{name} must have a length and give the samples at a tensor of indices, as "
             f"sngm.tasks.Tensors(inputs, labels) does; got a {kind.__name__}"
@@ -157,7 +159,7 @@ def evaluate(
         for name, samples in held_out.items():
             with config.autocast(device):
                 found = task.evaluate(model, batches(samples, device, config.dtype, size, count))
-            if not isinstance(found, dict):
+            if not isinstance(found, Mapping):
                 raise UsageError(f"task {config.task}: evaluate() must return a dict of numbers, got {found!r}")
             if task.metric not in found:
                 raise UsageError(

@@ -192,10 +192,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                 if state.step == setup.steps or due():
                     save()
         counts = state.history[state.best(task) if task.result_of == "best" else -1]
-        for name in (f"{part}_{task.metric}" for part in held_out):
-            if not math.isfinite(counts[name]):
-                warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
-        return close("finished", result=final(counts), result_of=task.result_of, result_epoch=counts["epoch"])
+        record = close("finished", result=final(counts), result_of=task.result_of, result_epoch=counts["epoch"])
     except Exception as error:
         if not isinstance(error, Interrupted):
             with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
@@ -203,6 +200,10 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
         raise
     finally:
         setup.feed.close()
+    for name in (f"{part}_{task.metric}" for part in held_out):
+        if not math.isfinite(counts[name]):
+            warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
+    return record
 
 
 class Journal:

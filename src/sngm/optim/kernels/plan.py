@@ -15,7 +15,7 @@ from torch import Tensor
 from .. import checks, shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
-from .memory import address, alike, dense, ids, laid_out_as, on_host, usable
+from .memory import address, alike, dense, has_like_grads, ids, laid_out_as, on_host, usable
 from .place import Kind, Launch, Place, changing
 
 data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
@@ -81,7 +81,7 @@ class Plan:
         self.kinds = [self._kind(optimizer, i, entries[i], grads[i]) for i in range(len(params))]
         self.all_aligned = all(kind.aligned for kind in self.kinds)
         self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds) and all(
-            getattr(p, "grad_dtype", p.dtype) == p.dtype for p in params
+            map(has_like_grads, params)
         )
         places: list[Place] = []
         for device in dict.fromkeys(piece.device for piece in pieces):
