@@ -518,12 +518,20 @@ def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
         ("targets[cut:]))", "targets[cut:]).__class__(inputs[:0], targets[:0]))", "test holds no samples"),
         ("return Splits(", "return Splits(test=[1, 2], train=(1, 2)) or (", "give the samples at a tensor of indices"),
         ("return Splits(", "return Splits((i for i in inputs), None) or (", "got a generator"),
+        ("targets[cut:]))", "targets[cut:]), [1, 2])", "validation must have a length and give the samples"),
         ("import torch\n", "import sys\nsys.exit(0)\nimport torch\n", "calls sys.exit(0) when it is loaded"),
     ],
 )  # fmt: skip
 def test_what_a_task_of_the_users_has_wrong_is_one_line(old, new, said):
     assert OWN_TASK.count(old) == 1
     refused(sngm(f"train {write(OWN_TASK.replace(old, new))} --epochs 1"), said)
+
+
+def test_defaults_of_a_task_may_be_anything_that_holds_numbers():
+    text = OWN_TASK.replace("batches = (8, 32)", "batches = range(8, 33, 8)")
+    text = text.replace("usual_lrs = (0.01, 0.03, 0.1)", "usual_lrs = torch.logspace(-2, -1, 3).numpy()")
+    plan = sngm(f"compare {write(text)} --methods sngm --dry-run --json").json
+    assert plan["study"]["batches"] == [8, 16, 24, 32]
 
 
 def test_a_metric_that_is_no_number_is_told():

@@ -456,6 +456,14 @@ def parameters_put_in_place_of_others() -> None:
     check(model, optimizer, "SNGM", poisoned=last())
 
 
+def squares_that_one_rank_cannot_keep() -> None:
+    p = nn.Parameter(torch.ones(2, 2))
+    optimizer = sngm.LAMB([p], lr=0.1, norm_group=dist.group.WORLD)
+    p.grad = torch.full((2, 2), 1e25) if dist.get_rank() == 0 else None
+    optimizer.step()
+    assert optimizer.skipped == 1
+
+
 def refusals() -> None:
     world, rank = dist.get_world_size(), dist.get_rank()
     mesh = line()
@@ -572,6 +580,7 @@ FACTS = [
     copies_and_saved_state,
     a_fresh_optimizer_asked_for_its_state,
     parameters_put_in_place_of_others,
+    squares_that_one_rank_cannot_keep,
     refusals,
     *([on_a_gpu] if torch.cuda.is_available() else []),
 ]
@@ -627,7 +636,7 @@ def run(world: int, folder, chosen: list[str]) -> None:
 
 
 def test_fsdp2_on_two_processes_takes_the_steps_of_one(tmp_path):
-    run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS"])
+    run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep"])
 
 
 @pytest.mark.parametrize(

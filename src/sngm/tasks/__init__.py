@@ -108,7 +108,7 @@ def find(name: str) -> type[Task]:
 
 
 def _check_defaults(name: str, cls: type[Task]) -> None:
-    """Refuse what cannot be used where the user says nothing."""
+    """Refuse what cannot be used where the user says nothing, and keep it as plain numbers."""
 
     def several(value: Any, kind: type) -> bool:
         return isinstance(value, Collection) and len(value) > 0 and all(isinstance(one, kind) for one in value)
@@ -124,6 +124,15 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
     for attribute, why in wrong.items():
         if why:
             raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
+    cls.batches, cls.usual_lrs = _listed(cls.batches), _listed(cls.usual_lrs)
+    cls.lrs = {method: _listed(some) for method, some in cls.lrs.items()}
+
+
+def _listed(numbers: Any) -> Any:
+    """Ranges and arrays as tuples of Python's numbers, which records can hold."""
+    if isinstance(numbers, (list, tuple)):
+        return numbers
+    return tuple(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
 
 
 def _load_file(path: Path) -> Any:
