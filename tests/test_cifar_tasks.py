@@ -31,6 +31,7 @@ def data(tmp_path_factory):
     return root
 
 
+@pytest.mark.slow
 def test_a_dry_run_shows_what_each_of_the_papers_settings_comes_to(data):
     plan = sngm(f"train cifar10-resnet20 --batch 80 --lr 0.8 --dry-run --json --device cpu --data-dir {data}").json
     config = plan["config"]
@@ -129,6 +130,7 @@ def test_a_part_of_the_samples_is_cropped_as_in_the_whole(data):
     assert torch.equal(whole[1], some[1])
 
 
+@pytest.mark.slow
 def test_a_study_holds_out_images_and_runs(data, tmp_path):
     line = f"compare cifar10-convnet --methods sngm --batches 16 --lrs 0.03,0.1 --seeds 1 --epochs 1 --data-dir {data}"
     found = sngm(f"{line} --out study --json --device cpu")

@@ -484,6 +484,7 @@ def slowly(seconds):
     )
 
 
+@pytest.mark.slow
 def test_of_two_processes_one_converts_and_a_killed_one_leaves_nothing_half_made():
     Path("criteo").mkdir()
     Path("criteo/rows.tsv").write_text("\n".join(many(60)))

@@ -81,6 +81,7 @@ def tiny(tmp_path_factory):
 # ---------------------------------------------------------------- ImageNet
 
 
+@pytest.mark.slow
 def test_resnet50_trains_on_folders_of_pictures(pictures):
     line = IMAGENET.format(pictures) + " --set classes=3 --batch 12 --workers 1 --micro 6 --epochs 1 --lr 0.1 --out run"
     shown = sngm(f"{line} --json")

@@ -276,6 +276,7 @@ def test_an_empty_part_of_cells_is_not_everything(cells):
     refused(sngm(f"paper run table-2 --dry-run --cells {cells}"), "--cells has an empty part")
 
 
+@pytest.mark.slow
 def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
     """Of a copy, whose optimizer is edited."""
     root = tmp_path / "copy"
@@ -697,6 +698,7 @@ def test_a_changed_record_or_table_is_found(copied, name, old, new):
         assert (HERE / "results" / name).resolve().read_text() == path.read_text()
 
 
+@pytest.mark.slow
 def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture = copied / "figure-3.svg"
     text = picture.read_text()

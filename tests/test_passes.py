@@ -163,7 +163,7 @@ def test_dropout_of_nothing_is_no_obstacle():
 # ---------------------------------------------------------------- loaders
 
 
-@pytest.mark.parametrize("method", ["sngm", "extrap-sgd"])
+@pytest.mark.parametrize("method", ["sngm", pytest.param("extrap-sgd", marks=pytest.mark.slow)])
 def test_loaders_change_no_number(method, tmp_path):
     made(tmp_path / "none", wanted(method, workers=2))
     for loaders in (0, 1, 2):
@@ -270,7 +270,7 @@ def compilations() -> int:
     ("task", "stats"),
     [
         (TASK, "first"),
-        ("test_passes:Streaming", "mean"),
+        pytest.param("test_passes:Streaming", "mean", marks=pytest.mark.slow),
         pytest.param(TASK, "mean", marks=pytest.mark.slow),
         pytest.param("test_passes:Streaming", "first", marks=pytest.mark.slow),
     ],

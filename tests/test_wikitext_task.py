@@ -134,6 +134,7 @@ def test_workers_and_micro_batches_read_their_own_streams(tmp_path, method):
         assert_near_end(tmp_path / f"{workers}-{micro}", tmp_path / "1-4", 1e-11)
 
 
+@pytest.mark.slow
 def test_processes_equal_virtual_workers_and_finish_what_one_began(tmp_path):
     more = "--method sngm --lr 0.5 --batch 4 --epochs 2 --workers 2 --precision float64 --schedule constant"
     line = f"{LINE} {more}"
@@ -233,6 +234,7 @@ def test_an_extrapolation_without_length_is_msgd(tmp_path):
     assert_near(end_of(tmp_path / "extrap")["model"], end_of(tmp_path / "msgd")["model"], 1e-11)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler makes an object of an autograd function
 def test_compiled_steps_compute_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
@@ -247,6 +249,7 @@ def test_compiled_steps_compute_the_same(tmp_path, monkeypatch):
 # ---------------------------------------------------------------- the command line
 
 
+@pytest.mark.slow
 def test_it_learns_and_its_result_is_of_the_best_epoch(tmp_path):
     wide = LINE.replace("width=6", "width=16")
     found = sngm(f"{wide} --method adam --lr 0.05 --batch 2 --epochs 20 --json --out run")
