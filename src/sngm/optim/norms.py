@@ -39,9 +39,9 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
     found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts), initial=0.0, unsafe=True)
     if torch.compiler.is_compiling():  # it cannot look, and takes them as they are
         return found
-    for i, value in enumerate(found.tolist()):
-        if not LEAST <= value < math.inf and tensors[i].numel() > SHORT:
-            found[i] = _in_float64(tensors[i], others[i] if others else None, alpha)
+    for i, (t, value) in enumerate(zip(tensors, found.tolist(), strict=True)):
+        if not LEAST <= value < math.inf and t.numel() > SHORT and t.dtype != torch.float64:
+            found[i] = _in_float64(t, others[i] if others else None, alpha)
     return found
 
 
@@ -64,14 +64,10 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
 
 def _in_float64(t: Tensor, other: Tensor | None, alpha: float | Tensor) -> float:
     """The square of one norm: slow, and right where squares are more, or less, than float32 can hold."""
-    if other is not None and other.stride() != t.stride():
-        t, other = t.contiguous(), other.contiguous()
-    values, others = flat(t), None if other is None else flat(other)
     total = 0.0
-    for start in range(0, t.numel(), PIECE):
-        piece = values[start : start + PIECE]
+    for piece, others in _pieces(t, other):
         if others is not None:
-            piece = add(piece.double(), alpha, others[start : start + PIECE].double())
+            piece = add(piece.double(), alpha, others.double())
         elif not torch.count_nonzero(piece):  # of zeros, which are more often met than small numbers
             continue
         total += torch.linalg.vector_norm(piece, dtype=torch.float64).square().item()
@@ -124,21 +120,26 @@ def _reduce(t: Tensor, parts: list[Tensor]) -> int:
 
 def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts: list[Tensor], scratch: Tensor) -> int:
     """The same for what must first be written out, wide or as a sum: in pieces that stay in the cache."""
-    if other is not None and other.stride() != t.stride():
-        t, other = t.contiguous(), other.contiguous()
-    values, others = flat(t), None if other is None else flat(other)
     count = 0
-    for start in range(0, t.numel(), PIECE):
-        piece = values[start : start + PIECE]
+    for piece, others in _pieces(t, other):
         out = scratch[: piece.numel()]
         if others is None:
             out.copy_(piece)
         elif piece.dtype == out.dtype and not isinstance(alpha, Tensor):
-            torch.add(piece, others[start : start + PIECE], alpha=alpha, out=out)
+            torch.add(piece, others, alpha=alpha, out=out)
         else:
-            out.copy_(add(wide(piece), alpha, wide(others[start : start + PIECE])))
+            out.copy_(add(wide(piece), alpha, wide(others)))
         count += _reduce(out, parts)
     return count
+
+
+def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    """A tensor in pieces that stay in the cache, each with the same elements of another one, if there is one."""
+    if other is None:
+        return [(piece, None) for piece in torch.split(flat(t), PIECE)]
+    if other.stride() != t.stride():
+        t, other = t.contiguous(), other.contiguous()
+    return list(zip(torch.split(flat(t), PIECE), torch.split(flat(other), PIECE), strict=True))
 
 
 def add(a: Tensor, alpha: float | Tensor, b: Tensor) -> Tensor:
