@@ -20,7 +20,7 @@ from torch import Tensor
 
 # Where buffers happen to lie makes a step on the CPU up to 5 % slower, and where its objects do, the host's part of a
 # step on a GPU up to 50 %: all is laid out anew after so many rounds.
-ROUNDS_A_BUILD = {"cpu": 8, "cuda": 4}
+ROUNDS_A_BUILD = {"cpu": 8, "cuda": 2}
 WARM_UP = 3  # steps: the first makes the state, and a kernel may be compiled again for the second's arguments
 SAMPLE_SECONDS = 0.02  # of steps in a row on a GPU: many times the launch of the first, which nothing overlaps
 WAIT_CYCLES, BUSY_CYCLES = 40_000_000, 6_000_000  # of a GPU's clock, some 20 and 3 ms: before steps on the host

@@ -20,6 +20,9 @@ A step of ours has three phases, and their times say which of them depends on wh
 the launch of a graph by CUDA's driver, and what remains once the GPU is at work. Beside the optimizers stands a loop
 that only asks where its tensors are and gives the GPU nothing to do: whatever changes its time is the host's.
 
+What the first phase is made of is measured in a model of many tensors, ViT-B/16: each question that a step asks of all
+its tensors alone, beside whole steps.
+
 With --device cpu nothing is launched, so that the first and the last phase are measured alone, on any machine.
 """
 
@@ -33,11 +36,14 @@ import time
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import torch
 from cells import DOCS, need_gpu, take, write_docs
+from sizes import SIZES
+from torch import Tensor
 
 import sngm
 from sngm.optim import kernels
@@ -60,7 +66,9 @@ BUILDS = 8  # where the objects of a step lie matters: all are made so often ane
 FIRST = 3  # rounds of each build that do not count
 BEFORE = 0  # in place of elements: the small set that is stepped before another
 LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones in the same condition
-CELL = "us"
+CELL, PARTS_CELL = "us", "parts"
+MANY = SIZES["vit_b16"]  # tensors
+WHOLE, REST = "a whole step", "the rest"
 PHASES = ("before the launch", "launch", "after")
 
 
@@ -132,7 +140,7 @@ class Machine:
 
 def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
     """Median and quartiles of each optimizer's steps in each condition, by the elements of a tensor."""
-    launches = watch_launches(device)
+    launches = watch_launches()
     sizes = (SMALL, LARGE[device])
     contenders = [name for name in CONTENDERS if device == "cuda" or name != SGD]  # on a CPU it would do its work
     cases = [
@@ -175,6 +183,49 @@ def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
     return found
 
 
+def parts_us(rounds: int, device: str) -> dict[str, dict[str, list[float]]]:
+    """Of ours in a model of many tensors: medians in each build of whole steps, and of what they ask of all tensors."""
+    machine, shuffle = Machine(device), random.Random(0).shuffle
+    found: dict[str, dict[str, list[float]]] = {name: {} for name in ("SNGM", "LARS", "LAMB")}
+    for _ in range(BUILDS):
+        for name, medians in found.items():
+            parameters = [torch.nn.Parameter(torch.zeros(shape, device=device)) for shape in MANY.shapes()]
+            for p in parameters:
+                p.grad = torch.ones_like(p)
+            parts = list(parts_of(CONTENDERS[name](parameters)).items())
+            taken: dict[str, list[float]] = {part: [] for part, _ in parts}
+            for _ in range(-(-rounds // BUILDS)):
+                shuffle(parts)
+                for part, work in parts:
+                    machine.bring_into(IN_A_ROW, work, work)
+                    begin, end = timed(work, [])
+                    taken[part].append(us(end - begin))
+            for part, values in taken.items():
+                medians.setdefault(part, []).append(statistics.median(values))
+            machine.rest()
+    return found
+
+
+def parts_of(optimizer: Any) -> dict[str, Step]:
+    """A step, and what it does for all of its tensors, by name."""
+    for _ in range(FIRST + 2):  # until its launches are replayed
+        optimizer.step()
+    parameters, plan = optimizer.param_groups[0]["params"], optimizer._plan
+    grads = [p.grad for p in parameters]
+    return {
+        WHOLE: optimizer.step,
+        "the gradients themselves": lambda: list(map(attrgetter("grad"), parameters)),
+        "whether they are contiguous": lambda: all(map(Tensor.is_contiguous, grads)),
+        "their addresses": lambda: list(map(Tensor.data_ptr, grads)),
+        "parameters: addresses": lambda: list(map(Tensor.data_ptr, parameters)),
+        "parameters: elements, or shapes": lambda: list(map(plan.form, parameters)),
+        "parameters: whether matrices are contiguous": lambda: all(map(Tensor.is_contiguous, plan.matrices)),
+        "state: whether it is the same": partial(plan._state_is_where_it_was, optimizer),
+        "parameters: a new version for autograd": partial(torch.autograd.graph.increment_version, parameters),
+        "launch": partial(plan._work, optimizer),
+    }
+
+
 def timed(step: Step, launches: list[float]) -> list[float]:
     """When a step began, when each of its launches began and ended, and when it ended."""
     launches.clear()
@@ -187,26 +238,30 @@ def us(seconds: float) -> float:
     return round(1e6 * seconds, 1)
 
 
-def watch_launches(device: str) -> list[float]:
-    """A list that gets the times at which launches of our graphs begin and end; on a CPU nothing is launched."""
+def watch_launches() -> list[float]:
+    """A list that gets the times at which launches of our graphs begin and end."""
     times: list[float] = []
     launch = replay.Graph.__call__
 
     def watched(graph: replay.Graph, stream: int | None) -> bool:
         times.append(time.perf_counter())
-        done = device == "cpu" or launch(graph, stream)
+        done = launch(graph, stream)
         times.append(time.perf_counter())
         return done
 
     replay.Graph.__call__ = watched  # type: ignore[method-assign]
-    if device == "cpu":
-        from sngm.optim.kernels import place
-
-        kernels.DEVICES = ("cpu",)
-        place.serves = lambda device: True
-        place.Launch.__call__ = lambda self, pool, stream: None  # type: ignore[method-assign]
-        replay.Graph.__init__ = lambda self, launches, pool: None  # type: ignore[method-assign]
     return times
+
+
+def launch_nothing() -> None:
+    """Let steps on a CPU do all that steps on a GPU do, but for their launches."""
+    from sngm.optim.kernels import place
+
+    kernels.DEVICES = ("cpu",)
+    place.serves = lambda device: True
+    place.Launch.__call__ = lambda self, pool, stream: None  # type: ignore[method-assign]
+    replay.Graph.__init__ = lambda self, launches, pool: None  # type: ignore[method-assign]
+    replay.Graph.__call__ = lambda self, stream: True  # type: ignore[method-assign]
 
 
 def stepper(key: tuple[str, int], device: str) -> Step:
@@ -259,7 +314,24 @@ def page(record: dict[str, Any]) -> str:
     limits.append(f"- medians of single builds differ by up to {apart:.2f}x in one condition, {name}")
     launched = sum(cell["not replayed"] for name in ours for cell in found[name].values())
     limits.append(f"- steps of ours that were launched, not replayed: {launched:.0f}")
-    return "\n".join([*lines, "", *limits, ""])
+    lines += ["", *parts_page(record["cells"][PARTS_CELL]), "", *limits]
+    return "\n".join([*lines, ""])
+
+
+def parts_page(found: dict[str, dict[str, list[float]]]) -> list[str]:
+    medians = {name: {part: statistics.median(builds) for part, builds in of.items()} for name, of in found.items()}
+    for of in medians.values():
+        of[REST] = 2 * of[WHOLE] - sum(of.values())
+    lines = [
+        f"{MANY.label}'s {MANY.tensors} tensors, in a row: a step, and each of its parts alone.",
+        "",
+        "| us | " + " | ".join(medians) + " |",
+        "|---" * (len(medians) + 1) + "|",
+    ]
+    for part in next(iter(medians.values())):
+        lines.append(f"| {part} | " + " | ".join(f"{of[part]:.0f}" for of in medians.values()) + " |")
+    cells = [f"{min(of[WHOLE]):.0f} to {max(of[WHOLE]):.0f}" for of in found.values()]
+    return [*lines, f"| {WHOLE}, single builds | " + " | ".join(cells) + " |"]
 
 
 def passed(value: float, limit: float) -> str:
@@ -284,7 +356,12 @@ def main() -> None:
         return
     if args.device == "cuda":
         need_gpu(parser)
-    cells = [(CELL, partial(host_us, args.rounds, args.device))]
+    else:
+        launch_nothing()
+    cells = [
+        (PARTS_CELL, partial(parts_us, args.rounds, args.device)),
+        (CELL, partial(host_us, args.rounds, args.device)),
+    ]
     path = args.out and args.out / "host_time.json"
     print(page(take(cells, path, measured_on=args.device, rounds=args.rounds)))
 

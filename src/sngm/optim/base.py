@@ -300,8 +300,11 @@ class LargeBatchOptimizer(Optimizer):
 
     def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Whether the step of `p` is scaled by a ratio of norms."""
-        adapt: bool | None = group.get("adapt", False)
-        return p.ndim > 1 if adapt is None else adapt
+        return p.ndim > 1 if self._adapts_by_shape(group) else group.get("adapt", False) is not False
+
+    def _adapts_by_shape(self, group: dict[str, Any]) -> bool:
+        """Whether that goes by the shape of a tensor."""
+        return group.get("adapt", False) is None
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
         """A group's settings as `kernels.layout` names them."""

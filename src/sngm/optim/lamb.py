@@ -126,8 +126,8 @@ class LAMB(LargeBatchOptimizer):
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
-    def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
-        return group["adapt"] is not False
+    def _adapts_by_shape(self, group: dict[str, Any]) -> bool:
+        return False
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
         return {

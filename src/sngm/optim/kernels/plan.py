@@ -60,8 +60,8 @@ class Plan:
         self.sharded = any(map(shards.is_dtensor, params))
         self.complex = any(p.is_complex() for p in params)
         self.addresses = list(map(data_ptr, pieces))
-        # which tensors are adapted goes by their shape, unless the groups say it; all else by their elements
-        self.form = Tensor.size if any(group.get("adapt", False) is None for group in groups) else Tensor.numel
+        # which tensors are adapted may go by their shape, all else goes by their elements
+        self.form = Tensor.size if any(map(optimizer._adapts_by_shape, groups)) else Tensor.numel
         self.forms = list(map(self.form, pieces))
         self.single = [i for i, piece in enumerate(pieces) if piece.numel() == 1]
         self.empty = [i for i, piece in enumerate(pieces) if not piece.numel()]
