@@ -50,9 +50,9 @@ from sngm.optim import kernels
 from sngm.optim.kernels import replay
 
 EXAMPLES = """examples:
-  python benchmarks/host_time.py --out build/bench              two minutes on a GPU, 85 GB of its memory
+  python benchmarks/host_time.py --out build/bench              three minutes on a GPU, 85 GB of its memory
   python benchmarks/host_time.py --write-docs build/bench/host_time.json
-  python benchmarks/host_time.py --device cpu                   two minutes without a GPU, 6 GB of memory
+  python benchmarks/host_time.py --device cpu                   four minutes without a GPU, 6 GB of memory
 """
 PAGE = DOCS / "performance.md"
 TENSORS = 65
@@ -62,7 +62,7 @@ OTHERS, WAITED, IN_A_ROW, ROW_AFTER_WAIT, BUSY = CONDITIONS = (
     "after other work", "after a wait", "in a row", "in a row after a wait", "in a row, GPU busy"
 )  # fmt: skip
 STEPS_IN_A_ROW = 3  # before the one that is timed
-BUILDS = 8  # where the objects of a step lie matters: all are made so often anew, in another order
+BUILDS = 24  # where the objects of a step lie matters: all are made so often anew, in another order
 FIRST = 3  # rounds of each build that do not count
 BEFORE = 0  # in place of elements: the small set that is stepped before another
 LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones in the same condition
