@@ -8,9 +8,11 @@ import math
 import os
 import random
 import re
+import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -18,8 +20,8 @@ from contenders import Activity, Contender
 from sizes import Size
 from torch import Tensor
 
-# Where buffers happen to lie makes a step on the CPU up to 5 % slower, and where its objects do, the host's part of a
-# step on a GPU up to 50 %: all is laid out anew after so many rounds.
+# Where buffers happen to lie makes a step on the CPU up to 5 % slower, and the host's part of a step on a GPU differs
+# by up to 50 % between builds: all is laid out anew after so many rounds.
 ROUNDS_A_BUILD = {"cpu": 8, "cuda": 2}
 WARM_UP = 3  # steps: the first makes the state, and a kernel may be compiled again for the second's arguments
 SAMPLE_SECONDS = 0.02  # of steps in a row on a GPU: many times the launch of the first, which nothing overlaps
@@ -42,6 +44,7 @@ class Arena:
         self.params: list[Tensor] = [torch.nn.Parameter(p) for p in draw()]
         self.spare_grads = draw()  # the values of the gradients, and the other place for `new_grads`
         self.grads = [g.clone() for g in self.spare_grads]
+        self.old_grads: list[Tensor | None] = []
         self.point_at(self.grads)
 
     @property
@@ -52,7 +55,7 @@ class Arena:
         if self.on_gpu:
             torch.cuda.synchronize(self.device)
 
-    def point_at(self, grads: list[Tensor]) -> None:
+    def point_at(self, grads: Sequence[Tensor | None]) -> None:
         for p, g in zip(self.params, grads, strict=True):
             p.grad = g
 
@@ -113,13 +116,24 @@ class Arena:
             torch.cuda._sleep(WAIT_CYCLES)
             self.wait()
             torch.cuda._sleep(BUSY_CYCLES)
-            for grads in 4 * (self.spare_grads, self.grads):  # ends with the gradients where all others expect them
+            for _ in range(8):
                 if contender.new_grads:
-                    self.point_at(grads)
+                    self.compute_grads()
                 start = time.perf_counter()
                 contender.step()
                 seconds.append(time.perf_counter() - start)
+        self.old_grads = []
+        self.point_at(self.grads)
         return seconds[2:]
+
+    def compute_grads(self) -> None:
+        """Gradients as a backward pass leaves them after `zero_grad`: new tensors, which Python has not met yet.
+
+        Those of the step before are kept for so long, so that the new ones have other addresses.
+        """
+        self.old_grads = [p.grad for p in self.params]
+        self.point_at([None] * len(self.params))
+        torch.autograd.backward(self.params, self.spare_grads)
 
     def race(self, entrants: list[Contender], fewest: int, rounds: int, deadline: float) -> int:
         """Take as many rounds as the deadline leaves time for, within bounds, and say how many it were."""
@@ -227,6 +241,23 @@ def raw_events(profiler: torch.profiler.profile) -> list[Any]:
 # ---------------------------------------------------------------- the machine
 
 
+def output_of(*command: str) -> str:
+    try:
+        return subprocess.run(
+            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def commit() -> str:
+    """Of the code measured; SNGM_COMMIT names it where a copy without its history is run."""
+    if given := os.environ.get("SNGM_COMMIT"):
+        return given
+    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "..")
+    return (output_of("git", "rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
+
+
 def copy_bandwidth(device: torch.device) -> float:
     """Bytes a second, read and written, of copying a tensor far larger than any cache."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
@@ -265,6 +296,14 @@ def quiet() -> Iterator[None]:
     finally:
         os.dup2(stderr, 2)
         os.close(stderr)
+
+
+def make_folder(path: Path) -> None:
+    """Where results will go: before hours are spent on them."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        sys.exit(f"--out {path}: {error.strerror}; name a folder for the results")
 
 
 def progress(text: str, passing: bool = False) -> None:

@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import shlex
-import subprocess
 import sys
 import tempfile
 import time
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from arena import progress
+from arena import commit, make_folder, progress
 
 from sngm.train import Options, resolve, train
 
@@ -28,13 +27,11 @@ Cells = Iterable[tuple[str, Callable[[], Any]]]  # names, and what measures them
 
 def about() -> dict[str, Any]:
     """Where and of what this is measured, and by which command."""
-    git = ["git", "-C", str(HERE), "rev-parse", "--short", "HEAD"]
-    commit = os.environ.get("SNGM_COMMIT") or subprocess.run(git, capture_output=True, text=True, check=False).stdout
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "commit": commit.strip(),
+        "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "cpus": len(os.sched_getaffinity(0)),
     }
@@ -43,6 +40,8 @@ def about() -> dict[str, Any]:
 def take(cells: Cells, path: Path | None, **more: Any) -> dict[str, Any]:
     """Measure what a file does not hold yet, and keep each number as soon as it is there; `more` is about all of it."""
     record: dict[str, Any] = {"about": about() | more, "cells": {}}
+    if path:
+        make_folder(path.parent)
     if path and path.exists():
         there = json.loads(path.read_text())
         if all(there["about"].get(key) == value for key, value in record["about"].items() if key != "command"):
@@ -55,7 +54,6 @@ def take(cells: Cells, path: Path | None, **more: Any) -> dict[str, Any]:
         record["cells"][name] = work()
         progress(f"{name}: {time.perf_counter() - start:.0f} s", passing=True)
         if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(record, indent=2))
     found: dict[str, Any] = json.loads(json.dumps(record))  # as --write-docs will have it
     return found

@@ -17,7 +17,6 @@ import platform
 import re
 import shlex
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -26,7 +25,7 @@ from typing import Any
 
 import results
 import torch
-from arena import Arena, copy_bandwidth, progress, quiet, release
+from arena import Arena, commit, copy_bandwidth, make_folder, output_of, progress, quiet, release
 from contenders import Contender, contenders
 from sizes import SIZES
 
@@ -35,7 +34,7 @@ import sngm
 EXAMPLES = """examples:
   python benchmarks/optim_step.py                       the CPU: tables, and which speed limits hold
   python benchmarks/optim_step.py --check --out build/bench   for CI: status 1 if a limit is missed; keep the results
-  python benchmarks/optim_step.py --device cuda --out build/bench         a GPU: all four sizes in some two minutes
+  python benchmarks/optim_step.py --device cuda --out build/bench         a GPU: all four sizes, in three minutes
   python benchmarks/optim_step.py --sizes vit_b16 --only 'SGD fused|SNGM'     one size, some contenders
   python benchmarks/optim_step.py --write-docs build/bench/optim_step.json    put results into docs/performance.md
 """
@@ -120,29 +119,12 @@ def measure(options: argparse.Namespace, device: torch.device) -> results.Record
     return record
 
 
-def output_of(*command: str) -> str:
-    try:
-        return subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return ""
-
-
 def hardware(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     named = [line for line in output_of("lscpu").splitlines() if line.startswith("Model name:")]
     model = named[0].removeprefix("Model name:").strip() if named else platform.processor()
     return f"{model} ({platform.machine()})"
-
-
-def commit() -> str:
-    """Of the code measured; SNGM_COMMIT names it where a copy without its history is run."""
-    if given := os.environ.get("SNGM_COMMIT"):
-        return given
-    changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "..")
-    return (output_of("git", "rev-parse", "--short", "HEAD") or "unknown") + (" with changes" if changed else "")
 
 
 def version(package: str) -> str:
@@ -190,8 +172,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, help="default: resnet20 resnet50 on the CPU, all on a GPU")
     parser.add_argument("--only", default="", metavar="REGEX", help="contenders whose name it finds (default: all)")
     parser.add_argument("--threads", type=int, default=2, help="threads torch may use on the CPU (default: 2)")
-    parser.add_argument("--rounds", type=int, help="samples of every contender (default: 40 on the CPU, 20 on a GPU)")
-    parser.add_argument("--seconds", type=float, help="about what it may take (default: 90 on the CPU, 130 on a GPU)")
+    parser.add_argument("--rounds", type=int, help="samples of every contender (default: 40 on the CPU, 60 on a GPU)")
+    parser.add_argument("--seconds", type=float, help="about what it may take (default: 90 on the CPU, 150 on a GPU)")
     parser.add_argument("--out", type=Path, metavar="DIR", help="write optim_step.md, .json and .svg there")
     parser.add_argument(
         "--check", action="store_true", help="exit with status 1 if a limit is missed, or none could be judged"
@@ -214,8 +196,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options.device = usable_device(parser, options.device)
     on_gpu = options.device.type == "cuda"
     options.sizes = options.sizes or (list(SIZES) if on_gpu else ["resnet20", "resnet50"])
-    options.rounds = (20 if on_gpu else 40) if options.rounds is None else options.rounds
-    options.seconds = (130.0 if on_gpu else 90.0) if options.seconds is None else options.seconds
+    options.rounds = (60 if on_gpu else 40) if options.rounds is None else options.rounds
+    options.seconds = (150.0 if on_gpu else 90.0) if options.seconds is None else options.seconds
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads must be at least 1")
     if options.threads > (most := 4 * (os.cpu_count() or 1)):
@@ -231,10 +213,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
             f"--only {options.only}: no contender is called so; all: " + ", ".join(c.name for c in contenders(on_gpu))
         )
     if options.out:
-        there = next(path for path in (options.out, *options.out.absolute().parents) if path.exists())
-        if not there.is_dir() or not os.access(there, os.W_OK):
-            why = "may not be written to" if there.is_dir() else "is a file"
-            parser.error(f"--out {options.out}: {there} {why}; name a folder for the results")
+        make_folder(options.out)
     return options
 
 
@@ -298,7 +277,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if record["warning"]:
         print(record["warning"], file=sys.stderr)  # it stands at the top too, which has scrolled away
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         (options.out / "optim_step.md").write_text(text)
         (options.out / "optim_step.json").write_text(json.dumps(record, indent=1) + "\n")
         (options.out / "optim_step.svg").write_text(results.figure(record))

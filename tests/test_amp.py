@@ -118,6 +118,21 @@ def test_gradients_unscaled_and_clipped_by_the_user_are_not_unscaled_again(rule,
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", [rule for rule in SCALABLE if rule != "clars"])
+def test_a_scale_costs_no_accuracy_in_double_precision(rule, path):
+    params, twins = make_params(torch.float64), make_params(torch.float64)
+    optimizer, twin = build(rule, params, path), build(rule, twins, path)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor([1024.0]), torch.zeros(1)
+    for t in range(2):
+        for p, g in zip(params, gradients(params, t), strict=True):
+            p.grad = g * 1024.0
+        optimizer.step()
+        run(twin, twins, 1, start=t)
+    for ours, theirs in zip([*params, optimizer.grad_norm], [*twins, twin.grad_norm], strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", SCALABLE)
 def test_any_found_inf_but_zero_skips_and_the_gradients_are_divided_by_the_scale(rule, path):
     params, twins = make_params(), make_params()

@@ -762,3 +762,17 @@ def test_numbers_of_numpy_are_kept_as_numbers_of_python():
     optimizer = SNGM([{"params": [w], "weight_decay": numpy.float32(0.5)}], lr=numpy.float64(0.1))
     assert through_disk(optimizer.state_dict())["param_groups"][0]["lr"] == 0.1
     assert type(optimizer.param_groups[0]["weight_decay"]) is float
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("count", [7, 7.0, torch.tensor(7)])
+def test_a_number_put_in_the_place_of_lambs_count_of_steps_is_counted_on_from(count, path):
+    params, others = make_params(), make_params()
+    optimizer, other = build("lamb", params, path), build("lamb", others, path)
+    for p, q in zip(params, others, strict=True):
+        optimizer.state[p]["step"] = count
+        other.state[q]["step"] = torch.tensor(7.0)
+    run(optimizer, params, 2)
+    run(other, others, 2)
+    assert same_tensors(params, others)
+    assert all(optimizer.state[p]["step"].item() == 9.0 for p in params)

@@ -41,6 +41,31 @@ def total_norm(tensors):
 # -------------------------------------------------------------------- gradients are the user's
 
 
+@pytest.mark.parametrize(("rule", "path", "dtype"), combinations(rules=OWN_GRADS, dtypes=[torch.float64]))
+def test_gradients_whose_sign_is_left_to_be_changed_are_read_with_it(rule, path, dtype):
+    memory = torch.tensor([1.0 - 2.0j, 0.5 + 1.0j], dtype=torch.complex128)
+    lazy = [memory.conj().imag[:1], memory.conj().imag]
+    assert all(g.is_neg() for g in lazy)
+    twins = [make_params(dtype, [(1,), (2,)]) for _ in range(2)]
+    for params, grads in zip(twins, (lazy, [g.resolve_neg() for g in lazy]), strict=True):
+        step(build(rule, params, path), params, grads)
+    close(*twins)
+
+
+@pytest.mark.parametrize(("rule", "path", "dtype"), combinations(rules=OWN_GRADS, dtypes=[torch.float64]))
+def test_a_gradient_of_another_shape_than_its_parameters_is_refused(rule, path, dtype):
+    (p,) = params = make_params(dtype, [(6,)])
+    optimizer = build(rule, params, path)
+    run(optimizer, params, 1)
+    grad = p.grad
+    p.data = torch.ones(40, dtype=dtype)
+    del optimizer.state[p]
+    with pytest.raises(ValueError, match=r"a gradient has shape \(6,\), but its parameter has \(40,\)"):
+        optimizer.step(**({"mean_norms": [1.0]} if rule == "clars" else {}))
+    assert p.grad is grad
+    assert p.data.eq(1).all()
+
+
 @pytest.mark.parametrize(("rule", "path", "dtype"), combinations(dtypes=[torch.float32, torch.bfloat16]))
 def test_a_step_leaves_grad_as_it_was_bit_for_bit(rule, path, dtype):
     params = make_params(dtype)

@@ -17,7 +17,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from . import checks, kernels
 from .hooks import unwatched
 from .shards import Shards, like, local, local_gradient
-from .work import Bucket, Closure, Work, evaluate, state_dtype
+from .work import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 
 grad_of = attrgetter("grad")
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
@@ -300,11 +300,8 @@ class LargeBatchOptimizer(Optimizer):
 
     def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
         """Whether the step of `p` is scaled by a ratio of norms."""
-        return p.ndim > 1 if self._adapts_by_shape(group) else group.get("adapt", False) is not False
-
-    def _adapts_by_shape(self, group: dict[str, Any]) -> bool:
-        """Whether that goes by the shape of a tensor."""
-        return group.get("adapt", False) is None
+        adapt: bool | None = group.get("adapt", False)
+        return p.ndim > 1 if adapt is None else adapt
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
         """A group's settings as `kernels.layout` names them."""
@@ -371,7 +368,7 @@ class LargeBatchOptimizer(Optimizer):
         sharded = self._shards.sharded
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
-        strided = torch.strided
+        strided, eager = torch.strided, not torch.compiler.is_compiling()
         for position, group in enumerate(self.param_groups):
             keys = self.BUFFERS if self._needs_buffers(group) else ()
             bucket = None
@@ -380,7 +377,9 @@ class LargeBatchOptimizer(Optimizer):
                 grad = p.grad if grads is None else grads.get(p)
                 if grad is None:
                     continue
-                device, dtype = p.device, p.dtype
+                device, dtype, shape = p.device, p.dtype, p.shape
+                if grad.shape != shape:
+                    checks.gradient(grad, p)
                 if bucket is None or bucket.dtype is not dtype or bucket.device != device:
                     bucket = buckets.get((position, device, dtype))
                     if bucket is None:
@@ -394,7 +393,7 @@ class LargeBatchOptimizer(Optimizer):
                         buffer is None
                         or buffer.dtype is not wanted
                         or buffer.device != device
-                        or buffer.shape != p.shape  # torch's fused kernels would go past its end
+                        or buffer.shape != shape  # torch's fused kernels would go past its end
                     ):
                         buffer = self._make_state(p, group)[key]
                     bucket.buffers[key].append(local(buffer) if sharded else buffer)
@@ -403,7 +402,10 @@ class LargeBatchOptimizer(Optimizer):
                 bucket.owners.append(p)
                 bucket.params.append(local(p) if sharded else p)
                 bucket.indices.append(index)
-                bucket.grads.append(grad if grad.layout is strided else grad.to_dense())  # inline: once a tensor
+                # inline, because it is asked once a tensor; the compiler cannot ask for signs left to be changed
+                if grad.layout is not strided or (eager and grad.is_neg()):
+                    grad = as_dense(grad)
+                bucket.grads.append(grad)
         parts = list(buckets.values())
         for bucket in parts:
             if bucket.dtype.is_complex:
@@ -414,13 +416,11 @@ class LargeBatchOptimizer(Optimizer):
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
-        on_host = not torch.compiler.is_compiling() and all(
-            b.device.type == "cpu" and not b.group["capturable"] for b in parts
-        )
+        on_host = eager and all(b.device.type == "cpu" and not b.group["capturable"] for b in parts)
         # torch.amp.GradScaler sets these for the time of a step, as tensors of one element
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
-            scale = float(scale) if on_host else scale.reshape(()).to(home)
+            scale = float(scale) if on_host else scale.reshape(()).to(home, self._grad_norm.dtype)
         lengths = [len(group["params"]) for group in self.param_groups]
         return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf, self._shards, lengths)
 

@@ -52,6 +52,15 @@ def rates(groups: list[dict[str, Any]]) -> None:
             raise TypeError(f"lr in param_groups[{i}] must be a number or a tensor, got {lr!r}")
 
 
+def gradient(grad: Tensor, p: Tensor) -> None:
+    """Refuse a gradient of another shape than its parameter has by now: kernels would go past its end."""
+    if grad.shape != p.shape:
+        raise ValueError(
+            f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(p.shape)}; "
+            "call zero_grad() and compute it anew"
+        )
+
+
 def plain(settings: dict[str, Any]) -> None:
     """Turn numpy's numbers into Python's, in place: torch.load refuses checkpoints that hold the former."""
     for key, value in settings.items():

@@ -126,8 +126,15 @@ class LAMB(LargeBatchOptimizer):
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
-    def _adapts_by_shape(self, group: dict[str, Any]) -> bool:
-        return False
+    def _count(self, p: Tensor, group: dict[str, Any]) -> Tensor:
+        """Of the steps of `p`, also where a number was put in its place."""
+        step: Tensor = self.state[p]["step"]
+        if not isinstance(step, Tensor) or step.dtype != torch.float32:
+            step = self._make_state(p, group)["step"]
+        return step
+
+    def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
+        return group["adapt"] is not False
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
         return {
@@ -181,7 +188,7 @@ class LAMB(LargeBatchOptimizer):
             grads = [g * factor for g in grads]
         if isinstance(skip, Tensor):  # last, because the factor may be NaN too
             grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
-        steps = [self.state[p]["step"] for p in bucket.owners]
+        steps = [self._count(p, group) for p in bucket.owners]
         foreach, fused = group["foreach"], group["fused"]
         if isinstance(skip, Tensor):
             torch._foreach_add_(steps, [(~skip).to(bucket.device, torch.float32)] * len(steps))

@@ -135,11 +135,14 @@ def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts
 
 def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
     """A tensor in pieces that stay in the cache, each with the same elements of another one, if there is one."""
-    if other is None:
-        return [(piece, None) for piece in torch.split(flat(t), PIECE)]
-    if other.stride() != t.stride():
+    if other is not None and other.stride() != t.stride():
         t, other = t.contiguous(), other.contiguous()
-    return list(zip(torch.split(flat(t), PIECE), torch.split(flat(other), PIECE), strict=True))
+    t, other = flat(t), None if other is None else flat(other)
+    if t.numel() <= PIECE:  # a slice takes longer than the norm of a short one
+        return [(t, other)]
+    return [
+        (t[at : at + PIECE], None if other is None else other[at : at + PIECE]) for at in range(0, t.numel(), PIECE)
+    ]
 
 
 def add(a: Tensor, alpha: float | Tensor, b: Tensor) -> Tensor:

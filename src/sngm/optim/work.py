@@ -160,5 +160,5 @@ def state_dtype(p: Tensor) -> torch.dtype:
 
 
 def as_dense(grad: Tensor) -> Tensor:
-    """Sparse gradients as dense ones: the buffers they meet are dense, and every element of those moves."""
-    return grad if grad.layout == torch.strided else grad.to_dense()
+    """Sparse gradients as dense ones, because the buffers they meet are, and with the sign they are yet to get."""
+    return (grad if grad.layout == torch.strided else grad.to_dense()).resolve_neg()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import weakref
 from collections.abc import Sequence
 from functools import reduce
 from operator import is_, itemgetter, methodcaller, or_
@@ -18,7 +19,7 @@ from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 from .memory import address, alike, dense, has_like_grads, ids, laid_out_as, on_host, usable
 from .place import Kind, Launch, Place, changing
 
-data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+data_ptr, is_contiguous, size = Tensor.data_ptr, Tensor.is_contiguous, Tensor.size
 params_of = itemgetter("params")
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -60,13 +61,11 @@ class Plan:
         self.sharded = any(map(shards.is_dtensor, params))
         self.complex = any(p.is_complex() for p in params)
         self.addresses = list(map(data_ptr, pieces))
-        # which tensors are adapted may go by their shape, all else goes by their elements
-        self.form = Tensor.size if any(map(optimizer._adapts_by_shape, groups)) else Tensor.numel
-        self.forms = list(map(self.form, pieces))
+        self.shapes = list(map(size, pieces))
         self.single = [i for i, piece in enumerate(pieces) if piece.numel() == 1]
         self.empty = [i for i, piece in enumerate(pieces) if not piece.numel()]
-        self.matrices = [p for p, piece in zip(params, pieces, strict=True) if piece.ndim > 1 and piece.is_contiguous()]
-        self.odd = [i for i, piece in enumerate(pieces) if not piece.is_contiguous()]
+        self.even = list(map(is_contiguous, pieces))
+        self.odd = [i for i, even in enumerate(self.even) if not even]
         self.odd_strides = [pieces[i].stride() for i in self.odd]
         # the kernels walk memory in order: a parameter with gaps is worked on as a copy
         self.staged = {i: torch.empty_like(piece) for i, piece in enumerate(pieces) if not dense(piece)}
@@ -79,6 +78,8 @@ class Plan:
         self._find_gradients(grads)
         entries = [optimizer.state[p] for p in params]
         self.kinds = [self._kind(optimizer, i, entries[i], grads[i]) for i in range(len(params))]
+        # who casts parameters where they lie casts all of a kind
+        self.casts = {self.kinds.index(kind): pieces[self.kinds.index(kind)].dtype for kind in set(self.kinds)}
         self.all_aligned = all(kind.aligned for kind in self.kinds)
         self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds) and all(
             map(has_like_grads, params)
@@ -130,11 +131,14 @@ class Plan:
         states = optimizer.state.values()
         self.entries = len(states)
         self.known: list[tuple[Any, bytes, int, int]] = []
+        self.gone: list[Any] = []  # gets something when a tensor of state dies: another one may have its id then
+        self.watched: list[Any] = []
         for key in (*optimizer.BUFFERS, "step"):
             tensors = tuple(state.get(key) for state in states)
             if any(tensor is not None for tensor in tensors):
                 look_up = itemgetter(key) if all(tensor is not None for tensor in tensors) else methodcaller("get", key)
                 self.known.append((look_up, ids(tensors), address(tensors[0]), address(tensors[-1])))
+                self.watched += [weakref.ref(tensor, self.gone.append) for tensor in tensors if tensor is not None]
 
     # ---------------------------------------------------------------- before each step
 
@@ -148,11 +152,11 @@ class Plan:
         pieces = [shards.local(p) for p in params] if self.sharded else params
         if list(map(data_ptr, pieces)) != self.addresses:
             return False
-        # at the same place, but fewer, or in another shape
-        if list(map(self.form, pieces)) != self.forms:
+        # at the same place, but in another shape, or of another dtype
+        if list(map(size, pieces)) != self.shapes or any(pieces[i].dtype != dtype for i, dtype in self.casts.items()):
             return False
-        # at the same place, but in another order; vectors have only one
-        if not all(map(is_contiguous, self.matrices)):
+        # or in another order
+        if list(map(is_contiguous, pieces)) != self.even:
             return False
         if self.odd and [pieces[i].stride() for i in self.odd] != self.odd_strides:
             return False
@@ -160,7 +164,7 @@ class Plan:
 
     def _state_is_where_it_was(self, optimizer: Any) -> bool:
         states = optimizer.state.values()
-        if len(states) != self.entries:
+        if self.gone or len(states) != self.entries:
             return False
         try:
             for look_up, known, first, last in self.known:
@@ -242,6 +246,9 @@ class Plan:
             if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and dtypes == self.grad_dtypes:
                 self.found = found
                 return True
+        for layout, g in zip(self.layouts, grads, strict=True):
+            if g is not None:
+                checks.gradient(g, layout)
         grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
         found = [0 if g is None else g.data_ptr() for g in grads]
         for i in range(len(grads)) if self.kinds else ():
