@@ -21,7 +21,7 @@ from sizes import Size
 from torch import Tensor
 
 # Where buffers happen to lie makes a step on the CPU up to 5 % slower, and the host's part of a step on a GPU differs
-# by up to 50 % between builds: all is laid out anew after so many rounds.
+# more than that between builds: all is laid out anew after so many rounds.
 ROUNDS_A_BUILD = {"cpu": 8, "cuda": 2}
 WARM_UP = 3  # steps: the first makes the state, and a kernel may be compiled again for the second's arguments
 SAMPLE_SECONDS = 0.02  # of steps in a row on a GPU: many times the launch of the first, which nothing overlaps
@@ -42,7 +42,7 @@ class Arena:
             return [torch.randn(shape, generator=generator, device=device).mul_(0.05) for shape in shapes]
 
         self.params: list[Tensor] = [torch.nn.Parameter(p) for p in draw()]
-        self.spare_grads = draw()  # the values of the gradients, and the other place for `new_grads`
+        self.spare_grads = draw()  # the values of the gradients, and another place for them
         self.grads = [g.clone() for g in self.spare_grads]
         self.old_grads: list[Tensor | None] = []
         self.point_at(self.grads)
@@ -105,6 +105,9 @@ class Arena:
 
     def seconds_on_host(self, contender: Contender) -> list[float]:
         """Samples of the time until step() returns, in steps that follow one another without a wait.
+
+        For `new_grads` a backward pass comes before each, outside the clock: as in training, the host has then had
+        other work, and gradients are tensors that Python has not met yet, elsewhere in memory.
 
         The first two are left out: a processor that has slept takes up to four times as long over them. All sizes are
         stepped after the same wait and behind the same kernel, which keeps the GPU busy for longer than our steps take:
@@ -302,8 +305,12 @@ def make_folder(path: Path) -> None:
     """Where results will go: before hours are spent on them."""
     try:
         path.mkdir(parents=True, exist_ok=True)
+        problem = "" if os.access(path, os.W_OK) else "may not be written to"
     except OSError as error:
-        sys.exit(f"--out {path}: {error.strerror}; name a folder for the results")
+        problem = str(error.strerror)
+    if problem:
+        print(f"--out {path}: {problem}; name a folder for the results", file=sys.stderr)
+        sys.exit(2)
 
 
 def progress(text: str, passing: bool = False) -> None:

@@ -189,7 +189,9 @@ def legend(record: Record) -> str:
     if record["about"]["device"] != "cpu":
         words += [
             "wall: steps in a row between two synchronisations, over their number.",
-            "host: until step() returns, in steps in a row, after a wait of 20 ms and behind a kernel of 3 ms.",
+            "x SGD fused, and the limits: medians of the ratios within a round, of the slow ones ratios of medians.",
+            "host: until step() returns, in steps in a row, after a wait of 20 ms and behind a kernel of 3 ms;",
+            "of new gradients, each after a backward pass.",
             "GPU: durations of all kernels and copies of a step, summed, as the profiler reports them.",
             "launches, copies, syncs: kernels run, copies and fills, and calls that wait for the GPU, a step.",
         ]

@@ -297,15 +297,39 @@ def test_a_vector_that_gets_gaps_where_it_lies_gets_a_new_plan(rule):
     assert memory[1::2].eq(7.0).all()
 
 
-def test_a_gradient_of_another_shape_than_its_parameters_is_refused():
-    (p,) = params = make_params(torch.float64, [(6,)])
+def grow_the_parameter(p, optimizer):
+    p.data = torch.ones(40, dtype=p.dtype)
+    del optimizer.state[p]
+
+
+def swap_the_gradients_memory(p, optimizer):
+    p.data.fill_(1.0)
+    p.grad.data = torch.ones(6, dtype=p.dtype)
+
+
+@pytest.mark.parametrize(("elements", "change"), [(6, grow_the_parameter), (40, swap_the_gradients_memory)])
+def test_a_gradient_of_another_shape_than_its_parameters_is_refused(elements, change):
+    (p,) = params = make_params(torch.float64, [(elements,)])
     optimizer = build("sngm", params)
     run(optimizer, params, 1)
-    p.data = torch.ones(40, dtype=torch.float64)
-    del optimizer.state[p]
+    change(p, optimizer)
     with pytest.raises(ValueError, match=r"a gradient has shape \(6,\), but its parameter has \(40,\)"):
         optimizer.step()
     assert p.data.eq(1).all()
+
+
+@pytest.mark.parametrize("rule", ["sngm", "lars", "lamb"])
+def test_a_count_that_another_optimizer_left_is_no_tensor_to_look_at(rule):
+    pair = Pair(rule, make_params(torch.float64, [(3,), (4, 2), (5,)]))
+    for optimizer in (pair.ours, pair.theirs):
+        for state in optimizer.state.values():
+            state["step"] = 3
+    for t in range(2):
+        grads = gradients(pair.others, t)
+        step(pair.ours, pair.params, grads)
+        step(pair.theirs, pair.others, grads)
+    for a, b in zip(pair.params, pair.others, strict=True):
+        close(a, b)
 
 
 @pytest.mark.parametrize("turn", [lambda data: data.view(3, 4), lambda data: data.view(3, 4).t()])

@@ -776,3 +776,14 @@ def test_a_number_put_in_the_place_of_lambs_count_of_steps_is_counted_on_from(co
     run(other, others, 2)
     assert same_tensors(params, others)
     assert all(optimizer.state[p]["step"].item() == 9.0 for p in params)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_count_of_steps_that_was_deleted_starts_from_zero(path):
+    params = make_params()
+    optimizer = build("lamb", params, path)
+    run(optimizer, params, 2)
+    for p in params:
+        del optimizer.state[p]["step"]
+    run(optimizer, params, 1)
+    assert all(optimizer.state[p]["step"].item() == 1.0 for p in params)

@@ -32,6 +32,7 @@ class LargeBatchOptimizer(Optimizer):
     """
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    COUNTS: ClassVar[tuple[str, ...]] = ()  # tensors of one element, kept beside the buffers
     FUSED_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.complex64, torch.complex128)
     # keys a torch optimizer's checkpoint must hold to load there, with the only value our rules know
     FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0}

@@ -62,6 +62,7 @@ class LAMB(LargeBatchOptimizer):
 
     KERNEL = "lamb"
     BUFFERS = ("exp_avg", "exp_avg_sq")
+    COUNTS = ("step",)
     FOREIGN: ClassVar[dict[str, Any]] = {}  # torch's Adam fills in what our checkpoints lack
 
     def __init__(
@@ -127,9 +128,9 @@ class LAMB(LargeBatchOptimizer):
         return state
 
     def _count(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Of the steps of `p`, also where a number was put in its place."""
-        step: Tensor = self.state[p]["step"]
-        if not isinstance(step, Tensor) or step.dtype != torch.float32:
+        """Of the steps of `p`, also where something else was put in its place."""
+        step: Tensor | None = self.state[p].get("step")
+        if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
             step = self._make_state(p, group)["step"]
         return step
 

@@ -147,7 +147,7 @@ def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None
 
 def add(a: Tensor, alpha: float | Tensor, b: Tensor) -> Tensor:
     """``a + alpha * b``, in one pass where alpha is a number."""
-    return a + alpha * b if isinstance(alpha, Tensor) else torch.add(a, b, alpha=alpha)
+    return (a + alpha * b).to(a.dtype) if isinstance(alpha, Tensor) else torch.add(a, b, alpha=alpha)
 
 
 def flat(t: Tensor) -> Tensor:

@@ -78,8 +78,8 @@ class Plan:
         self._find_gradients(grads)
         entries = [optimizer.state[p] for p in params]
         self.kinds = [self._kind(optimizer, i, entries[i], grads[i]) for i in range(len(params))]
-        # who casts parameters where they lie casts all of a kind
-        self.casts = {self.kinds.index(kind): pieces[self.kinds.index(kind)].dtype for kind in set(self.kinds)}
+        # of one parameter of each kind: who casts parameters where they lie casts all of it
+        self.dtypes = {i: pieces[i].dtype for i in map(self.kinds.index, set(self.kinds))}
         self.all_aligned = all(kind.aligned for kind in self.kinds)
         self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds) and all(
             map(has_like_grads, params)
@@ -106,7 +106,7 @@ class Plan:
             "param": address(self.staged[i]) if i in self.staged else self.addresses[i],
             "buffer": buffers[0],
             "second_buffer": buffers[-1],
-            "step": address(state.get("step")),
+            "step": address(state.get("step")) if optimizer.COUNTS else 0,
             "elements": self.layouts[i].numel() * (2 if p.is_complex() else 1),
             "group": 2 * position + optimizer._adapts(p, optimizer.param_groups[position]),
         }
@@ -133,7 +133,7 @@ class Plan:
         self.known: list[tuple[Any, bytes, int, int]] = []
         self.gone: list[Any] = []  # gets something when a tensor of state dies: another one may have its id then
         self.watched: list[Any] = []
-        for key in (*optimizer.BUFFERS, "step"):
+        for key in optimizer.BUFFERS + optimizer.COUNTS:
             tensors = tuple(state.get(key) for state in states)
             if any(tensor is not None for tensor in tensors):
                 look_up = itemgetter(key) if all(tensor is not None for tensor in tensors) else methodcaller("get", key)
@@ -153,7 +153,7 @@ class Plan:
         if list(map(data_ptr, pieces)) != self.addresses:
             return False
         # at the same place, but in another shape, or of another dtype
-        if list(map(size, pieces)) != self.shapes or any(pieces[i].dtype != dtype for i, dtype in self.casts.items()):
+        if list(map(size, pieces)) != self.shapes or any(pieces[i].dtype != dtype for i, dtype in self.dtypes.items()):
             return False
         # or in another order
         if list(map(is_contiguous, pieces)) != self.even:
@@ -242,13 +242,14 @@ class Plan:
                 found = [0 if g is None else g.data_ptr() for g in grads]
             if found == self.found:
                 return True
-            dtypes = dtypes_of(grads)
-            if self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0 and dtypes == self.grad_dtypes:
+            aligned = self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0
+            if aligned and dtypes_of(grads) == self.grad_dtypes and self._sizes_of(grads) == self.shapes:
                 self.found = found
                 return True
-        for layout, g in zip(self.layouts, grads, strict=True):
-            if g is not None:
-                checks.gradient(g, layout)
+        if self._sizes_of(grads) != self.shapes:
+            for layout, g in zip(self.layouts, grads, strict=True):
+                if g is not None:
+                    checks.gradient(g, layout)
         grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
         found = [0 if g is None else g.data_ptr() for g in grads]
         for i in range(len(grads)) if self.kinds else ():
@@ -268,6 +269,10 @@ class Plan:
         odd = set(self.odd_grads)
         self.even_grads = [i for i in self.present if i not in odd]
         return True
+
+    def _sizes_of(self, grads: list[Any]) -> list[Any]:
+        """The shapes of gradients; its parameter's where there is none."""
+        return [shape if g is None else g.size() for shape, g in zip(self.shapes, grads, strict=True)]
 
     def _lie_as_before(self, grads: list[Any]) -> bool:
         """Whether the same parameters have gradients, in the same order in memory."""
