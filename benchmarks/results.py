@@ -94,14 +94,15 @@ def times_as_long(record: Record, row: Row | None, *others: Row | None) -> float
     On a GPU the median of this over the rounds, as far as all took part in the same: a host may be half as fast in one
     minute as in the next, and that falls on all of a round alike.
     """
-    rows = [r for r in (row, *others) if r]
-    own, *theirs = times = [t for t in (wall(record, r) for r in rows) if t is not None] or [0.0]
-    if len(times) <= len(others):
+    own, *theirs = (wall(record, r) for r in (row, *others))
+    if row is None or own is None or None in theirs:
         return None
-    rounds = [r.get("wall_us_of_rounds", []) for r in rows]
-    together = len({(r.get("slow"), len(each)) for r, each in zip(rows, rounds, strict=True)}) == 1
-    if record["about"]["statistic"] == "median" and together and rounds[0]:
-        return statistics.median(each[0] / sum(each[1:]) for each in zip(*rounds, strict=True))
+    if (
+        record["about"]["statistic"] == "median"
+        and len({(r["slow"], r["wall_us"]["samples"]) for r in (row, *others)}) == 1
+    ):
+        rounds = zip(*(r["wall_us_of_rounds"] for r in (row, *others)), strict=True)
+        return statistics.median(each[0] / sum(each[1:]) for each in rounds)
     return own / sum(theirs)
 
 

@@ -248,11 +248,15 @@ def test_a_parameter_whose_memory_is_replaced_gets_a_new_plan(rule, change):
     pair.step(2)
 
 
+def stepped(dtype, path):
+    params = make_params(dtype, FEW)
+    optimizer = build("sngm", params, path)
+    run(optimizer, params, 1)
+    return optimizer, params
+
+
 def test_a_parameter_cast_where_it_lies_gets_a_new_plan():
-    params, others = make_params(torch.float64, FEW), make_params(torch.float64, FEW)
-    ours, theirs = build("sngm", params), build("sngm", others, "foreach")
-    run(ours, params, 1)
-    run(theirs, others, 1)
+    (ours, params), (theirs, others) = stepped(torch.float64, "default"), stepped(torch.float64, "foreach")
     for p, q in zip(params, others, strict=True):
         p.grad = q.grad = None
         q.data = q.data.float()
@@ -266,10 +270,7 @@ def test_a_parameter_cast_where_it_lies_gets_a_new_plan():
 
 
 def test_a_parameter_and_its_gradient_cast_where_they_lie_get_a_new_plan():
-    params, others = make_params(torch.float16, FEW), make_params(torch.float16, FEW)
-    ours, theirs = build("sngm", params), build("sngm", others, "foreach")
-    run(ours, params, 1)
-    run(theirs, others, 1)
+    (ours, params), (theirs, others) = stepped(torch.float16, "default"), stepped(torch.float16, "foreach")
     for p, q in zip(params, others, strict=True):
         grad = p.grad
         p.grad = q.grad = None
