@@ -3,6 +3,8 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# the same drawn examples in each run; a bare pytest draws new ones
+PYTEST_ARGS := -n auto --maxprocesses 8 --hypothesis-profile=ci
 
 .PHONY: help setup demo test test-slow lint bench wheel clean
 
@@ -25,11 +27,11 @@ demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small b
 
 test: $(READY) lint  ## lint, types and the test suite
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -q -m 'not slow' -n auto --maxprocesses 8
+	@$(BIN)/python -m pytest -q -m 'not slow' $(PYTEST_ARGS)
 
 test-slow: $(READY) wheel  ## the wheel in an empty environment, and the tests that take long
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -q -m slow -n auto --maxprocesses 8
+	@$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"

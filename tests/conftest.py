@@ -1,4 +1,4 @@
-"""How tests run: side by side, each on one thread, unless it is about large tensors."""
+"""How tests run: side by side, each on one thread unless it is about large tensors, with the same random numbers."""
 
 import os
 
@@ -7,6 +7,12 @@ import torch
 
 # Waking a second thread for small tensors takes longer than the work; the cores are for other tests meanwhile.
 torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def same_numbers_each_time():
+    """Weights that a test draws do not depend on which tests its process has run before."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture

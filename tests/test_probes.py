@@ -433,8 +433,9 @@ class Drops(nn.Module):
         return self.linear(nn.functional.dropout(x, 0.5))
 
 
-@pytest.mark.parametrize("model", [Drops(), nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))])
-def test_with_dropout_gradient_and_hessian_are_of_one_function(model):
+@pytest.mark.parametrize("build", [Drops, lambda: nn.Sequential(nn.Dropout(0.5), nn.Linear(6, 3))])
+def test_with_dropout_gradient_and_hessian_are_of_one_function(build):
+    model = build()
     task = config().build_task()
     training = task.data().train
     samples = Sample(task, model, training, 8, 48, 40, lambda text: None)
