@@ -28,7 +28,7 @@ TENSORS = 7  # where calls are counted
 RULES = ["sngm", "lars-momentum", "lamb"]  # of one pass over the gradients, of two, and with a second buffer
 FEW = [(5, 13), (2, 3, 2, 2)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
-OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("plan", "place", "device"))
+OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("plan", "place", "device", "chunks"))
 
 
 @pytest.fixture(scope="module", autouse=True)

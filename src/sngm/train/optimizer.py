@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..optim import CLARS, LARS, create, decay_groups
-from ..optim.base import HOW, LargeBatchOptimizer
+from ..optim.base import LargeBatchOptimizer
 from ..optim.lars import trust
+from ..optim.state import HOW
 from .config import RunConfig
 
 RATES = ("lr", "inner_lr")  # EXTRAP-SGD looks less far ahead as it takes smaller steps

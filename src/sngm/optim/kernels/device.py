@@ -11,12 +11,12 @@ Nothing is known on the host: not the norms, nor whether the step must be skippe
 
 # Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
 # mypy: ignore-errors
-# ruff: noqa: SIM108
 
 import triton
 import triton.language as tl
 
 from . import layout
+from .chunks import follow, heavy_ball, lamb_moments, mix, pointer, squares
 
 FIELDS = tl.constexpr(len(layout.FIELDS))
 PARAM, BUFFER, SECOND_BUFFER, STEP, ELEMENTS, FIRST_CHUNK, CHUNKS, GROUP = map(tl.constexpr, range(len(layout.FIELDS)))
@@ -38,55 +38,6 @@ kernel = triton.jit(
         "means", "scale", "found_inf", "norm", "skipped",
     ],
 )  # fmt: skip
-
-
-@triton.jit
-def _pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    pointer = address.to(tl.pointer_type(dtype))
-    if ALIGNED:
-        pointer = tl.multiple_of(pointer, 16)
-    return pointer
-
-
-@triton.jit
-def _load(pointer, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    # without a mask where the chunk is whole: a mask of unknown alignment would forbid wide loads
-    if WHOLE:
-        values = tl.load(pointer + at)
-    else:
-        values = tl.load(pointer + at, mask=at < left, other=0.0)
-    return values.to(WIDE)
-
-
-@triton.jit
-def _store(pointer, at, values, left, WHOLE: tl.constexpr):
-    if WHOLE:
-        tl.store(pointer + at, values)
-    else:
-        tl.store(pointer + at, values, mask=at < left)
-
-
-@triton.jit
-def _mix(x):
-    # a permutation of 32-bit numbers in which every bit of the input moves half the bits of the output
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    return x ^ (x >> 16)
-
-
-@triton.jit
-def _rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTICALLY: tl.constexpr, stochastic):
-    """As `dtype`, to the nearest; bfloat16 on demand up or down at random, with chances that are right on average."""
-    if dtype == tl.bfloat16:
-        bits = values.to(tl.uint32, bitcast=True)
-        finite = (bits & 0x7F800000) != 0x7F800000
-        added = 0x7FFF + ((bits >> 16) & 1)  # ties to even
-        if STOCHASTICALLY:
-            place = start + at
-            chance = _mix(_mix(place.to(tl.uint32) ^ key) + (place >> 32).to(tl.uint32)) & 0xFFFF
-            added = tl.where(stochastic != 0.0, chance, added)
-        values = tl.where(finite, (bits + added) & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
-    return values.to(dtype)
 
 
 @triton.jit
@@ -125,40 +76,6 @@ def _spans(table, sums, spans, tensors, groups, BY_GROUP: tl.constexpr):
             tl.store(spans + 1 + group, tl.sum(part))
 
 
-@triton.jit
-def _squares_of_block(
-    g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    of_grad = tl.zeros([BLOCK], WIDE)
-    of_param = tl.zeros([BLOCK], WIDE)
-    end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
-    for start in range(0, end, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        d = _load(g, at, left, WIDE, WHOLE)
-        if READS_PARAMS:
-            x = _load(w, at, left, WIDE, WHOLE)
-            if ADDS_DECAY:
-                d += decay * x
-            else:
-                of_param += x * x
-        of_grad += d * d
-    return tl.sum(of_grad.to(tl.float64)), tl.sum(of_param.to(tl.float64))
-
-
-@triton.jit
-def _squares(
-    g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Squared norms of one chunk: of the gradient, or of gradient + decay * parameter, and of the parameter."""
-    if left >= CHUNK:
-        of_grad, of_param = _squares_of_block(g, w, decay, left, READS_PARAMS, ADDS_DECAY, WIDE, True, CHUNK, BLOCK)
-    else:
-        of_grad, of_param = _squares_of_block(g, w, decay, left, READS_PARAMS, ADDS_DECAY, WIDE, False, CHUNK, BLOCK)
-    return of_grad, of_param
-
-
 @kernel
 def measure(
     table, grads, owners, settings, sums, partial, spans, counters, rounds, means, scale,
@@ -180,17 +97,17 @@ def measure(
     if address != 0:  # a tensor without a gradient counts as zero
         start = (chunk - first).to(tl.int64) * CHUNK
         left = tl.load(fields + ELEMENTS) - start
-        g = _pointer(address, G, ALIGNED) + start
-        w = _pointer(tl.load(fields + PARAM), P, ALIGNED) + start
+        g = pointer(address, G, ALIGNED) + start
+        w = pointer(tl.load(fields + PARAM), P, ALIGNED) + start
         decay = tl.full((), 0.0, tl.float64)
         if COUPLED_DECAY:
             own = settings + (tl.load(fields + GROUP) >> 1) * SETTINGS
             if tl.load(own + MODE) == COUPLED:
                 decay = tl.load(own + DECAY) * tl.load(own + SIGN) * tl.load(scale).to(tl.float64)
         if COUPLED_DECAY and decay != 0.0:
-            of_grad, of_param = _squares(g, w, decay.to(WIDE), left, True, True, WIDE, CHUNK, BLOCK)
+            of_grad, of_param = squares(g, w, decay.to(WIDE), left, True, True, WIDE, CHUNK, BLOCK)
         else:
-            of_grad, of_param = _squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, CHUNK, BLOCK)
+            of_grad, of_param = squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, CHUNK, BLOCK)
         if MEANS:  # a mean norm that overflowed tells of a gradient that did
             of_grad = tl.where(tl.abs(tl.load(means + i)) < float("inf"), of_grad, float("inf"))
     tl.store(partial + chunk, of_grad)
@@ -230,37 +147,8 @@ def _ratio(own, adapts, size, below):
 def _key(i, rounds, STOCHASTICALLY: tl.constexpr):
     key = tl.full((), 0, tl.uint32)
     if STOCHASTICALLY:
-        key = _mix(_mix(tl.load(rounds).to(tl.uint32)) + i.to(tl.uint32))
+        key = mix(mix(tl.load(rounds).to(tl.uint32)) + i.to(tl.uint32))
     return key
-
-
-@triton.jit
-def _heavy_ball(
-    g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull, nesterov, averaged,
-    BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
-    STOCHASTICALLY: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    squares = tl.zeros([BLOCK], WIDE)
-    end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
-    for from_ in range(0, end, BLOCK):
-        at = from_ + tl.arange(0, BLOCK)
-        d = _load(g, at, left, WIDE, WHOLE)
-        x = _load(w, at, left, WIDE, WHOLE)
-        d = unscale * (sign * d + decay * x)
-        if CLAMPS:
-            d = tl.minimum(tl.maximum(d, -clamp), clamp)
-        d *= boost
-        step = d
-        if BUFFERED:
-            step = momentum * _load(v, at, left, WIDE, WHOLE) + d
-            _store(v, at, step, left, WHOLE)
-            step = tl.where(nesterov != 0.0, momentum * step + d, step)
-        if AVERAGES:
-            squares += step * step
-        if not AVERAGES or not averaged:
-            x -= rate * (step + pull * x)
-            _store(w, at, _rounded(x, P, at, start, key, STOCHASTICALLY, stochastic), left, WHOLE)
-    return tl.sum(squares.to(tl.float64))
 
 
 @kernel
@@ -322,23 +210,23 @@ def update(
                     boost = tl.where(averaged, 1.0 - tl.load(own + MOMENTUM), boost)
             else:
                 rate = lr * ratio
-        g = _pointer(address, G, ALIGNED) + start
-        w = _pointer(tl.load(fields + PARAM), P, ALIGNED) + start
+        g = pointer(address, G, ALIGNED) + start
+        w = pointer(tl.load(fields + PARAM), P, ALIGNED) + start
         v = w.to(tl.pointer_type(WIDE))
         if BUFFERED:
-            v = _pointer(tl.load(fields + BUFFER), WIDE, ALIGNED) + start
+            v = pointer(tl.load(fields + BUFFER), WIDE, ALIGNED) + start
         sign, clamp, nesterov = tl.load(own + SIGN).to(WIDE), tl.load(own + CLAMP).to(WIDE), tl.load(own + NESTEROV)
         momentum, stochastic = tl.load(own + MOMENTUM).to(WIDE), tl.load(own + STOCHASTIC)
         key = _key(i, rounds, STOCHASTICALLY)
         decay, unscale, boost = decay.to(WIDE), unscale.to(WIDE), boost.to(WIDE)
         rate, pull = rate.to(WIDE), pull.to(WIDE)
         if left >= CHUNK:
-            square = _heavy_ball(
+            square = heavy_ball(
                 g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull,
                 nesterov, averaged, BUFFERED, P, WIDE, AVERAGES, CLAMPS, STOCHASTICALLY, True, CHUNK, BLOCK,
             )  # fmt: skip
         else:
-            square = _heavy_ball(
+            square = heavy_ball(
                 g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull,
                 nesterov, averaged, BUFFERED, P, WIDE, AVERAGES, CLAMPS, STOCHASTICALLY, False, CHUNK, BLOCK,
             )  # fmt: skip
@@ -354,35 +242,6 @@ def _lamb_corrections(own, t):
     first = tl.where(corrects, 1.0 - tl.exp(t * tl.log(tl.load(own + MOMENTUM))), 1.0)
     second = tl.where(corrects, 1.0 - tl.exp(t * tl.log(tl.load(own + BETA2))), 1.0)
     return first, second
-
-
-@triton.jit
-def _lamb_direction(m, v, x, correction1, correction2, eps, decay):
-    return (m / correction1) / (tl.sqrt(v / correction2) + eps) + decay * x
-
-
-@triton.jit
-def _lamb_moments(
-    g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
-    WIDE: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    of_param = tl.zeros([BLOCK], WIDE)
-    of_direction = tl.zeros([BLOCK], WIDE)
-    end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
-    for from_ in range(0, end, BLOCK):
-        at = from_ + tl.arange(0, BLOCK)
-        d = factor * _load(g, at, left, WIDE, WHOLE)
-        x = _load(w, at, left, WIDE, WHOLE)
-        first = beta1 * _load(m, at, left, WIDE, WHOLE) + rest1 * d
-        second = beta2 * _load(v, at, left, WIDE, WHOLE) + rest2 * (d * d)
-        _store(m, at, first, left, WHOLE)
-        _store(v, at, second, left, WHOLE)
-        q = _lamb_direction(first, second, x, correction1, correction2, eps, decay)
-        if not WHOLE:
-            q = tl.where(at < left, q, 0.0)  # eps may be 0
-        of_param += x * x
-        of_direction += q * q
-    return tl.sum(of_param.to(tl.float64)), tl.sum(of_direction.to(tl.float64))
 
 
 @kernel
@@ -417,21 +276,21 @@ def moments(
         t = tl.load(taken) + 1.0
         correction1, correction2 = _lamb_corrections(own, t.to(tl.float64))
         beta1, beta2 = tl.load(own + MOMENTUM), tl.load(own + BETA2)
-        g = _pointer(address, G, ALIGNED) + start
-        w = _pointer(tl.load(fields + PARAM), P, ALIGNED) + start
-        m = _pointer(tl.load(fields + BUFFER), WIDE, ALIGNED) + start
-        v = _pointer(tl.load(fields + SECOND_BUFFER), WIDE, ALIGNED) + start
+        g = pointer(address, G, ALIGNED) + start
+        w = pointer(tl.load(fields + PARAM), P, ALIGNED) + start
+        m = pointer(tl.load(fields + BUFFER), WIDE, ALIGNED) + start
+        v = pointer(tl.load(fields + SECOND_BUFFER), WIDE, ALIGNED) + start
         rest1, rest2 = (1.0 - beta1).to(WIDE), (1.0 - beta2).to(WIDE)
         beta1, beta2 = beta1.to(WIDE), beta2.to(WIDE)
         correction1, correction2 = correction1.to(WIDE), correction2.to(WIDE)
         eps, decay = tl.load(own + EPS).to(WIDE), tl.load(own + DECAY).to(WIDE)
         if left >= CHUNK:
-            of_param, of_direction = _lamb_moments(
+            of_param, of_direction = lamb_moments(
                 g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
                 WIDE, True, CHUNK, BLOCK,
             )  # fmt: skip
         else:
-            of_param, of_direction = _lamb_moments(
+            of_param, of_direction = lamb_moments(
                 g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
                 WIDE, False, CHUNK, BLOCK,
             )  # fmt: skip
@@ -439,22 +298,6 @@ def moments(
         tl.store(partial + chunks + chunk, of_direction)
         if _finish(partial, sums, counters, i, first, count, chunks, tensors, 2, OF_PARAM):
             tl.store(taken, t)  # every program of the tensor has read it
-
-
-@triton.jit
-def _follow(
-    w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
-    LAMB: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, STOCHASTICALLY: tl.constexpr, WHOLE: tl.constexpr,
-    CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
-    for from_ in range(0, end, BLOCK):
-        at = from_ + tl.arange(0, BLOCK)
-        x = _load(w, at, left, WIDE, WHOLE)
-        q = _load(m, at, left, WIDE, WHOLE)
-        if LAMB:
-            q = _lamb_direction(q, _load(v, at, left, WIDE, WHOLE), x, correction1, correction2, eps, decay)
-        _store(w, at, _rounded(x - rate * q, P, at, start, key, STOCHASTICALLY, stochastic), left, WHOLE)
 
 
 @kernel
@@ -487,18 +330,18 @@ def along(
         eps, decay = tl.load(own + EPS).to(WIDE), tl.load(own + DECAY).to(WIDE)
         stochastic = tl.load(own + STOCHASTIC)
         key = _key(i, rounds, STOCHASTICALLY)
-        w = _pointer(tl.load(fields + PARAM), P, ALIGNED) + start
-        m = _pointer(tl.load(fields + BUFFER), WIDE, ALIGNED) + start
+        w = pointer(tl.load(fields + PARAM), P, ALIGNED) + start
+        m = pointer(tl.load(fields + BUFFER), WIDE, ALIGNED) + start
         v = m
         if LAMB:
-            v = _pointer(tl.load(fields + SECOND_BUFFER), WIDE, ALIGNED) + start
+            v = pointer(tl.load(fields + SECOND_BUFFER), WIDE, ALIGNED) + start
         if left >= CHUNK:
-            _follow(
+            follow(
                 w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
                 LAMB, P, WIDE, STOCHASTICALLY, True, CHUNK, BLOCK,
             )  # fmt: skip
         else:
-            _follow(
+            follow(
                 w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
                 LAMB, P, WIDE, STOCHASTICALLY, False, CHUNK, BLOCK,
             )  # fmt: skip

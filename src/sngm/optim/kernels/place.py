@@ -67,7 +67,8 @@ class Launch:
             return
         for i, name in self.changing:
             arguments[i] = pool[name]
-        compiled = self.kernel[self.grid](*arguments, num_warps=pool["warps"])
+        # a * b + c rounded once, whatever Triton's default is: another one would give other bits after a resume
+        compiled = self.kernel[self.grid](*arguments, num_warps=pool["warps"], enable_fp_fusion=True)
         if compiled is not None:  # the interpreter has none
             # From now on past Triton's look-up by types, which do not change, and with addresses in place of tensors,
             # which would be asked for theirs: both cost more than the launch. `pool` keeps the memory.

@@ -1,0 +1,171 @@
+"""State of an optimizer: made as zeros, saved, loaded and copied."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer
+
+from .shards import Shards, like
+from .work import state_dtype
+
+HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
+
+
+class KeepsState(Optimizer):
+    """Buffers beside the parameters, of their shape, and checkpoints of them."""
+
+    BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
+    COUNTS: ClassVar[tuple[str, ...]] = ()  # tensors of one element, kept beside the buffers
+    # keys a torch optimizer's checkpoint must hold to load there, with the only value our rules know
+    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0}
+
+    norm_group: Any
+    _grad_norm: Tensor
+    _skipped: Tensor
+    _shards = Shards(())  # of the parameters as they were at the last step
+    _plan: Any = None  # of a step by our own kernels
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        """Refuse bad hyper-parameters."""
+        raise NotImplementedError
+
+    def _find_shards(self, params: list[Tensor]) -> None:
+        # a compiled step cannot assign attributes, and goes by what was found when groups were added
+        if not torch.compiler.is_compiling() and not self._shards.serves(params, self.norm_group):
+            self._shards = Shards(params, self.norm_group)
+
+    def _needs_buffers(self, group: dict[str, Any]) -> bool:
+        return bool(group.get("momentum", 1.0))
+
+    def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Zero state for `p`, as it would be after a step that changed nothing.
+
+        It exists before the first step, so that a checkpoint of a fresh optimizer is complete and
+        torch.distributed.checkpoint has no reason to take a step to make it so.
+        """
+        state: dict[str, Any] = self.state[p]
+        if p.requires_grad or p.grad is not None:  # frozen parameters get theirs when they thaw
+            for key in self.BUFFERS if self._needs_buffers(group) else ():
+                buffer = state.get(key)
+                if buffer is None or buffer.is_meta:
+                    state[key] = torch.zeros_like(p, dtype=state_dtype(p))
+                elif buffer.shape != p.shape:
+                    raise ValueError(
+                        f"{key} has shape {tuple(buffer.shape)}, but its parameter has {tuple(p.shape)}; "
+                        "a parameter whose shape was changed needs new state: delete optimizer.state[parameter]"
+                    )
+                elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
+                    state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast since
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a checkpoint of this class or of the torch optimizer it extends.
+
+        Hyper-parameters come from the checkpoint; those it lacks, and `foreach`, `fused` and `capturable`,
+        stay as they are here. State of low-precision parameters stays float32.
+        """
+        if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
+            found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
+            raise ValueError(f"state_dict must be a dict with 'state' and 'param_groups', got {found}")
+        warned = False
+        for index, entry in state_dict["state"].items():
+            for key in self.BUFFERS:
+                value = entry.get(key) if isinstance(entry, dict) else entry
+                if not (value is None or isinstance(value, Tensor)):
+                    raise ValueError(f"state_dict: {key} of parameter {index} must be a tensor, got {value!r}")
+            if entry and not warned and not any(key in entry for key in self.BUFFERS):
+                warned = True
+                held = ", ".join(map(str, entry))
+                warnings.warn(
+                    f"the checkpoint holds {held} but no {self.BUFFERS[0]} for parameter {index}; "
+                    f"{type(self).__name__} starts from zero there. Is it another optimizer's checkpoint?",
+                    stacklevel=2,
+                )
+        # torch would cast state to the parameter's dtype (pytorch#43706), so tensors pass through it wrapped;
+        # the hook is registered last to see what the user's own hooks made of the checkpoint.
+        handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        if "defaults" in state:  # unpickled or copied
+            super().__setstate__(state)
+            self.__dict__.setdefault("norm_group", None)
+            self._find_shards([p for group in self.param_groups for p in group["params"]])
+            return
+        self._plan = None
+        groups = []
+        for here, loaded in zip(self.param_groups, state["param_groups"], strict=True):
+            group = {**here, **loaded, **{key: here[key] for key in HOW}}
+            for key, known in self.FOREIGN.items():
+                if group[key] != known:
+                    warnings.warn(
+                        f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=6
+                    )
+                    group[key] = known
+            try:
+                self._check_group(group)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"state_dict: {error}; is it another optimizer's checkpoint?") from None
+            groups.append(group)
+        values = {
+            p: {k: self._unwrap(p, k, v) for k, v in entry.items()} if isinstance(p, Tensor) else entry
+            for p, entry in state["state"].items()
+        }
+        state["state"].update(values)
+        super().__setstate__({"state": state["state"], "param_groups": groups})
+        for group in groups:
+            for p in group["params"]:
+                self._make_state(p, group)
+
+    def _unwrap(self, p: Tensor, key: str, value: Any) -> Any:
+        if not isinstance(value, _Wrapped):
+            return value
+        tensor = value.tensor
+        if key not in self.BUFFERS:
+            return tensor.clone()
+        if tensor.shape != p.shape:
+            raise ValueError(f"{key} of shape {tuple(tensor.shape)} does not fit a parameter of {tuple(p.shape)}")
+        return like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
+
+    def state_dict(self) -> dict[str, Any]:
+        """As in torch. A process group that a wrapper has put into the parameter groups cannot be saved."""
+        saved = super().state_dict()
+        for group in saved["param_groups"]:
+            group.pop("norm_group", None)
+        return saved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_grad_norm": self._grad_norm, "_skipped": self._skipped}
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
+        twin.norm_group = self.norm_group  # a process group cannot be copied, and is meant to be shared
+        twin._find_shards([p for group in twin.param_groups for p in group["params"]])
+        return twin
+
+
+class _Wrapped:
+    """A tensor that torch's load_state_dict hands on untouched."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def _wrap_tensors(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+    state = {
+        i: {k: _Wrapped(v) if isinstance(v, Tensor) else v for k, v in entry.items()}
+        if isinstance(entry, dict)
+        else entry
+        for i, entry in state_dict["state"].items()
+    }
+    return {**state_dict, "state": state}

@@ -1,0 +1,157 @@
+"""The Triton kernels, compiled for GPUs that need not be there: compilers refuse what the interpreter takes."""
+
+import re
+import types
+
+import pytest
+import torch
+from methods import CASES, Twin, make_params
+
+import sngm
+import sngm.kernels
+from sngm.models.lstm import Layer
+from sngm.models.resnet_cifar import resnet20
+from sngm.optim import kernels
+
+pytest.importorskip("triton")
+
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+A100, H100, MI300 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
+TARGETS = pytest.mark.parametrize("target", [A100, H100, MI300], ids=["A100", "H100", "MI300"])
+MEMORY = {A100: 166_912, H100: 232_448, MI300: 65_536}  # bytes a program may have beside its registers
+SHAPES = [(7,), (40, 40), (64,)]
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """A function: kernels called on the CPU are then compiled for a GPU, not launched. It gives what is compiled."""
+    found = {}
+    run = JITFunction.run
+
+    def compile_only(self, *args, grid, warmup, **options):
+        one = run(self, *args, grid=grid, warmup=True, **options)
+        found[one.hash] = one
+
+    def use(target):
+        gpu = types.SimpleNamespace(
+            get_current_target=lambda: target,
+            get_current_device=lambda: str(target),  # no number, so that no other test runs what is compiled here
+            get_current_stream=lambda device: 0,
+        )
+        monkeypatch.setattr(driver, "_active", gpu)
+        return found
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    for module in (kernels, sngm.kernels):
+        monkeypatch.setattr(module, "DEVICES", ("cpu",))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    return use
+
+
+def step(case, dtype, **more):
+    name, settings = CASES[case]
+    twin = Twin(name, make_params(SHAPES, dtype), settings | more, groups=[[0, 2], [1]])
+    for p in twin.params:
+        p.grad = torch.ones_like(p)
+    twin.optimizer.step(**({"mean_norms": [1.0] * len(SHAPES)} if name == "CLARS" else {}))
+    assert twin.optimizer._plan is not None
+
+
+def names(found):
+    return sorted({one.metadata.name for one in found.values()})
+
+
+def test_a_step_is_two_kernels_and_lamb_three(compiled):
+    found = compiled(H100)
+    step("SNGM coupled global", torch.float32)
+    assert names(found) == ["measure", "update"]
+    found.clear()
+    step("LAMB", torch.float32)
+    assert names(found) == ["along", "measure", "moments"]
+
+
+def test_sums_depend_on_no_order_and_memory_is_read_in_wide_pieces(compiled):
+    found = compiled(H100)
+    step("LARS momentum", torch.float32)
+    for one in found.values():
+        code = one.asm["ptx"]
+        atomics = set(re.findall(r"\b(?:atom|red)\.\S+", code))
+        assert all(name.endswith(".add.u32") for name in atomics), atomics  # counts of programs, and no sums
+        assert re.search(r"ld\.global\.v4\.b32", code)
+    code = {one.metadata.name: one.asm["ptx"] for one in found.values()}
+    assert "atom." in code["measure"]
+    assert all(re.search(r"st\.global\.v4\.b32", code[name]) for name in ("update", "along"))
+
+
+def test_other_numbers_and_addresses_compile_nothing_anew(compiled):
+    found = compiled(H100)
+    params = make_params(SHAPES, torch.float32)
+    optimizer = sngm.SNGM(params, lr=0.1, weight_decay=1e-4)
+    for lr in (0.1, 0.2, torch.tensor(0.3)):
+        optimizer.param_groups[0]["lr"] = lr
+        for p in params:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+        optimizer._plan = None  # the next makes its tables elsewhere
+    assert len(found) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@TARGETS
+def test_every_rule_compiles_for_every_gpu(compiled, target, dtype):
+    found = compiled(target)
+    for case in CASES:
+        step(case, dtype)
+    for case in ("SNGM coupled global", "LAMB", "LARS momentum") if dtype == torch.bfloat16 else ():
+        step(case, dtype, stochastic_rounding=True)
+    assert names(found) == ["along", "measure", "moments", "update"]
+    assert all(one.asm["cubin" if target.backend == "cuda" else "hsaco"] for one in found.values())
+
+
+def check_memory(found, target):
+    sizes = {one.metadata.name: one.metadata.shared for one in found.values()}
+    assert max(sizes.values()) <= MEMORY[target], sizes
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@TARGETS
+def test_kernels_of_images_compile_and_find_room_on_every_gpu(compiled, target, dtype):
+    found = compiled(target)
+    model = resnet20().to(memory_format=torch.channels_last)
+    model.linear = torch.nn.Identity()  # not every CPU has products in bfloat16
+    images = torch.ones(16, 3, 32, 32).contiguous(memory_format=torch.channels_last)
+    with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+        model(images).float().sum().backward()
+    own = ["add_parts", "convolve", "convolve_few", "correlate", "correlate_few"] if dtype == torch.bfloat16 else []
+    assert names(found) == [*own, "differentiate", "normalise", "sum_gradients", "sum_rows", "thin"]
+    check_memory(found, target)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION", "ignore:mkldnn_matmul failed")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("width", [50, 200])
+@TARGETS
+def test_kernels_of_words_compile_and_find_room_on_every_gpu(compiled, monkeypatch, target, width, dtype):
+    from sngm.models.kernels import lstm, softmax
+
+    found = compiled(target)
+    monkeypatch.setattr(lstm, "fits", lambda x, width, dtype: lstm._memory(width, dtype) <= MEMORY[target])
+    layer, x, hidden = Layer(width, width), torch.ones(5, 20, width), torch.zeros(1, 20, width)
+    for programs in (0, 1000):
+        monkeypatch.setattr(lstm, "_at_once", lambda x, programs=programs: programs)
+        with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
+            layer(x, (hidden, hidden.clone()))[0].float().sum().backward()
+    served = ["go_back", "go_through"] if lstm.fits(x, width, dtype) else []
+    if served and dtype == torch.bfloat16:
+        served += ["go_back_together", "go_through_together"]
+    assert names(found) == sorted(served)
+    softmax.cross_entropy(torch.ones(4, 1024, dtype=dtype), torch.ones(4).long(), torch.ones(4), 1000, True)
+    check_memory(found, target)
