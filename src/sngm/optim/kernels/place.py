@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any
 
@@ -22,6 +25,7 @@ TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+CODES = {torch.int32: "i", torch.int64: "q", torch.float64: "d"}  # of numbers in tables, as `struct` names them
 # arguments that may be other tensors at each step
 CHANGING = ("rounds", "scale", "found_inf", "means", "norm", "skipped")
 changing = itemgetter(*CHANGING)
@@ -183,8 +187,10 @@ def chunk_sizes(elements: int) -> dict[str, int]:
 
 
 def send(values: list[Any], to: Tensor) -> Tensor:
-    """Copy a list to a device without waiting for it; returns the memory it is copied from."""
-    pinned = torch.empty(to.shape, dtype=to.dtype, pin_memory=to.device.type == "cuda")
-    pinned.numpy()[...] = values  # a quarter of the time of torch.tensor(values)
-    to.copy_(pinned, non_blocking=True)
+    """Copy numbers, or rows of them, to a device without waiting for it; returns the memory they are copied from."""
+    numbers = values if to.ndim == 1 else list(chain.from_iterable(values))
+    packed = struct.pack(f"{len(numbers)}{CODES[to.dtype]}", *numbers)  # in a fraction of torch.tensor's time
+    pinned = torch.empty(len(numbers), dtype=to.dtype, pin_memory=to.device.type == "cuda")
+    ctypes.memmove(pinned.data_ptr(), packed, len(packed))
+    to.view(-1).copy_(pinned, non_blocking=True)
     return pinned

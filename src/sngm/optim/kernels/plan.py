@@ -5,9 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import reduce
-from operator import is_, itemgetter, methodcaller, or_
+from operator import attrgetter, is_, itemgetter, methodcaller, or_
 from typing import Any
 
 import torch
@@ -19,16 +19,19 @@ from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 from .memory import address, alike, dense, has_like_grads, ids, laid_out_as, on_host, usable
 from .place import Kind, Launch, Place, changing
 
-data_ptr, is_contiguous, size = Tensor.data_ptr, Tensor.is_contiguous, Tensor.size
+data_ptr, is_contiguous, size, dtype_of = Tensor.data_ptr, Tensor.is_contiguous, Tensor.size, attrgetter("dtype")
 params_of = itemgetter("params")
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(ROWS))
 
 
-def dtypes_of(grads: list[Any]) -> list[Any]:
-    """Of each gradient; None where there is none."""
-    return [None if g is None else g.dtype for g in grads]
+def of_each(question: Callable[[Tensor], Any], grads: list[Any], none: Any = None) -> list[Any]:
+    """What each gradient answers; `none` where there is none."""
+    try:
+        return list(map(question, grads))
+    except (AttributeError, TypeError):
+        return [none if g is None else question(g) for g in grads]
 
 
 class Plan:
@@ -43,6 +46,7 @@ class Plan:
     needs_and_adapt: list[tuple[bool, Any]]
     present: list[int]
     grad_dtypes: list[Any]
+    grad_shapes: list[Any]
     unchangeable = False
     scope = ""
     needs: Sequence[bool] = ()
@@ -236,22 +240,18 @@ class Plan:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         self.held = []
         if self.kinds and not self.sharded and not self.complex and self._lie_as_before(grads):
-            if len(self.present) == len(grads):
-                found = list(map(data_ptr, grads))
-            else:
-                found = [0 if g is None else g.data_ptr() for g in grads]
+            found = of_each(data_ptr, grads, 0)
             if found == self.found:
                 return True
             aligned = self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0
-            if aligned and dtypes_of(grads) == self.grad_dtypes and self._sizes_of(grads) == self.shapes:
+            if aligned and of_each(dtype_of, grads) == self.grad_dtypes and of_each(size, grads) == self.grad_shapes:
                 self.found = found
                 return True
-        if self._sizes_of(grads) != self.shapes:
-            for layout, g in zip(self.layouts, grads, strict=True):
-                if g is not None:
-                    checks.gradient(g, layout)
+        for shape, layout, g in zip(self.shapes, self.layouts, grads, strict=True):
+            if g is not None and g.size() != shape:
+                checks.gradient(g, layout)
         grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
-        found = [0 if g is None else g.data_ptr() for g in grads]
+        found = of_each(data_ptr, grads, 0)
         for i in range(len(grads)) if self.kinds else ():
             kind, g = self.kinds[i], grads[i]
             if g is None:
@@ -261,7 +261,7 @@ class Plan:
             if self.needs[self.positions[i]] and not kind.buffered and g.numel():
                 return False  # it was frozen, and has a gradient now
         self.held, self.found = grads, found
-        self.grad_dtypes = dtypes_of(grads)
+        self.grad_dtypes, self.grad_shapes = of_each(dtype_of, grads), of_each(size, grads)
         self.present = [i for i, g in enumerate(grads) if g is not None]
         self.stepped = [self.params[i] for i in self.present]
         self.odd_grads = [i for i in self.odd if grads[i] is not None]
@@ -269,10 +269,6 @@ class Plan:
         odd = set(self.odd_grads)
         self.even_grads = [i for i in self.present if i not in odd]
         return True
-
-    def _sizes_of(self, grads: list[Any]) -> list[Any]:
-        """The shapes of gradients; its parameter's where there is none."""
-        return [shape if g is None else g.size() for shape, g in zip(self.shapes, grads, strict=True)]
 
     def _lie_as_before(self, grads: list[Any]) -> bool:
         """Whether the same parameters have gradients, in the same order in memory."""
@@ -289,7 +285,7 @@ class Plan:
             if any(grads[i].is_neg() for i in self.single if grads[i] is not None):
                 return False
             # torch gives a gradient the parameter's dtype, unless told otherwise
-            return alike and (self.grads_like_params or dtypes_of(grads) == self.grad_dtypes)
+            return alike and (self.grads_like_params or of_each(dtype_of, grads) == self.grad_dtypes)
         except (AttributeError, RuntimeError, TypeError):  # one is None now, or sparse
             return False
 
