@@ -13,7 +13,7 @@ torch.set_num_threads(1)
 def same_numbers_each_time():
     """What a test draws and computes does not depend on which tests its process has run before."""
     torch.manual_seed(0)
-    torch.backends.mkldnn.set_flags(True)  # torch does without once products in bfloat16 failed, as on many CPUs
+    torch.backends.mkldnn.enabled = True  # torch does without once products in bfloat16 failed, as on many CPUs
 
 
 @pytest.fixture

@@ -424,3 +424,18 @@ def test_five_hundred_tensors_take_as_many_launches_as_five(rule):
         counts.append(sorted(name for name in on_device if "#" not in name))  # less the name of the whole step
     assert counts[0] == counts[1]
     assert 2 <= len(counts[0]) <= 4
+
+
+@pytest.mark.parametrize("path", WAYS)
+@pytest.mark.parametrize("rule", FEW)
+@pytest.mark.parametrize("default", ["cpu", "cuda", "meta"])
+def test_a_default_device_has_no_part_in_a_step(rule, path, default):
+    params = make_params(SHAPES, torch.float32, device="cuda")
+    others = clone_params(params)
+    ours, theirs = build(rule, params, path), build(rule, others, path)
+    for _ in range(3):
+        grads = [torch.randn_like(p) for p in params]
+        step(theirs, others, grads)
+        with torch.device(default):
+            step(ours, params, grads)
+    assert same(ours, params, theirs, others)

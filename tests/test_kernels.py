@@ -382,6 +382,28 @@ def test_fresh_gradients_every_step_need_no_new_plan(rule):
         assert pair.ours._plan is plan
 
 
+@pytest.mark.parametrize("missing", [0, 1, 2])
+@pytest.mark.parametrize("rule", RULES)
+def test_fresh_gradients_of_some_parameters_need_no_new_plan(rule, missing):
+    pair = Pair(rule, make_params(torch.float64, [(5, 13), (7,), (3, 4)]))
+    steps, plans = [gradients(pair.others, t) for t in range(3)], []
+    for t, grads in enumerate(steps):
+        pair.step(t, [None if i == missing else g for i, g in enumerate(grads)])
+        plans.append(pair.ours._plan)
+    assert plans[0] is plans[1] is plans[2]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_default_device_has_no_part_in_a_step(rule):
+    pair = Pair(rule)
+    for t in range(3):
+        grads = gradients(pair.others, t)
+        with torch.device("meta"):
+            step(pair.ours, pair.params, grads)
+        step(pair.theirs, pair.others, grads)
+    pair.check()
+
+
 def replace_buffers(pair):
     for optimizer in (pair.ours, pair.theirs):
         for state in optimizer.state.values():

@@ -275,6 +275,7 @@ def tiny(tmp_path_factory):
     """A folder with a small ViT for 32 x 32 pictures and 4 classes."""
     vit = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("vit")
+    torch.manual_seed(0)
     config = vit.ViTConfig(
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32,
         image_size=32, patch_size=8, num_labels=4,

@@ -13,6 +13,7 @@ from harness import (
     gradients,
     make_params,
     run,
+    same,
     same_states,
     same_tensors,
     states,
@@ -812,3 +813,17 @@ def test_a_norm_is_shown_as_infinite_only_where_the_step_was_skipped(rule, path)
     w.grad = torch.full((4, 4), math.inf)
     optimizer.step(**({"mean_norms": [1.0]} if rule == "clars" else {}))
     assert (optimizer.grad_norm, optimizer.skipped) == (math.inf, 1)
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-12])  # the smaller have squares that float32 cannot hold
+@pytest.mark.parametrize(("rule", "path", "dtype"), combinations(KINDS, [torch.float32, torch.bfloat16]))
+def test_a_default_device_has_no_part_in_a_step(rule, path, dtype, size):
+    shapes = [(5, 13), (3000,)]  # one of them long enough to be summed in pieces
+    params, others = make_params(dtype, shapes), make_params(dtype, shapes)
+    ours, theirs = build(rule, params, path), build(rule, others, path)
+    for t in range(2):
+        grads = [g * size for g in gradients(others, t)]
+        with torch.device("meta"):
+            step(ours, params, grads)
+        step(theirs, others, grads)
+    assert same(ours, params, theirs, others)

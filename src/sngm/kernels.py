@@ -5,7 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .optim.kernels import DEVICES, installed
+from .optim.kernels import DEVICES, ONE_ROUNDING, installed
+
+__all__ = ["LARGEST", "ONE_ROUNDING", "serve"]
 
 LARGEST = 2**31  # elements: they are counted in 32 bits
 

@@ -250,8 +250,7 @@ class LargeBatchOptimizer(KeepsState):
                 if grad is None:
                     continue
                 device, dtype, shape = p.device, p.dtype, p.shape
-                if grad.shape != shape:
-                    checks.gradient(grad, p)
+                checks.gradient(grad, shape)
                 if bucket is None or bucket.dtype is not dtype or bucket.device != device:
                     bucket = buckets.get((position, device, dtype))
                     if bucket is None:

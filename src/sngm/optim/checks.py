@@ -52,11 +52,11 @@ def rates(groups: list[dict[str, Any]]) -> None:
             raise TypeError(f"lr in param_groups[{i}] must be a number or a tensor, got {lr!r}")
 
 
-def gradient(grad: Tensor, p: Tensor) -> None:
+def gradient(grad: Tensor, shape: tuple[int, ...]) -> None:
     """Refuse a gradient of another shape than its parameter has by now: kernels would go past its end."""
-    if grad.shape != p.shape:
+    if grad.size() != shape:
         raise ValueError(
-            f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(p.shape)}; "
+            f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "
             "call zero_grad() and compute it anew"
         )
 

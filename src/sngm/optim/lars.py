@@ -207,7 +207,7 @@ def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, 
     chosen = [optimizer._adapts(p, bucket.group) for p in bucket.owners]
     if not all(chosen):
         if ratio.device.type == "cpu":
-            ratio = torch.where(torch.tensor(chosen), ratio, 1.0)
+            ratio = torch.where(torch.tensor(chosen, device="cpu"), ratio, 1.0)
         else:
             one = torch.ones_like(ratio[0])  # put together on the device: copying a mask there would wait for it
             ratio = torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])

@@ -36,7 +36,7 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
         return _squares_on_device(tensors, others, alpha)
     parts, counts = _reduced(tensors, others, alpha)
     values = torch.cat(parts).double().square_()
-    found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts), initial=0.0, unsafe=True)
+    found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts, device="cpu"), initial=0.0, unsafe=True)
     if torch.compiler.is_compiling():  # it cannot look, and takes them as they are
         return found
     for i, (t, value) in enumerate(zip(tensors, found.tolist(), strict=True)):
@@ -57,9 +57,8 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
     found: Tensor = torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64).square()
     if torch.compiler.is_compiling() or LEAST <= found.item() < math.inf:
         return found
-    return torch.tensor(
-        sum(_in_float64(t, others[i] if others else None, alpha) for i, t in enumerate(tensors)), dtype=torch.float64
-    )
+    total = sum(_in_float64(t, others[i] if others else None, alpha) for i, t in enumerate(tensors))
+    return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def _in_float64(t: Tensor, other: Tensor | None, alpha: float | Tensor) -> float:
@@ -96,7 +95,7 @@ def _reduced(
         elif others or t.dtype in LOW_PRECISION:
             if scratch is None:
                 widest = functools.reduce(torch.promote_types, {x.dtype for x in (*tensors, *others)}, torch.float32)
-                scratch = torch.empty(min(PIECE, max(x.numel() for x in tensors)), dtype=widest)
+                scratch = torch.empty(min(PIECE, max(x.numel() for x in tensors)), dtype=widest, device="cpu")
             counts.append(_reduce_pieces(t, others[i] if others else None, alpha, parts, scratch))
         else:
             counts.append(_reduce(t, parts))

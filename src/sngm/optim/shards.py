@@ -78,7 +78,7 @@ class Shards:
             return self._sum(weighed.sum().reshape(1))
         key = (tuple(positions), count, packed.device)
         if key not in self._constants:
-            within = torch.tensor(positions) == torch.arange(count)[:, None]
+            within = torch.tensor(positions, device="cpu") == torch.arange(count, device="cpu")[:, None]
             self._constants[key] = within.to(packed.device)
         return self._sum(torch.where(self._constants[key], weighed, 0.0).sum(1))
 

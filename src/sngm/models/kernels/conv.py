@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels import LARGEST
+from ...kernels import LARGEST, ONE_ROUNDING
 
 CHANNELS = (16, 32, 64)
 
@@ -191,15 +191,17 @@ def gradient_of_weight(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     partial = torch.empty((parts, weight.numel()), dtype=torch.float32, device=x.device)
     shape = _sizes(x, inputs, outputs)
     if few:
-        correlate_few[(parts,)](x, grad, partial, pixels, each, **shape, K=_columns(9, inputs), BLOCK=block)
+        correlate_few[(parts,)](
+            x, grad, partial, pixels, each, **shape, K=_columns(9, inputs), BLOCK=block, **ONE_ROUNDING
+        )
     else:
-        how = {"K": _columns(3, inputs), "BLOCK": block, "ROWS": rows, "num_warps": warps}
+        how = {"K": _columns(3, inputs), "BLOCK": block, "ROWS": rows, "num_warps": warps, **ONE_ROUNDING}
         correlate[(parts * 3 // rows,)](
             x, grad, partial, pixels, each, **shape, **how, num_stages=3 if inputs < 64 else 2
         )
     out = torch.empty_like(weight)
     grid = (triton.cdiv(weight.numel(), 32),)
-    add_parts[grid](partial, out, parts, *out.stride(), CIN=inputs, COUT=outputs, COLUMNS=32, BLOCK=32)
+    add_parts[grid](partial, out, parts, *out.stride(), CIN=inputs, COUT=outputs, COLUMNS=32, BLOCK=32, **ONE_ROUNDING)
     return out
 
 
@@ -208,10 +210,14 @@ def _convolve(x: Tensor, weight: Tensor, y: Tensor, shape: dict[str, int], back:
     if inputs in CHANNELS:
         block, warps = FORWARD.get(inputs, (128, 4))
         grid = (triton.cdiv(pixels, block),)
-        convolve[grid](x, weight, y, pixels, *weight.stride(), **shape, BLOCK=block, BACK=back, num_warps=warps)
+        convolve[grid](
+            x, weight, y, pixels, *weight.stride(), **shape, BLOCK=block, BACK=back, num_warps=warps, **ONE_ROUNDING
+        )
     else:
         grid = (triton.cdiv(pixels, 128),)
-        convolve_few[grid](x, weight, y, pixels, *weight.stride(), **shape, K=_columns(9, inputs), BLOCK=128)
+        convolve_few[grid](
+            x, weight, y, pixels, *weight.stride(), **shape, K=_columns(9, inputs), BLOCK=128, **ONE_ROUNDING
+        )
 
 
 def _sizes(x: Tensor, inputs: int, outputs: int) -> dict[str, int]:

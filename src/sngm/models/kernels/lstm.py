@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels import LARGEST
+from ...kernels import LARGEST, ONE_ROUNDING
 from ..vocabulary_loss import wide_product
 
 WIDEST = 256  # hidden units: the gates of all of them are in registers at once
@@ -334,12 +334,21 @@ def _launch(
     if gates.element_size() == 2 and tiles * parts <= _at_once(gates):
         counters = gates.new_zeros(tiles, dtype=torch.int32)
         together[(tiles, parts)](
-            gates, *tensors, counters, steps, streams, **sizes, UNITS=UNITS, num_warps=WARPS, num_stages=1
+            gates,
+            *tensors,
+            counters,
+            steps,
+            streams,
+            **sizes,
+            UNITS=UNITS,
+            num_warps=WARPS,
+            num_stages=1,
+            **ONE_ROUNDING,
         )
         return
     alone[(tiles,)](
         gates, *tensors, steps, streams, **sizes, K=cut.depth, STAGES=cut.stages, PRECISION=PRECISION,
-        num_warps=cut.warps,
+        num_warps=cut.warps, **ONE_ROUNDING,
     )  # fmt: skip
 
 

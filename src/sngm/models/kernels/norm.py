@@ -15,6 +15,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...kernels import ONE_ROUNDING
+
 
 @triton.jit
 def rows_of(part, parts, rows):
@@ -240,11 +242,11 @@ class Normalise(torch.autograd.Function):
         mean, var, seen, weights, keep, counted = running or (saved, saved, counters, saved, 0.0, 0)
         sum_rows[groups * plan.parts, plan.columns](
             x, partial, saved, counters, mean, var, seen, weights, plan.rows, groups, keep, counted, eps,
-            PARTS=plan.parts, FOLLOW=running is not None, **plan.shape,
+            PARTS=plan.parts, FOLLOW=running is not None, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         normalise[groups * plan.tiles, plan.columns](
             x, x if shortcut is None else shortcut, y, saved, gamma, beta, plan.rows,
-            TILES=plan.tiles, SHORTCUT=shortcut is not None, RELU=relu, **plan.shape,
+            TILES=plan.tiles, SHORTCUT=shortcut is not None, RELU=relu, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         ctx.save_for_backward(x, y if relu and shortcut is not None else None, saved, gamma, beta, counters)
         ctx.plan, ctx.relu, ctx.shortcut = plan, relu, shortcut is not None
@@ -262,10 +264,11 @@ class Normalise(torch.autograd.Function):
         passed = torch.empty_like(x) if ctx.shortcut and ctx.relu else grad
         sum_gradients[plan.groups * plan.parts, plan.columns](
             grad, x, x if y is None else y, passed, partial, sums, counters, saved, gamma, beta, grad_gamma, grad_beta,
-            plan.rows, plan.groups, PARTS=plan.parts, SHORTCUT=ctx.shortcut, RELU=ctx.relu, **plan.shape,
+            plan.rows, plan.groups,
+            PARTS=plan.parts, SHORTCUT=ctx.shortcut, RELU=ctx.relu, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         differentiate[plan.groups * plan.tiles, plan.columns](
             passed, x, out, sums, saved, gamma, beta, plan.rows,
-            TILES=plan.tiles, RELU=ctx.relu and not ctx.shortcut, **plan.shape,
+            TILES=plan.tiles, RELU=ctx.relu and not ctx.shortcut, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         return out, passed if ctx.shortcut else None, grad_gamma, grad_beta, None, None, None, None, None

@@ -11,6 +11,8 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ...kernels import ONE_ROUNDING
+
 
 @triton.jit
 def thin(
@@ -37,7 +39,7 @@ def _launch(x: Tensor, y: Tensor, back: bool) -> None:
     _, channels, height, width = x.shape
     elements = (x if back else y).numel()
     shape = {"H": height, "W": width, "C": channels, "OUT": y.shape[1]}
-    thin[(triton.cdiv(elements, 1024),)](x, y, elements, **shape, BLOCK=1024, BACK=back)
+    thin[(triton.cdiv(elements, 1024),)](x, y, elements, **shape, BLOCK=1024, BACK=back, **ONE_ROUNDING)
 
 
 class Thin(torch.autograd.Function):

@@ -8,6 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ...kernels import ONE_ROUNDING
+
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 4096  # logits at once: 32 bytes a thread in bfloat16
 WARPS = 8
@@ -59,5 +61,13 @@ def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, words: int, s
     Rows may be longer than there are words: gradients are zeros there. Those of a negative target have no loss.
     """
     differentiate[(len(logits),)](
-        logits, targets, losses, words, STRIDE=logits.stride(0), BLOCK=BLOCK, SLOPES=slopes, num_warps=WARPS
+        logits,
+        targets,
+        losses,
+        words,
+        STRIDE=logits.stride(0),
+        BLOCK=BLOCK,
+        SLOPES=slopes,
+        num_warps=WARPS,
+        **ONE_ROUNDING,
     )

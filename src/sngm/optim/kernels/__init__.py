@@ -11,6 +11,8 @@ import torch
 
 # Triton's interpreter runs the same kernels on the CPU, slowly: for tests
 DEVICES: tuple[str, ...] = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
+# a * b + c rounded once, whatever Triton's default is: another one would give other bits after a resume
+ONE_ROUNDING = {"enable_fp_fusion": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 

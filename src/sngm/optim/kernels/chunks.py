@@ -103,8 +103,8 @@ def heavy_ball(
     BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
     STOCHASTICALLY: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The update of all momentum methods; the squared norm of what was stepped by, where it AVERAGES."""
-    squares = tl.zeros([BLOCK], WIDE)
+    """The update of all momentum methods; where it AVERAGES, the squared norm of the direction, else 0."""
+    of_direction = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
         at = from_ + tl.arange(0, BLOCK)
@@ -120,11 +120,11 @@ def heavy_ball(
             store(v, at, step, left, WHOLE)
             step = tl.where(nesterov != 0.0, momentum * step + d, step)
         if AVERAGES:
-            squares += step * step
+            of_direction += step * step
         if not AVERAGES or not averaged:
             x -= rate * (step + pull * x)
             store(w, at, rounded(x, P, at, start, key, STOCHASTICALLY, stochastic), left, WHOLE)
-    return tl.sum(squares.to(tl.float64))
+    return tl.sum(of_direction.to(tl.float64))
 
 
 @triton.jit

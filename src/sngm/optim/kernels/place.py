@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from . import ONE_ROUNDING
 from .layout import FIELDS, ROWS, SETTINGS
 from .replay import Replays, serves
 
@@ -71,8 +72,7 @@ class Launch:
             return
         for i, name in self.changing:
             arguments[i] = pool[name]
-        # a * b + c rounded once, whatever Triton's default is: another one would give other bits after a resume
-        compiled = self.kernel[self.grid](*arguments, num_warps=pool["warps"], enable_fp_fusion=True)
+        compiled = self.kernel[self.grid](*arguments, num_warps=pool["warps"], **ONE_ROUNDING)
         if compiled is not None:  # the interpreter has none
             # From now on past Triton's look-up by types, which do not change, and with addresses in place of tensors,
             # which would be asked for theirs: both cost more than the launch. `pool` keeps the memory.
@@ -190,7 +190,10 @@ def send(values: list[Any], to: Tensor) -> Tensor:
     """Copy numbers, or rows of them, to a device without waiting for it; returns the memory they are copied from."""
     numbers = values if to.ndim == 1 else list(chain.from_iterable(values))
     packed = struct.pack(f"{len(numbers)}{CODES[to.dtype]}", *numbers)  # in a fraction of torch.tensor's time
-    pinned = torch.empty(len(numbers), dtype=to.dtype, pin_memory=to.device.type == "cuda")
-    ctypes.memmove(pinned.data_ptr(), packed, len(packed))
+    pinned = torch.empty(len(numbers), dtype=to.dtype, device="cpu", pin_memory=to.device.type == "cuda")
+    start = pinned.data_ptr()
+    if numbers and not start:  # under a FakeTensorMode
+        raise RuntimeError("a step needs memory for its tables, and torch gives none here")
+    ctypes.memmove(start, packed, len(packed))
     to.view(-1).copy_(pinned, non_blocking=True)
     return pinned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from operator import attrgetter, is_, itemgetter, methodcaller, or_
 from typing import Any
@@ -26,14 +26,6 @@ REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(ROWS))
 
 
-def of_each(question: Callable[[Tensor], Any], grads: list[Any], none: Any = None) -> list[Any]:
-    """What each gradient answers; `none` where there is none."""
-    try:
-        return list(map(question, grads))
-    except (AttributeError, TypeError):
-        return [none if g is None else question(g) for g in grads]
-
-
 class Plan:
     """The tables of one optimizer, and its step on them.
 
@@ -45,8 +37,8 @@ class Plan:
     values: list[list[Any]]
     needs_and_adapt: list[tuple[bool, Any]]
     present: list[int]
-    grad_dtypes: list[Any]
-    grad_shapes: list[Any]
+    dtypes_there: list[Any]
+    shapes_there: list[Any]
     unchangeable = False
     scope = ""
     needs: Sequence[bool] = ()
@@ -239,19 +231,28 @@ class Plan:
     def _find_gradients(self, grads: list[Any]) -> bool:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         self.held = []
-        if self.kinds and not self.sharded and not self.complex and self._lie_as_before(grads):
-            found = of_each(data_ptr, grads, 0)
-            if found == self.found:
-                return True
-            aligned = self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0
-            if aligned and of_each(dtype_of, grads) == self.grad_dtypes and of_each(size, grads) == self.grad_shapes:
-                self.found = found
-                return True
-        for shape, layout, g in zip(self.shapes, self.layouts, grads, strict=True):
-            if g is not None and g.size() != shape:
-                checks.gradient(g, layout)
+        if self.kinds and not self.sharded and not self.complex:
+            there = grads if len(self.present) == len(grads) else [grads[i] for i in self.present]
+            if self._lie_as_before(grads, there):
+                found = list(map(data_ptr, there))
+                if len(there) < len(grads):
+                    addresses = dict(zip(self.present, found, strict=True))
+                    found = [addresses.get(i, 0) for i in range(len(grads))]
+                if found == self.found:
+                    return True
+                aligned = self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0
+                if (
+                    aligned
+                    and list(map(dtype_of, there)) == self.dtypes_there
+                    and list(map(size, there)) == self.shapes_there
+                ):
+                    self.found = found
+                    return True
+        for shape, g in zip(self.shapes, grads, strict=True):
+            if g is not None:
+                checks.gradient(g, shape)
         grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
-        found = of_each(data_ptr, grads, 0)
+        found = [0 if g is None else g.data_ptr() for g in grads]
         for i in range(len(grads)) if self.kinds else ():
             kind, g = self.kinds[i], grads[i]
             if g is None:
@@ -261,8 +262,9 @@ class Plan:
             if self.needs[self.positions[i]] and not kind.buffered and g.numel():
                 return False  # it was frozen, and has a gradient now
         self.held, self.found = grads, found
-        self.grad_dtypes, self.grad_shapes = of_each(dtype_of, grads), of_each(size, grads)
         self.present = [i for i, g in enumerate(grads) if g is not None]
+        self.dtypes_there = [grads[i].dtype for i in self.present]
+        self.shapes_there = [self.shapes[i] for i in self.present]
         self.stepped = [self.params[i] for i in self.present]
         self.odd_grads = [i for i in self.odd if grads[i] is not None]
         self.odd_grad_strides = [grads[i].stride() for i in self.odd_grads]
@@ -270,8 +272,8 @@ class Plan:
         self.even_grads = [i for i in self.present if i not in odd]
         return True
 
-    def _lie_as_before(self, grads: list[Any]) -> bool:
-        """Whether the same parameters have gradients, in the same order in memory."""
+    def _lie_as_before(self, grads: list[Any], there: list[Any]) -> bool:
+        """Whether the same parameters have gradients, `there`, in the same order in memory."""
         try:
             if len(self.even_grads) == len(grads):
                 alike = all(map(is_contiguous, grads))
@@ -279,13 +281,13 @@ class Plan:
                 alike = (
                     all(map(is_contiguous, [grads[i] for i in self.even_grads]))
                     and [grads[i].stride() for i in self.odd_grads] == self.odd_grad_strides
-                    and sum(g is not None for g in grads) == len(self.present)
+                    and sum(g is not None for g in grads) == len(there)
                 )
             # Of one element, the imaginary part of a conjugate lies as any other, with its sign left to be changed.
             if any(grads[i].is_neg() for i in self.single if grads[i] is not None):
                 return False
             # torch gives a gradient the parameter's dtype, unless told otherwise
-            return alike and (self.grads_like_params or of_each(dtype_of, grads) == self.grad_dtypes)
+            return alike and (self.grads_like_params or list(map(dtype_of, there)) == self.dtypes_there)
         except (AttributeError, RuntimeError, TypeError):  # one is None now, or sparse
             return False
 
