@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import warnings
@@ -406,6 +407,28 @@ def test_a_broken_study_is_named(text):
     assert Path("study/study.json").read_text() == text
 
 
+def test_runs_and_studies_do_not_share_a_folder():
+    study = "compare --methods msgd --lrs 0.1 --batches 512 --seeds 1 --epochs 1 --set width=2"
+    sngm(f"train digits {QUICK} --out run")
+    refused(sngm(f"{study} --out run"), "run holds a run; name another folder with --out")
+    assert not Path("run/study.json").exists()
+    sngm(f"{study} --out study")
+    refused(sngm(f"train digits {QUICK} --out study"), "study holds a study; name another folder with --out")
+    shown = sngm("report study").out
+    shutil.copy("run/run.json", "study/run.json")  # as earlier versions let it come there
+    assert sngm("report study").out == shown
+    assert sngm(f"{study} --out study").code == 0
+
+
+def test_a_report_that_cannot_be_written_is_shown():
+    sngm(f"train digits {QUICK} --out run")
+    Path("run/table.md").mkdir()  # so that no file can take its place
+    shown = sngm("report run")
+    assert shown.code == 1
+    assert "| sngm |" in shown.out
+    assert shown.err.startswith("sngm: Is a directory: run/table.md")
+
+
 def test_another_run_in_the_folder_is_refused_with_the_difference():
     sngm(f"train digits {QUICK} --out run")
     before = Path("run/run.json").read_bytes()
@@ -507,6 +530,9 @@ def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
     [
         ("return nn.Linear(2, 1)", "return nn.Linear", "model() must return a torch.nn.Module"),
         ("return nn.Linear(2, 1)", "pass", "model() must return a torch.nn.Module, got None"),
+        ("def model(", "def no_model(", "must define model()"),
+        ("def data(", "def no_data(", "must define data()"),
+        ("targets[cut:]))", "targets[cut + 1 :]))", "as many rows as each other"),
         ('return self.scores(model, batch)["loss"].mean()', "return 0.5", "one number, as a tensor, got 0.5"),
         ('"error": difference.abs()', '"error": 1.0', "scores() must return a dict of tensors"),
         ("def model(", "def evaluate(self, *_): pass\n\n    def model(", "evaluate() must return a dict"),

@@ -753,6 +753,16 @@ def test_table_1_is_shown_and_has_nothing_to_run():
     refused(sngm("paper run table-1 --dry-run"), "theory", "check-theory")
 
 
+def test_the_papers_numbers_are_shown_where_we_have_none(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    shown = sngm("paper show table-4")
+    assert "| 32768 | SNGM |  | 76.16 | not run yet | 0 |  | open |  |" in shown.out
+    assert "no run is known" in shown.err
+    named = sngm("paper list").out
+    assert "figure-2 from those of table-2" in named
+    assert all(item.name in named for item in items.ITEMS)
+
+
 def test_links_lead_to_headings_that_are_there(copied):
     import re
 

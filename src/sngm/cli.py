@@ -338,12 +338,11 @@ def report(
     """Write table.md, figures and report.html from the records in a folder."""
     from . import report as reports
 
-    page = reports.write(folder)
     summary = reports.summarise(folder)
-    if as_json:
-        print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2))
-    else:
-        print(f"{reports.table(summary)}\n\n{summary.answer()}\n\nReport: {page}")
+    if not as_json:  # first, so that a folder that cannot be written to has shown what is in it
+        print(f"{reports.table(summary)}\n\n{summary.answer()}\n")
+    page = reports.write(folder)
+    print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2) if as_json else f"Report: {page}")
 
 
 verb(*cli_probe.EXAMPLES)(cli_probe.probe)

@@ -41,6 +41,7 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     """List the tables and figures, how much of each has been run, and what the rest would cost."""
     from .paper import items, verdicts
     from .paper.results import read
+    from .report.paper import FIGURES
 
     there = read(_folder(results))
     _say_if_none_is_here(results)
@@ -64,7 +65,9 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
         if entry["needs"]:
             state += f"; needs {entry['needs']}"
         print(f"{entry['item']}: {entry['title']}\n  {state}")
-    print(f"\nTimes are of {items.COSTS_ON}. Table 1 is theory: sngm check-theory, docs/theory.md.")
+    drawn = ", ".join(f"{f.name} from those of {f.item}" for f in FIGURES if f.name != f.item)
+    print(f"\nOther figures are drawn from these runs: {drawn}.")
+    print(f"Times are of {items.COSTS_ON}. Table 1 is theory: sngm check-theory, docs/theory.md.")
 
 
 @verb("sngm paper show table-2", "sngm paper show table-6 --json")

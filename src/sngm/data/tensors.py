@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..errors import UsageError
 from .fingerprint import fingerprint
 
 
@@ -17,7 +18,7 @@ class Tensors:
 
     def __init__(self, *tensors: Tensor) -> None:
         if len({len(t) for t in tensors}) != 1:
-            raise ValueError(f"tensors must have as many rows as each other, got {[len(t) for t in tensors]}")
+            raise UsageError(f"tensors must have as many rows as each other, got {[len(t) for t in tensors]}")
         self.tensors = tensors
 
     @property

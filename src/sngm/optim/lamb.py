@@ -37,7 +37,7 @@ class LAMB(LargeBatchOptimizer):
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
         lr: learning rate :math:`\eta`, a number or a one-element tensor.
         betas: :math:`\beta_1` and :math:`\beta_2`, each in [0, 1).
-        eps: :math:`\epsilon`, added to the root of the second moment.
+        eps: :math:`\epsilon`, added to the root of the second moment; more than 0.
         weight_decay: :math:`\lambda`, at least 0.
         bias_correction: divide the moments by :math:`1-\beta^t`.
         phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
@@ -107,7 +107,8 @@ class LAMB(LargeBatchOptimizer):
             raise TypeError(f"betas must be a pair (beta1, beta2), got {betas!r}")
         for i, beta in enumerate(betas):
             checks.number(f"betas[{i}]", beta, 0.0, 1.0)
-        checks.number("eps", group["eps"], 0.0)
+        # without it, an element that never had a gradient would be 0 / 0
+        checks.number("eps", group["eps"], torch.finfo(torch.float32).tiny)
         checks.flag("bias_correction", group["bias_correction"])
         checks.bounds("phi", group["phi"])
         if group["max_grad_norm"] is not None:

@@ -213,7 +213,11 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
         parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
-    shown = [outcome for outcome in outcomes if outcome.tried or outcome.on_test or (item.search and outcome.lr)]
+    shown = [
+        outcome
+        for outcome in outcomes
+        if outcome.planned.paper is not None or outcome.tried or outcome.on_test or (item.search and outcome.lr)
+    ]
     if shown:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
@@ -269,7 +273,8 @@ def _rate(outcome: Outcome) -> str:
 def _ours(outcome: Outcome, interval: str = "") -> str:
     """The mean of a cell, its interval, and how many runs these leave out; or why there is none."""
     if not outcome.tried:
-        return "rate not chosen yet" if outcome.lr is None else "not run yet"
+        begun = outcome.trials or outcome.on_test
+        return "rate not chosen yet" if outcome.lr is None and begun else "not run yet"
     if not outcome.values:
         return "diverged"
     mean = text_of(fmean(outcome.values), outcome.planned.item.metric)

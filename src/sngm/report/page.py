@@ -43,6 +43,10 @@ def write(folder: Path) -> Path:
             draft.write_text(files[path.name], encoding="utf-8", newline="\n")
         for draft, path in drafts.items():
             os.replace(draft, path)
+    except OSError as error:
+        named = {str(draft): str(path) for draft, path in drafts.items()}  # nobody has heard of the drafts
+        error.filename, error.filename2 = named.get(str(error.filename), error.filename), None
+        raise
     finally:
         for draft in drafts:
             with contextlib.suppress(FileNotFoundError):

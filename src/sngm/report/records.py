@@ -99,12 +99,12 @@ def read(folder: Path) -> Records:
         FileNotFoundError: the folder holds no record.
     """
     folder = Path(folder)
-    if (folder / "run.json").is_file():
+    has_study = (folder / "study.json").is_file()
+    if (folder / "run.json").is_file() and not has_study:
         places = [folder]
     else:
         home = folder / "runs" if (folder / "runs").is_dir() else folder
         places = sorted(path.parent for path in home.glob("*/run.json"))
-    has_study = (folder / "study.json").is_file()
     if not places and not has_study:
         why = "holds no records" if folder.is_dir() else "is not a folder"
         raise FileNotFoundError(

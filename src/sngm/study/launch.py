@@ -126,7 +126,10 @@ def mps_runs() -> bool:
 
 def _claim(folder: Path, study: Study) -> None:
     path = folder / "study.json"
-    if path.exists():
+    if not path.exists():
+        if (folder / "run.json").exists():
+            raise UsageError(f"{folder} holds a run; name another folder with --out")
+    else:
         there = read_json(path)
         if not isinstance(there, dict) or not isinstance(there.get("study"), dict):
             raise UsageError(f"{path} is not the record of a study; delete it or name another folder with --out")

@@ -118,7 +118,7 @@ class Task:
 
     def data(self) -> Splits:
         """The samples to train and test on. Raise :class:`sngm.errors.DataMissing` if they are not there."""
-        raise NotImplementedError(f"{type(self).__name__} must define data()")
+        raise UsageError(f"{type(self).__name__} must define data()")
 
     def facts(self) -> dict[str, Any]:
         """What ``--dry-run`` says of the data, besides how many samples there are to train on."""
@@ -126,7 +126,7 @@ class Task:
 
     def model(self) -> nn.Module:
         """A new model; torch's random numbers are seeded before this is called."""
-        raise NotImplementedError(f"{type(self).__name__} must define model()")
+        raise UsageError(f"{type(self).__name__} must define model()")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The mean loss over the samples of a batch, to call `backward` on."""

@@ -36,6 +36,8 @@ class RunFolder:
     def open(self, config: RunConfig) -> dict[str, Any]:
         """Find this run in the folder; return what run.json says ({} for a new run)."""
         if not self.file.exists():
+            if (self.path / "study.json").exists():
+                raise UsageError(f"{self.path} holds a study; name another folder with --out")
             return {}
         record = self.read()
         there = completed(record["config"])
