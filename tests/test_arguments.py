@@ -390,6 +390,12 @@ def test_good_values_at_the_edges_are_taken(rule):
     assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))  # lr = 0
 
 
+@pytest.mark.parametrize("rule", RULES)
+def test_parameters_without_a_shape_are_refused_with_the_way_to_get_one(rule):
+    with pytest.raises(ValueError, match=r"params\[0\] has no shape yet: let some input through the model before"):
+        build(rule, torch.nn.LazyLinear(3).parameters())
+
+
 @pytest.mark.parametrize("params", [None, 3, torch.nn.Linear(2, 2)], ids=["None", "3", "module"])
 def test_params_that_cannot_be_gone_through_are_named(params):
     with pytest.raises(TypeError, match=f"params.*{type(params).__name__}"):

@@ -787,3 +787,33 @@ def test_a_count_of_steps_that_was_deleted_starts_from_zero(path):
         del optimizer.state[p]["step"]
     run(optimizer, params, 1)
     assert all(optimizer.state[p]["step"].item() == 1.0 for p in params)
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "named"),
+    [
+        ("lars", "sngm", "trust_coefficient, variant"),
+        ("sngm", "lars", "weight_decay_mode"),
+        ("sngm", "clars", "eps, weight_decay_mode"),
+        ("extrap-sgd", "sngm", "inner_lr"),
+        ("clars", "extrap-sgd", "max_ratio"),
+    ],
+)
+def test_settings_of_another_method_in_a_checkpoint_are_told(theirs, ours, named):
+    params = make_params()
+    saved = build(theirs, params).state_dict()
+    with pytest.warns(UserWarning, match=f"groups hold .*{named}.* does not know. Is it another optimizer's") as told:
+        build(ours, params).load_state_dict(saved)
+    assert len(told) == 1
+    assert told[0].filename == __file__
+
+
+def test_a_lars_checkpoint_is_not_loaded_where_its_eps_would_be_a_division_by_zero():
+    params = make_params()
+    optimizer = build("lamb", params)
+    before = copy.deepcopy(optimizer.state_dict())
+    saved = build("lars", params).state_dict()
+    refused = pytest.raises(ValueError, match=r"eps must be .* got 0.0; is it another optimizer's checkpoint\?")
+    with refused, pytest.warns(UserWarning, match="no exp_avg"):
+        optimizer.load_state_dict(saved)
+    assert optimizer.state_dict()["param_groups"] == before["param_groups"]

@@ -66,8 +66,11 @@ def archive_of(dataset: str, form: str) -> Archive:
         ("cifar100", "python"): ("cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437),
     }
     if (dataset, form) not in names:
-        known = ", ".join(sorted({name for name, _ in names}))
-        raise UsageError(f"there is no {dataset!r} in the form {form!r} to get; there is {known}, binary or python")
+        known = " and ".join(sorted({name for name, _ in names}))
+        raise UsageError(
+            f"there is no {dataset!r} in the form {form!r} to get; there are {known}, as binary or python. "
+            "sngm data says where others come from"
+        )
     layout = next(one for one in LAYOUTS if f"cifar{one.classes}" == dataset and one.form == form)
     return Archive(*names[dataset, form], layout.folder, layout.files)
 

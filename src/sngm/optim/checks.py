@@ -106,6 +106,8 @@ def parameters(params: list[Any]) -> None:
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):
             continue
+        if torch.nn.parameter.is_lazy(p):
+            raise ValueError(f"params[{i}] has no shape yet: let some input through the model before")
         if p.dtype not in PARAMETER_DTYPES:
             allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
             raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")

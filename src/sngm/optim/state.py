@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any, ClassVar, Self
 
@@ -14,6 +15,8 @@ from .shards import Shards, like
 from .work import state_dtype
 
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
+
+SETTINGS: set[str] = set()  # of any method here
 
 
 class KeepsState(Optimizer):
@@ -29,6 +32,10 @@ class KeepsState(Optimizer):
     _skipped: Tensor
     _shards = Shards(())  # of the parameters as they were at the last step
     _plan: Any = None  # of a step by our own kernels
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        SETTINGS.update(inspect.signature(cls).parameters.keys() - {"params", "norm_group"})
 
     def _check_group(self, group: dict[str, Any]) -> None:
         """Refuse bad hyper-parameters."""
@@ -86,6 +93,13 @@ class KeepsState(Optimizer):
                     f"{type(self).__name__} starts from zero there. Is it another optimizer's checkpoint?",
                     stacklevel=2,
                 )
+        keys = {key for group in state_dict["param_groups"] for key in group}
+        if (others := sorted(keys & SETTINGS - self.defaults.keys())) and not warned:
+            warnings.warn(
+                f"the checkpoint's groups hold {', '.join(others)}, which {type(self).__name__} does not know. "
+                "Is it another optimizer's checkpoint?",
+                stacklevel=2,
+            )
         # torch would cast state to the parameter's dtype (pytorch#43706), so tensors pass through it wrapped;
         # the hook is registered last to see what the user's own hooks made of the checkpoint.
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
