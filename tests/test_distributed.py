@@ -29,7 +29,7 @@ def train_in(count: int, folder: Path, *arguments) -> None:
     assert record(folder)["processes"] == count
 
 
-@pytest.mark.parametrize("stats", ["first", "mean"])
+@pytest.mark.parametrize("stats", [pytest.param("first", marks=pytest.mark.slow), "mean"])
 def test_two_processes_equal_one_with_two_virtual_workers(stats, tmp_path):
     usual = ["--batch", 16, "--micro", 4, "--precision", "float64", "--running-stats", stats]
     usual += ["--set", "norm=true", "--set", "dropout=0.3", "--clip", 1.0]
@@ -38,7 +38,9 @@ def test_two_processes_equal_one_with_two_virtual_workers(stats, tmp_path):
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
 
-@pytest.mark.parametrize("method", ["msgd", "clars", "adam", "extrap-sgd"])
+@pytest.mark.parametrize(
+    "method", ["extrap-sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("msgd", "clars", "adam"))]
+)
 def test_weights_without_gradients_are_left_alone_by_several_processes_too(method, tmp_path):
     usual = ["--method", method, "--lr", 0.1, "--batch", 16, "--precision", "float64"]
     usual += ["--set", "spare=true", "--set", "weight_decay=0.1"]

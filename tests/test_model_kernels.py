@@ -57,7 +57,7 @@ def convolution(device):
         ((16, 32), (4, 4), LAST),
         ((32, 32), (5, 7), LAST),
         ((64, 16), (4, 4), LAST),
-        ((64, 64), (3, 4), torch.contiguous_format),
+        pytest.param((64, 64), (3, 4), torch.contiguous_format, marks=pytest.mark.slow),
     ],
 )
 def test_convolutions_and_their_gradients_are_those_of_float64(device, channels, size, layout):

@@ -1,5 +1,6 @@
 """How steps are made changes no number: passes of many BatchNorm groups, loaders, compiled steps."""
 
+import itertools
 import multiprocessing
 import os
 import signal
@@ -117,11 +118,11 @@ def test_merged_passes_serve_every_method(method, stats, tmp_path):
 @pytest.mark.parametrize(
     ("method", "stats"),
     [
-        ("sngm", "first"),
         ("clars", "mean"),
         *(
-            pytest.param(*some, marks=pytest.mark.slow)
-            for some in (("sngm", "mean"), ("clars", "first"), ("extrap-sgd", "first"), ("extrap-sgd", "mean"))
+            pytest.param(method, stats, marks=pytest.mark.slow)
+            for method, stats in itertools.product(("sngm", "clars", "extrap-sgd"), ("first", "mean"))
+            if (method, stats) != ("clars", "mean")
         ),
     ],
 )

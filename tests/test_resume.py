@@ -72,9 +72,8 @@ def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(more, every, tmp_path)
     assert not list((tmp_path / "killed").glob(".checkpoint-*"))
 
 
-@pytest.mark.parametrize(
-    "more", [pytest.param(PLATEAU, id="plateau"), pytest.param(WARM, id="warm-up", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("more", [pytest.param(PLATEAU, id="plateau"), pytest.param(WARM, id="warm-up")])
+@pytest.mark.slow
 def test_an_interrupted_run_says_so_and_goes_on(more, tmp_path):
     arguments = command(tmp_path / "broken", *more, every=1000)
     log = tmp_path / "log"

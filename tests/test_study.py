@@ -414,6 +414,7 @@ def test_a_run_that_fails_leaves_the_others_their_results_and_is_tried_again():
     assert sngm(f"{line} --json").code == 1
 
 
+@pytest.mark.slow
 def test_seeds_can_be_added_to_a_study():
     few = sngm(f"{TINY} --out study --json").json
     more = sngm(f"{TINY.replace('--seeds 2', '--seeds 3')} --out study --json").json
@@ -593,6 +594,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", place], check=True)
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing_that_was_finished(small_disk, whole):
     folder, shown = whole
     place, enlarge = small_disk
