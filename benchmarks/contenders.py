@@ -124,6 +124,7 @@ def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
         Contender("SGD", "for-loop", 20, using(sgd, **heavy, foreach=False), slow=True),
         Contender("SGD", "foreach", 20, using(sgd, **heavy, foreach=True), slow=True),
         Contender("SGD", "fused", 20, using(sgd, **heavy, fused=True)),
+        Contender("SGD new gradients", "fused", 20, using(sgd, **heavy, fused=True), new_grads=True),
         Contender("Adam", "for-loop", 28, using(adam, **slow_adam, foreach=False), slow=True),
         Contender("Adam", "foreach", 28, using(adam, **slow_adam, foreach=True), slow=True),
         Contender("Adam", "fused", 28, using(adam, **slow_adam, fused=True)),

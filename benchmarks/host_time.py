@@ -44,11 +44,11 @@ from typing import Any
 import torch
 from cells import DOCS, need_gpu, take, write_docs
 from sizes import SIZES
-from torch import Tensor
 
 import sngm
 from sngm.optim import kernels
 from sngm.optim.kernels import replay
+from sngm.optim.kernels.look import look
 
 EXAMPLES = """examples:
   python benchmarks/host_time.py --out build/bench              three minutes on a GPU, 85 GB of its memory
@@ -224,11 +224,8 @@ def parts_of(optimizer: Any) -> dict[str, Step]:
     return {
         WHOLE: optimizer.step,
         "the gradients themselves": lambda: list(map(attrgetter("grad"), parameters)),
-        "whether they are contiguous": lambda: all(map(Tensor.is_contiguous, grads)),
-        "their addresses": lambda: list(map(Tensor.data_ptr, grads)),
-        "parameters: addresses": lambda: list(map(Tensor.data_ptr, parameters)),
-        "parameters: shapes": lambda: list(map(Tensor.size, parameters)),
-        "parameters: whether they are contiguous": lambda: list(map(Tensor.is_contiguous, parameters)),
+        "gradients: where they lie, and how": partial(look, grads),
+        "parameters: where they lie, and how": partial(look, parameters),
         "state: whether it is the same": partial(plan._state_is_where_it_was, optimizer),
         "parameters: a new version for autograd": partial(torch.autograd.graph.increment_version, parameters),
         "launch, and finding its graph": partial(plan._work, optimizer),

@@ -38,9 +38,9 @@ def address(tensor: Tensor | None) -> int:
     return 0 if tensor is None else shards.local(tensor).data_ptr()
 
 
-def has_like_grads(p: Tensor) -> bool:
-    """Whether torch lets this parameter have gradients of its own dtype alone."""
-    return not p.is_leaf or getattr(p, "grad_dtype", p.dtype) == p.dtype  # which only leaves can be asked for
+def numbers(addresses: bytes) -> memoryview:
+    """Addresses in a row, as numbers."""
+    return memoryview(addresses).cast("q")
 
 
 def dense(tensor: Tensor) -> bool:

@@ -139,7 +139,7 @@ class Place:
         self.ready: dict[Any, list[Launch]] = {}  # by kernel, in the order of the step
         self.replays = Replays() if serves(self.device) else None
 
-    def update(self, name: str, values: list[Any]) -> None:
+    def update(self, name: str, values: bytes | list[Any]) -> None:
         """Send `values` to one of those tables, unless they are there already."""
         if self.sent.get(name) != values:
             self.sent[name] = values
@@ -161,7 +161,7 @@ class Place:
             self._send(list(values), there)
         return there
 
-    def _send(self, values: list[Any], to: Tensor) -> None:
+    def _send(self, values: bytes | list[Any], to: Tensor) -> None:
         pinned = send(values, to)
         if self.capturing():
             self.kept.append(pinned)  # a graph copies from there at every replay
@@ -186,14 +186,19 @@ def chunk_sizes(elements: int) -> dict[str, int]:
     return {"CHUNK": chunk, "BLOCK": 1024, "warps": 4}
 
 
-def send(values: list[Any], to: Tensor) -> Tensor:
+def send(values: bytes | list[Any], to: Tensor) -> Tensor:
     """Copy numbers, or rows of them, to a device without waiting for it; returns the memory they are copied from."""
-    numbers = values if to.ndim == 1 else list(chain.from_iterable(values))
-    packed = struct.pack(f"{len(numbers)}{CODES[to.dtype]}", *numbers)  # in a fraction of torch.tensor's time
-    pinned = torch.empty(len(numbers), dtype=to.dtype, device="cpu", pin_memory=to.device.type == "cuda")
+    packed = values if isinstance(values, bytes) else pack(values, to)
+    pinned = torch.empty(to.numel(), dtype=to.dtype, device="cpu", pin_memory=to.device.type == "cuda")
     start = pinned.data_ptr()
-    if numbers and not start:  # under a FakeTensorMode
+    if packed and not start:  # under a FakeTensorMode
         raise RuntimeError("a step needs memory for its tables, and torch gives none here")
     ctypes.memmove(start, packed, len(packed))
     to.view(-1).copy_(pinned, non_blocking=True)
     return pinned
+
+
+def pack(values: list[Any], to: Tensor) -> bytes:
+    """Numbers, or rows of them, as `to` holds them, in a fraction of torch.tensor's time."""
+    numbers = values if to.ndim == 1 else list(chain.from_iterable(values))
+    return struct.pack(f"{len(numbers)}{CODES[to.dtype]}", *numbers)

@@ -6,8 +6,7 @@ import copy
 import math
 import weakref
 from collections.abc import Sequence
-from functools import reduce
-from operator import attrgetter, is_, itemgetter, methodcaller, or_
+from operator import is_, itemgetter, methodcaller
 from typing import Any
 
 import torch
@@ -16,10 +15,11 @@ from torch import Tensor
 from .. import checks, shards
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
-from .memory import address, alike, dense, has_like_grads, ids, laid_out_as, on_host, usable
+from .look import look
+from .memory import address, alike, dense, ids, laid_out_as, numbers, on_host, usable
 from .place import Kind, Launch, Place, changing
 
-data_ptr, is_contiguous, size, dtype_of = Tensor.data_ptr, Tensor.is_contiguous, Tensor.size, attrgetter("dtype")
+data_ptr = Tensor.data_ptr
 params_of = itemgetter("params")
 WIDEST_LOAD = 16  # bytes; tensors that do not begin at a multiple of it are served apart
 REAL = {torch.complex64: torch.float32, torch.complex128: torch.float64}
@@ -36,9 +36,6 @@ class Plan:
 
     values: list[list[Any]]
     needs_and_adapt: list[tuple[bool, Any]]
-    present: list[int]
-    dtypes_there: list[Any]
-    shapes_there: list[Any]
     unchangeable = False
     scope = ""
     needs: Sequence[bool] = ()
@@ -56,30 +53,24 @@ class Plan:
         pieces = [shards.local(p) for p in params]
         self.sharded = any(map(shards.is_dtensor, params))
         self.complex = any(p.is_complex() for p in params)
-        self.addresses = list(map(data_ptr, pieces))
-        self.shapes = list(map(size, pieces))
+        self.look = look(pieces)
+        self.addresses = numbers(self.look[0])
+        self.shapes = [piece.shape for piece in pieces]
         self.single = [i for i, piece in enumerate(pieces) if piece.numel() == 1]
         self.empty = [i for i, piece in enumerate(pieces) if not piece.numel()]
-        self.even = list(map(is_contiguous, pieces))
-        self.odd = [i for i, even in enumerate(self.even) if not even]
-        self.odd_strides = [pieces[i].stride() for i in self.odd]
         # the kernels walk memory in order: a parameter with gaps is worked on as a copy
         self.staged = {i: torch.empty_like(piece) for i, piece in enumerate(pieces) if not dense(piece)}
         self.layouts = [torch.empty_like(self.staged.get(i, piece), device="meta") for i, piece in enumerate(pieces)]
         self._read_settings(optimizer)
         self._learn_state(optimizer)
-        self.found: list[int] = []
+        self.found, self.forms = b"", None  # of gradients
         self.kinds: list[Kind] = []
         self.held: list[Any] = []  # copies the tables point to, until the step is taken
         self._find_gradients(grads)
         entries = [optimizer.state[p] for p in params]
-        self.kinds = [self._kind(optimizer, i, entries[i], grads[i]) for i in range(len(params))]
-        # of one parameter of each kind: who casts parameters where they lie casts all of it
-        self.dtypes = {i: pieces[i].dtype for i in map(self.kinds.index, set(self.kinds))}
+        found = numbers(self.found)
+        self.kinds = [self._kind(optimizer, i, entries[i], grads[i], found[i]) for i in range(len(params))]
         self.all_aligned = all(kind.aligned for kind in self.kinds)
-        self.grads_like_params = all(kind.param == kind.grad for kind in self.kinds) and all(
-            map(has_like_grads, params)
-        )
         places: list[Place] = []
         for device in dict.fromkeys(piece.device for piece in pieces):
             kinds = {i: kind for i, kind in enumerate(self.kinds) if pieces[i].device == device}
@@ -108,12 +99,12 @@ class Plan:
         }
         return [values.get(name, 0) for name in FIELDS]
 
-    def _kind(self, optimizer: Any, i: int, state: dict[str, Any], grad: Tensor | None) -> Kind:
+    def _kind(self, optimizer: Any, i: int, state: dict[str, Any], grad: Tensor | None, found: int) -> Kind:
         buffers = [address(state.get(key)) for key in optimizer.BUFFERS]
         dtype = self.params[i].dtype
         of_grad = dtype if grad is None else grad.dtype
         home = 0 if i in self.staged else self.addresses[i]
-        aligned = all(a % WIDEST_LOAD == 0 for a in (self.found[i], home, *buffers))
+        aligned = all(a % WIDEST_LOAD == 0 for a in (found, home, *buffers))
         buffered = self.needs[self.positions[i]] and buffers[0] != 0
         return Kind(REAL.get(dtype, dtype), REAL.get(of_grad, of_grad), aligned, buffered)
 
@@ -146,15 +137,11 @@ class Plan:
         if optimizer.norm_group is not self.norm_group or list(map(len, map(params_of, groups))) != self.lengths:
             return False
         pieces = [shards.local(p) for p in params] if self.sharded else params
-        if list(map(data_ptr, pieces)) != self.addresses:
-            return False
-        # at the same place, but in another shape, or of another dtype
-        if list(map(size, pieces)) != self.shapes or any(pieces[i].dtype != dtype for i, dtype in self.dtypes.items()):
-            return False
-        # or in another order
-        if list(map(is_contiguous, pieces)) != self.even:
-            return False
-        if self.odd and [pieces[i].stride() for i in self.odd] != self.odd_strides:
+        try:
+            moved = look(pieces) != self.look  # elsewhere, or there in another shape, order or dtype
+        except RuntimeError:  # to the meta device
+            moved = True
+        if moved:
             return False
         return self._state_is_where_it_was(optimizer) and self._read_settings(optimizer) and self._find_gradients(grads)
 
@@ -232,64 +219,33 @@ class Plan:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         self.held = []
         if self.kinds and not self.sharded and not self.complex:
-            there = grads if len(self.present) == len(grads) else [grads[i] for i in self.present]
-            if self._lie_as_before(grads, there):
-                found = list(map(data_ptr, there))
-                if len(there) < len(grads):
-                    addresses = dict(zip(self.present, found, strict=True))
-                    found = [addresses.get(i, 0) for i in range(len(grads))]
+            try:
+                found, forms, bits = look(grads)
+            except (RuntimeError, TypeError):  # one is sparse
+                forms = None
+            # Of one element, the imaginary part of a conjugate lies as any other, with its sign left to be changed.
+            if forms == self.forms and not any(grads[i].is_neg() for i in self.single if grads[i] is not None):
                 if found == self.found:
                     return True
-                aligned = self.all_aligned and reduce(or_, found) % WIDEST_LOAD == 0
-                if (
-                    aligned
-                    and list(map(dtype_of, there)) == self.dtypes_there
-                    and list(map(size, there)) == self.shapes_there
-                ):
+                if self.all_aligned and bits % WIDEST_LOAD == 0:
                     self.found = found
                     return True
         for shape, g in zip(self.shapes, grads, strict=True):
             if g is not None:
                 checks.gradient(g, shape)
         grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
-        found = [0 if g is None else g.data_ptr() for g in grads]
-        for i in range(len(grads)) if self.kinds else ():
+        found, forms, _ = look(grads)
+        for i, at in enumerate(numbers(found)) if self.kinds else ():
             kind, g = self.kinds[i], grads[i]
             if g is None:
                 continue
-            if REAL.get(g.dtype, g.dtype) != kind.grad or (kind.aligned and found[i] % WIDEST_LOAD):
+            if REAL.get(g.dtype, g.dtype) != kind.grad or (kind.aligned and at % WIDEST_LOAD):
                 return False
             if self.needs[self.positions[i]] and not kind.buffered and g.numel():
                 return False  # it was frozen, and has a gradient now
-        self.held, self.found = grads, found
-        self.present = [i for i, g in enumerate(grads) if g is not None]
-        self.dtypes_there = [grads[i].dtype for i in self.present]
-        self.shapes_there = [self.shapes[i] for i in self.present]
-        self.stepped = [self.params[i] for i in self.present]
-        self.odd_grads = [i for i in self.odd if grads[i] is not None]
-        self.odd_grad_strides = [grads[i].stride() for i in self.odd_grads]
-        odd = set(self.odd_grads)
-        self.even_grads = [i for i in self.present if i not in odd]
+        self.held, self.found, self.forms = grads, found, forms
+        self.stepped = [p for p, g in zip(self.params, grads, strict=True) if g is not None]
         return True
-
-    def _lie_as_before(self, grads: list[Any], there: list[Any]) -> bool:
-        """Whether the same parameters have gradients, `there`, in the same order in memory."""
-        try:
-            if len(self.even_grads) == len(grads):
-                alike = all(map(is_contiguous, grads))
-            else:
-                alike = (
-                    all(map(is_contiguous, [grads[i] for i in self.even_grads]))
-                    and [grads[i].stride() for i in self.odd_grads] == self.odd_grad_strides
-                    and sum(g is not None for g in grads) == len(there)
-                )
-            # Of one element, the imaginary part of a conjugate lies as any other, with its sign left to be changed.
-            if any(grads[i].is_neg() for i in self.single if grads[i] is not None):
-                return False
-            # torch gives a gradient the parameter's dtype, unless told otherwise
-            return alike and (self.grads_like_params or list(map(dtype_of, there)) == self.dtypes_there)
-        except (AttributeError, RuntimeError, TypeError):  # one is None now, or sparse
-            return False
 
     # ---------------------------------------------------------------- CUDA graphs
 

@@ -1,0 +1,163 @@
+"""Where tensors lie, and how, seen in C and from Python."""
+
+import gc
+import os
+import subprocess
+import sys
+from functools import reduce
+from itertools import combinations
+from operator import or_
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from sngm.optim.kernels.look import compiled, look, look_one_by_one
+from sngm.optim.kernels.memory import numbers
+
+IN_C = compiled()
+BOTH = pytest.mark.parametrize("see", [IN_C, look_one_by_one], ids=["C", "Python"])
+MEMORY = torch.zeros(240)
+SEEN = {
+    "a vector": MEMORY[:12],
+    "a shorter one": MEMORY[:11],
+    "with gaps": MEMORY[:24:2],
+    "later": MEMORY[1:13],
+    "a matrix": MEMORY[:12].view(3, 4),
+    "of another shape": MEMORY[:12].view(4, 3),
+    "transposed": MEMORY[:12].view(3, 4).t(),
+    "one row": MEMORY[:12].view(1, 12),
+    "one column": MEMORY[:12].view(12, 1),
+    "repeated": MEMORY[:1].expand(12),
+    "as integers": MEMORY[:12].view(torch.int32),
+    "as pairs": MEMORY[:12].view(torch.bfloat16),
+    "as other pairs": MEMORY[:12].view(torch.float16),
+    "as complex numbers": MEMORY[:24].view(torch.complex64),
+    "as doubles": MEMORY[:24].view(torch.float64),
+    "a number": MEMORY[0],
+    "nothing": MEMORY[:0],
+    "no rows": MEMORY[:0].view(0, 4),
+    "channels first": MEMORY[:120].view(2, 3, 4, 5),
+    "channels last": MEMORY[:120].view(2, 4, 5, 3).permute(0, 3, 1, 2),
+    "none": None,
+}
+
+
+@BOTH
+def test_whatever_differs_between_two_tensors_is_seen(see):
+    looks = {name: see([tensor]) for name, tensor in SEEN.items()}
+    for one, other in combinations(looks, 2):
+        assert looks[one] != looks[other], (one, other)
+    for name, tensor in SEEN.items():
+        twin = tensor if tensor is None else torch.nn.Parameter(tensor, requires_grad=tensor.is_floating_point())
+        assert see((twin,)) == looks[name], name
+
+
+@BOTH
+def test_addresses_of_all_and_their_bits(see):
+    tensors = [*SEEN.values()]
+    addresses, _, bits = see(tensors)
+    assert list(numbers(addresses)) == [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    assert bits == reduce(or_, numbers(addresses))
+    assert see([]) == see(()) == (b"", see([])[1], 0)
+
+
+@BOTH
+def test_how_tensors_lie_goes_with_their_places_in_the_list(see):
+    a, b = SEEN["a matrix"], SEEN["transposed"]
+    assert see([a, b])[0] == see([b, a])[0]
+    assert see([a, b])[1] != see([b, a])[1]
+    assert see([a, None])[1] != see([None, a])[1]
+    assert see([a])[1] != see([a, a])[1]
+
+
+def test_strides_that_lead_nowhere_are_all_alike():
+    row = MEMORY[:4].as_strided((1, 4), (4, 1))
+    assert IN_C([row]) == IN_C([MEMORY[:4].as_strided((1, 4), (99, 1))])
+    assert IN_C([row]) != IN_C([MEMORY[:4].as_strided((1, 4), (4, 2))])
+
+
+def test_many_dimensions():
+    deep = MEMORY[:2].view(2, *[1] * 60)
+    assert numbers(IN_C([deep] * 50)[0])[-1] == deep.data_ptr()
+    assert IN_C([deep] * 50) == IN_C((deep,) * 50)
+    assert IN_C([deep] * 49 + [deep.transpose(0, 1)])[1] != IN_C([deep] * 50)[1]
+
+
+@pytest.mark.parametrize(
+    "bad", [None, 3, "tensor", {MEMORY}, iter([MEMORY]), [3], [MEMORY, "tensor"], [torch.Tensor], [MEMORY.numpy()]]
+)
+def test_what_is_no_list_of_tensors_is_refused(bad):
+    with pytest.raises(TypeError, match=r"look\(\) takes"):
+        IN_C(bad)
+
+
+@BOTH
+def test_a_tensor_without_memory_is_refused(see):
+    with pytest.raises(RuntimeError):
+        see([MEMORY, torch.eye(3).to_sparse()])
+
+
+def test_nothing_is_kept():
+    tensors = [torch.zeros(3, 2) for _ in range(9)]
+    odd = [tensors[0], torch.eye(3).to_sparse()]
+    counts = [sys.getrefcount(tensor) for tensor in tensors]
+    fresh = (bytes([1, 2]), bytes([3, 4]))
+    assert [sys.getrefcount(part) for part in IN_C(tensors)[:2]] == [sys.getrefcount(part) for part in fresh[:2]]
+    before = None
+    for _ in range(3):
+        for _ in range(3000):
+            IN_C(tensors)
+            with pytest.raises(TypeError):
+                IN_C([*tensors, 3])
+        with pytest.raises(RuntimeError):
+            IN_C(odd)
+        gc.collect()
+        blocks = sys.getallocatedblocks()
+        before = before or blocks
+    assert blocks - before < 500
+    assert [sys.getrefcount(tensor) for tensor in tensors] == counts
+
+
+def test_it_is_compiled_where_a_compiler_is():
+    assert look.__module__ == "sngm_look"
+
+
+STEP = """
+import torch, sngm
+from sngm.optim.kernels import look
+p = torch.nn.Parameter(torch.full((5,), 2.0))
+optimizer = sngm.SNGM([p], lr=0.1, momentum=0.0, fused=True)
+for scale in (1.0, 3.0, 5.0):
+    p.grad = torch.full((5,), scale)
+    optimizer.step()
+assert optimizer._plan is not None
+print(look.look.__name__, round((2 - p[0].item()) * 5**0.5, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "name"),
+    [
+        ({"CC": "no-such-compiler"}, "look_one_by_one"),
+        pytest.param({"CC": "false"}, "look_one_by_one", marks=pytest.mark.slow),
+        pytest.param({}, "look", marks=pytest.mark.slow),
+    ],
+)
+def test_a_step_without_a_compiler(missing, name, tmp_path):
+    assert output_of_steps(TRITON_CACHE_DIR=str(tmp_path), **missing) == (f"{name} 0.3\n", "")
+
+
+@pytest.mark.slow
+def test_a_cache_that_cannot_be_written(tmp_path):
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "below")
+    assert output_of_steps(TRITON_CACHE_DIR=below) == ("look_one_by_one 0.3\n", "")
+
+
+def output_of_steps(**environment):
+    command = [sys.executable, "-c", STEP]
+    environment = os.environ | {"TRITON_INTERPRET": "1"} | environment
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return done.stdout, done.stderr
