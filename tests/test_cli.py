@@ -18,6 +18,7 @@ import sngm as package
 from sngm import tasks
 from sngm.cli_exit import within_verb
 from sngm.errors import UsageError
+from sngm.optim import kernels
 from sngm.spec import format_call, parse_call, parse_settings, split_list, value_of
 
 VERBS = (
@@ -266,6 +267,17 @@ def test_the_lists_name_every_task_and_method():
     assert [entry["name"] for entry in sngm("tasks --json").json] == tasks.names()
     assert {"task": "digits", "ready": True, "train": 1280, "test": 517} in sngm("data --json").json
     assert sngm("doctor --json").json["trains"] is True
+
+
+def test_doctor_says_how_steps_on_a_gpu_would_be_taken(monkeypatch):
+    pytest.importorskip("triton")
+    from sngm.optim.kernels import look
+
+    assert sngm("doctor --json").json["gpu_kernels"] == "Triton's, look-ups in C"
+    monkeypatch.setattr(look, "look", look.look_one_by_one)
+    assert "for want of a C compiler" in sngm("doctor --json").json["gpu_kernels"]
+    monkeypatch.setattr(kernels, "installed", lambda: False)
+    assert "for want of Triton" in sngm("doctor").out
 
 
 # ---------------------------------------------------------------- refusals: train

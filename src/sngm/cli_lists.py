@@ -70,6 +70,7 @@ def doctor(as_json: JSON = False) -> None:
     found = provenance(device)
     found.pop("command")
     found["disk_free_gb"] = round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
+    found["gpu_kernels"] = _gpu_kernels()
     found["trackers"] = [name for name in TRACKERS if _installed(name)]
     with tempfile.TemporaryDirectory() as folder:
         record = run(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
@@ -80,6 +81,18 @@ def doctor(as_json: JSON = False) -> None:
     for key, value in found.items():
         text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
         print(f"{key.replace('_', ' ')}: {', '.join(text) or 'none' if isinstance(text, list) else text}")
+
+
+def _gpu_kernels() -> str:
+    """Whether steps on a GPU can take the kernels, and how the host looks at tensors then."""
+    from .optim import kernels
+
+    if not kernels.installed():
+        return "none, for want of Triton"
+    from .optim.kernels import look
+
+    slowly = look.look is look.look_one_by_one
+    return "Triton's, look-ups " + ("from Python, for want of a C compiler or Python's headers" if slowly else "in C")
 
 
 def _installed(module: str) -> bool:
