@@ -16,10 +16,12 @@ from interpreter import interpreted
 from methods import CASES, SHAPES, Twin
 from methods import make_params as small_params
 from methods import run as run_twin
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.testing._internal.two_tensor import TwoTensor
 
 from sngm import CLARS, SNGM
-from sngm.optim import base, kernels, shards
+from sngm.optim import base, checks, kernels, shards
 from sngm.optim.kernels import memory, replay
 from sngm.optim.kernels.look import look_one_by_one
 
@@ -397,6 +399,52 @@ def test_a_model_that_is_moved_to_the_meta_device_takes_another_path(rule):
     p.grad = torch.ones_like(p)
     optimizer.step()
     assert optimizer._plan is None
+
+
+@pytest.mark.parametrize("rule", ["sngm", "sngm-group"])  # other rules' norms are not for such tensors on any path
+def test_parameters_that_wrap_others_take_another_path(rule):
+    runs = []
+    for path in ("default", "foreach"):
+        p = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+        optimizer = build(rule, [p], path)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert optimizer._plan is None
+        runs.append((p.a, p.b))
+    for ours, theirs in zip(*runs, strict=True):
+        close(ours, theirs)
+        assert not ours.eq(1).any()
+
+
+def test_fused_refuses_parameters_that_wrap_others():
+    p = torch.nn.Parameter(TwoTensor(torch.ones(3), torch.ones(3)))
+    optimizer = SNGM([p], lr=0.1, fused=True)
+    p.grad = torch.ones_like(p)
+    with pytest.raises(ValueError, match=r"fused=True, but a tensor has no memory of its own .*; use fused=None"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gradient_that_is_on_its_way_is_waited_for(rule):
+    pair = Pair(rule, make_params(torch.float64, FEW))
+    for t in range(3):
+        grads = gradients(pair.others, t)
+        step(pair.theirs, pair.others, grads)
+        step(pair.ours, pair.params, [AsyncCollectiveTensor(grads[0]), grads[1]] if t else grads)
+        assert pair.ours._plan is not None
+        pair.check()
+
+
+def test_gradients_elsewhere_than_their_parameter_are_refused():
+    with pytest.raises(ValueError, match="a gradient is on meta, but its parameter on cpu"):
+        checks.gradient(torch.zeros(3, device="meta"), (3,), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("values", [[1, 2, 3], b"1" * 24, []])
+def test_a_table_takes_as_many_numbers_as_it_has_room_for(values, plans):
+    place = sys.modules[plans.Place.__module__]
+    with pytest.raises(RuntimeError, match="size"):
+        place.send(values, torch.zeros(2, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("rule", RULES)

@@ -206,6 +206,14 @@ class LargeBatchOptimizer(KeepsState):
         """A plan of this step for our own kernels, or None where they do not serve."""
         if torch.compiler.is_compiling():
             return None
+        try:
+            return self._make_plan()
+        except BufferError as error:  # a tensor wraps others, which kernels know nothing of
+            if any(group["fused"] for group in self.param_groups):
+                raise ValueError(f"fused=True, but {error}; use fused=None") from error
+            return None
+
+    def _make_plan(self) -> Any:
         params = self.param_groups[0]["params"]
         if len(self.param_groups) > 1:
             params = [p for group in self.param_groups for p in group["params"]]
@@ -250,7 +258,7 @@ class LargeBatchOptimizer(KeepsState):
                 if grad is None:
                     continue
                 device, dtype, shape = p.device, p.dtype, p.shape
-                checks.gradient(grad, shape)
+                checks.gradient(grad, shape, device)
                 if bucket is None or bucket.dtype is not dtype or bucket.device != device:
                     bucket = buckets.get((position, device, dtype))
                     if bucket is None:

@@ -52,12 +52,16 @@ def rates(groups: list[dict[str, Any]]) -> None:
             raise TypeError(f"lr in param_groups[{i}] must be a number or a tensor, got {lr!r}")
 
 
-def gradient(grad: Tensor, shape: tuple[int, ...]) -> None:
-    """Refuse a gradient of another shape than its parameter has by now: kernels would go past its end."""
+def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    """Refuse a gradient of another shape or place than its parameter has by now: kernels would go past its end."""
     if grad.size() != shape:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "
             "call zero_grad() and compute it anew"
+        )
+    if grad.device != device:
+        raise ValueError(
+            f"a gradient is on {grad.device}, but its parameter on {device}; call zero_grad() and compute it anew"
         )
 
 

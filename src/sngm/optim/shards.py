@@ -134,8 +134,13 @@ def aligned(p: Any, grad: Any) -> Any:
 
 def local_gradient(p: Tensor, grad: Tensor) -> Tensor:
     """The piece of the gradient that belongs to the piece of `p` here, once it has arrived."""
-    piece = local(aligned(p, grad))
-    return piece.wait() if hasattr(piece, "wait") else piece  # an AsyncCollectiveTensor
+    piece: Tensor = arrived(local(aligned(p, grad)))
+    return piece
+
+
+def arrived(tensor: Any) -> Any:
+    """The tensor itself, where it is still on its way from other processes."""
+    return tensor.wait() if hasattr(tensor, "wait") else tensor  # an AsyncCollectiveTensor
 
 
 def like(p: Any, tensor: Any) -> Any:

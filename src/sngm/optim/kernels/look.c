@@ -1,14 +1,27 @@
-/* Where tensors lie, and how: asked of all of them in one call from Python. Compiled where it is used, see look.py. */
+/* Where tensors lie, and how: asked of all of them in one call. look.py says what for, and compiles this. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
 #include <ATen/dlpack.h>
 
-#include <string.h>
-
 static PyTypeObject *tensor_type;
 static DLPackDLTensorFromPyObjectNoSync view_of;
+
+/* Sees one tensor, by code of its subclass where that has some. */
+static int see(PyObject *object, DLTensor *tensor) {
+    if (view_of(object, tensor)) {
+        PyErr_Clear(); /* of sparse tensors, say */
+    } else {
+        int empty = 0;
+        for (int32_t i = 0; i < tensor->ndim; i++)
+            empty |= tensor->shape[i] == 0;
+        if (tensor->data || empty)
+            return 0;
+    }
+    PyErr_SetString(PyExc_BufferError, "a tensor has no memory of its own to look at");
+    return -1;
+}
 
 /* Writes how one tensor lies: device, dtype, dimensions, sizes, strides. Returns how many numbers that takes. */
 static Py_ssize_t write_form(const DLTensor *tensor, int64_t *form) {
@@ -23,13 +36,26 @@ static Py_ssize_t write_form(const DLTensor *tensor, int64_t *form) {
     return 3 + 2 * (Py_ssize_t)tensor->ndim;
 }
 
-/* look(tensors) -> (addresses, forms, bits); `tensors` is a list or tuple, with None where there is no tensor. */
-static PyObject *look(PyObject *module, PyObject *tensors) {
-    if (!PyList_Check(tensors) && !PyTuple_Check(tensors)) {
-        PyErr_SetString(PyExc_TypeError, "look() takes a list or a tuple");
-        return NULL;
+/* Makes room for so many numbers more. */
+static int grow(int64_t **forms, Py_ssize_t *room, Py_ssize_t used, Py_ssize_t more) {
+    if (used + more <= *room)
+        return 0;
+    int64_t *larger = PyMem_Realloc(*forms, (2 * *room + more) * sizeof **forms);
+    if (!larger) {
+        PyErr_NoMemory();
+        return -1;
     }
-    Py_ssize_t count = PySequence_Fast_GET_SIZE(tensors), room = 16 * count + 64, used = 0;
+    *forms = larger;
+    *room = 2 * *room + more;
+    return 0;
+}
+
+/* look(tensors) -> (addresses, forms, bits) */
+static PyObject *look(PyObject *module, PyObject *tensors) {
+    PyObject *objects = PySequence_Tuple(tensors); /* which nobody else can change meanwhile */
+    if (!objects)
+        return NULL;
+    Py_ssize_t count = PyTuple_GET_SIZE(objects), room = 16 * count + 64, used = 0;
     int64_t bits = 0, *forms = PyMem_Malloc(room * sizeof *forms);
     PyObject *addresses = PyBytes_FromStringAndSize(NULL, count * sizeof(int64_t)), *result = NULL;
     if (!forms || !addresses) {
@@ -38,38 +64,24 @@ static PyObject *look(PyObject *module, PyObject *tensors) {
     }
     int64_t *address = (int64_t *)PyBytes_AS_STRING(addresses);
     for (Py_ssize_t i = 0; i < count; i++) {
-        PyObject *object = PySequence_Fast_GET_ITEM(tensors, i);
+        PyObject *object = PyTuple_GET_ITEM(objects, i);
         DLTensor tensor = {.ndim = 0};
-        if (object == Py_None) {
-            address[i] = 0;
-        } else if (!PyObject_TypeCheck(object, tensor_type)) {
-            PyErr_Format(PyExc_TypeError, "look() takes tensors, got %s", Py_TYPE(object)->tp_name);
+        int is_tensor = PyObject_TypeCheck(object, tensor_type);
+        if ((is_tensor && see(object, &tensor)) || grow(&forms, &room, used, 3 + 2 * tensor.ndim))
             goto done;
-        } else if (view_of(object, &tensor)) {
-            goto done;
-        } else {
-            address[i] = (int64_t)((char *)tensor.data + tensor.byte_offset);
-        }
-        if (used + 3 + 2 * tensor.ndim > room) {
-            room = 2 * room + 3 + 2 * tensor.ndim;
-            int64_t *more = PyMem_Realloc(forms, room * sizeof *forms);
-            if (!more) {
-                PyErr_NoMemory();
-                goto done;
-            }
-            forms = more;
-        }
-        if (object == Py_None) {
-            forms[used++] = -1;
-        } else {
+        if (is_tensor) {
             used += write_form(&tensor, forms + used);
+        } else {
+            forms[used++] = -1;
         }
+        address[i] = (int64_t)((char *)tensor.data + tensor.byte_offset);
         bits |= address[i];
     }
     result = Py_BuildValue("Oy#L", addresses, (char *)forms, used * (Py_ssize_t)sizeof *forms, (long long)bits);
 done:
     PyMem_Free(forms);
     Py_XDECREF(addresses);
+    Py_DECREF(objects);
     return result;
 }
 
@@ -82,14 +94,14 @@ PyMODINIT_FUNC PyInit_sngm_look(void) {
     PyObject *capsule = type ? PyObject_GetAttrString(type, "__dlpack_c_exchange_api__") : NULL;
     const DLPackExchangeAPI *api = capsule ? PyCapsule_GetPointer(capsule, "dlpack_exchange_api") : NULL;
     Py_XDECREF(torch);
-    Py_XDECREF(capsule); /* its pointer stays good, and the type is kept */
-    if (!api)
-        return NULL;
-    if (api->header.version.major != DLPACK_MAJOR_VERSION || !api->dltensor_from_py_object_no_sync) {
-        PyErr_SetString(PyExc_ImportError, "torch gives no views of this version of DLPack");
-        return NULL;
+    Py_XDECREF(capsule); /* what it points to stays for as long as the process */
+    if (api && api->header.version.major == DLPACK_MAJOR_VERSION && api->dltensor_from_py_object_no_sync) {
+        tensor_type = (PyTypeObject *)type; /* and is kept */
+        view_of = api->dltensor_from_py_object_no_sync;
+        return PyModule_Create(&module);
     }
-    tensor_type = (PyTypeObject *)type;
-    view_of = api->dltensor_from_py_object_no_sync;
-    return PyModule_Create(&module);
+    Py_XDECREF(type);
+    if (!PyErr_Occurred())
+        PyErr_SetString(PyExc_ImportError, "torch gives no views of this version of DLPack");
+    return NULL;
 }

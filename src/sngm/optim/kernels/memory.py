@@ -64,5 +64,5 @@ def laid_out_as(layout: Tensor, tensor: Any) -> Any:
 @torch.no_grad()
 def usable(layout: Tensor, grad: Tensor) -> Tensor:
     """The gradient as the kernels can read it: dense, in the order of `layout`, with nothing left to be done lazily."""
-    grad = as_dense(grad).resolve_conj()
+    grad = as_dense(shards.arrived(grad)).resolve_conj()
     return grad if dense(grad) and alike(grad, layout) else laid_out_as(layout, grad)

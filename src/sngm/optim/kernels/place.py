@@ -189,7 +189,8 @@ def chunk_sizes(elements: int) -> dict[str, int]:
 def send(values: bytes | list[Any], to: Tensor) -> Tensor:
     """Copy numbers, or rows of them, to a device without waiting for it; returns the memory they are copied from."""
     packed = values if isinstance(values, bytes) else pack(values, to)
-    pinned = torch.empty(to.numel(), dtype=to.dtype, device="cpu", pin_memory=to.device.type == "cuda")
+    count = len(packed) // to.element_size()  # of another one than `to` has, copy_ would complain
+    pinned = torch.empty(count, dtype=to.dtype, device="cpu", pin_memory=to.device.type == "cuda")
     start = pinned.data_ptr()
     if packed and not start:  # under a FakeTensorMode
         raise RuntimeError("a step needs memory for its tables, and torch gives none here")

@@ -37,6 +37,7 @@ class Plan:
     values: list[list[Any]]
     needs_and_adapt: list[tuple[bool, Any]]
     unchangeable = False
+    strided = True  # are all gradients
     scope = ""
     needs: Sequence[bool] = ()
     constants: dict[str, Any] = {}  # noqa: RUF012
@@ -138,10 +139,9 @@ class Plan:
             return False
         pieces = [shards.local(p) for p in params] if self.sharded else params
         try:
-            moved = look(pieces) != self.look  # elsewhere, or there in another shape, order or dtype
-        except RuntimeError:  # to the meta device
-            moved = True
-        if moved:
+            if look(pieces) != self.look:  # elsewhere, or there in another shape, order or dtype
+                return False
+        except BufferError:  # on the meta device
             return False
         return self._state_is_where_it_was(optimizer) and self._read_settings(optimizer) and self._find_gradients(grads)
 
@@ -218,10 +218,10 @@ class Plan:
     def _find_gradients(self, grads: list[Any]) -> bool:
         """Find the address of each gradient, 0 where there is none; False where one is not of the kind expected."""
         self.held = []
-        if self.kinds and not self.sharded and not self.complex:
+        if self.kinds and self.strided and not self.sharded and not self.complex:
             try:
                 found, forms, bits = look(grads)
-            except (RuntimeError, TypeError):  # one is sparse
+            except BufferError:  # one is sparse
                 forms = None
             # Of one element, the imaginary part of a conjugate lies as any other, with its sign left to be changed.
             if forms == self.forms and not any(grads[i].is_neg() for i in self.single if grads[i] is not None):
@@ -230,9 +230,10 @@ class Plan:
                 if self.all_aligned and bits % WIDEST_LOAD == 0:
                     self.found = found
                     return True
-        for shape, g in zip(self.shapes, grads, strict=True):
+        for p, shape, g in zip(self.params, self.shapes, grads, strict=True):
             if g is not None:
-                checks.gradient(g, shape)
+                checks.gradient(g, shape, p.device)
+        self.strided = all(g is None or g.layout is torch.strided for g in grads)
         grads = [None if g is None else usable(layout, g) for layout, g in zip(self.layouts, grads, strict=True)]
         found, forms, _ = look(grads)
         for i, at in enumerate(numbers(found)) if self.kinds else ():
