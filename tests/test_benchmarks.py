@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
+import host_time
 import results
 
 
@@ -36,3 +37,9 @@ def test_there_is_no_ratio_without_all_of_its_times():
     absent = {**row(1.0), "wall_us": None}
     for rows in ((None, row(1.0)), (row(1.0), None), (row(1.0), row(1.0), absent), (absent, row(1.0))):
         assert results.times_as_long(record("median"), *rows) is None
+
+
+def test_growth_with_the_elements_is_of_builds_and_does_not_go_by_how_fast_the_host_is_in_each():
+    small, large = {"builds": [50.0, 80.0, 51.0]}, {"builds": [50.0, 80.0, 90.0]}  # medians 51 and 80
+    assert host_time.growth(small, large) == pytest.approx(1.0)
+    assert host_time.growth(small, {"builds": [60.0, 96.0, 10.0]}) == pytest.approx(1.2)
