@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -373,3 +374,14 @@ def test_ticks_are_round_and_inside():
         found = figures.ticks(low, high)
         assert 2 <= len(found) <= 7
         assert low <= found[0] <= found[-1] <= high + 1e-9
+
+
+def test_a_log_axis_stays_one_when_an_error_bar_reaches_below_zero_and_clips_the_bar():
+    series = figures.Series("m", 0, [(1.0, 100.0), (2.0, 400.0)], [1.0, 1000.0])
+    drawn = figures.standalone(figures.Figure("t", "d", "x", "y", {"p": [series]}, log_y=True))
+    labels = [element.text for element in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
+    assert {"100", "200", "500", "1000"} <= set(labels)
+    assert not any((label or "").startswith(("-", "0")) for label in labels)
+    bars = re.findall(r'class="bar" d="M[\d.]+,([\d.]+)h6m-3,0V([\d.]+)m', drawn)
+    assert [float(low) > float(high) for high, low in bars] == [True, True]
+    assert float(bars[1][1]) > figures.HEIGHT - figures.BOTTOM  # past the axis, where the panel ends

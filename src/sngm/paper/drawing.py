@@ -41,7 +41,7 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
                     f"{figure.where.split(',')[0]}, our runs of {figure.task}",
                     f"{figure.title}: {AXES[metric]} over training, mean over at least three seeds or as many as said",
                     "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
-                    cut=0.15,
+                    cut=0.15, log_y="perplexity" in metric,
                 )  # fmt: skip
     return found
 
@@ -74,7 +74,7 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> figures.Figure | None:
         f"{item.title}, against the batch size: the paper's numbers, and our means over seeds with their 95 % "
         "intervals, or single runs",
         "global batch", AXES[metric], {"the paper": theirs, f"ours{single}": ours}, log_x=True,
-        worst_at_bottom=item.higher_is_better, dodge=3.0,
+        worst_at_bottom=item.higher_is_better, dodge=3.0, log_y="perplexity" in metric,
     )  # fmt: skip
 
 
