@@ -303,12 +303,19 @@ def page(record: dict[str, Any]) -> str:
     if seen:
         lines += ["", "Phases of our steps: " + ", ".join(PHASES) + ".", ""]
         lines += table(seen, lambda cell: " + ".join(f"{cell[phase]:.0f}" for phase in PHASES))
+    grown = {
+        (name, condition): growth(found[name][f"{SMALL} {condition}"], found[name][f"{sizes[-1]} {condition}"])
+        for name in found
+        for condition in conditions
+    }
+    lines += ["", "Large over small, within builds: the median of their ratios, and its quartiles.", ""]
+    lines += ["| | " + " | ".join(conditions) + " |", "|---" * (len(conditions) + 1) + "|"]
+    for name in found:
+        quartiles = [grown[name, condition] for condition in conditions]
+        lines.append(f"| {name} | " + " | ".join(f"{q[1]:.2f} ({q[0]:.2f}-{q[2]:.2f})" for q in quartiles) + " |")
     limits = []
     for condition in conditions:
-        ratio, grows = max(
-            (growth(found[name][f"{SMALL} {condition}"], found[name][f"{sizes[-1]} {condition}"]), name)
-            for name in ours
-        )
+        ratio, grows = max((grown[name, condition][1], name) for name in ours)
         limit = f"large over small, {condition} <= {LIMIT_RATIO}x: {ratio:.2f}x, {grows}"
         limits.append(f"- {passed(ratio, LIMIT_RATIO)}  {limit}")
     if SGD in found:  # launches are in it
@@ -352,12 +359,13 @@ def parts_page(found: dict[str, dict[str, list[float]]]) -> list[str]:
     return [*lines, f"| {WHOLE}, single builds | " + " | ".join(cells) + " |"]
 
 
-def growth(small: dict[str, Any], large: dict[str, Any]) -> float:
-    """How many times as long steps take with large tensors.
+def growth(small: dict[str, Any], large: dict[str, Any]) -> list[float]:
+    """How many times as long steps take with large tensors: quartiles of the builds' ratios, the median in the middle.
 
     By builds, since the host is fast in some and slow in others: medians over all of them may fall into different ones.
     """
-    return statistics.median(b / a for a, b in zip(small["builds"], large["builds"], strict=True))
+    ratios = [b / a for a, b in zip(small["builds"], large["builds"], strict=True)]
+    return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios
 
 
 def passed(value: float, limit: float) -> str:

@@ -40,6 +40,22 @@ def test_there_is_no_ratio_without_all_of_its_times():
 
 
 def test_growth_with_the_elements_is_of_builds_and_does_not_go_by_how_fast_the_host_is_in_each():
-    small, large = {"builds": [50.0, 80.0, 51.0]}, {"builds": [50.0, 80.0, 90.0]}  # medians 51 and 80
-    assert host_time.growth(small, large) == pytest.approx(1.0)
-    assert host_time.growth(small, {"builds": [60.0, 96.0, 10.0]}) == pytest.approx(1.2)
+    """Medians over all builds are 51 and 80, though most builds take as long."""
+    small, large, slower = [50.0, 80.0, 51.0], [50.0, 80.0, 90.0], [60.0, 96.0, 10.0]
+
+    def page(larger):
+        def cells(of_small, of_large):
+            both = {host_time.SMALL: of_small, host_time.LARGE["cpu"]: of_large}
+            return {
+                f"{elements} {host_time.IN_A_ROW}": {"low": 1.0, "median": sorted(of)[1], "high": 99.0, "builds": of}
+                for elements, of in both.items()
+            }
+
+        parts = {"SNGM": {host_time.WHOLE: [9.0], "a part": [8.0]}}
+        conditions = {host_time.LOOK_UPS: cells(small, small), "SNGM": cells(small, larger)}
+        about = {"device": "d", "torch": "2", "commit": "c", "command": "x"}
+        return host_time.page({"about": about, "cells": {"conditions": conditions, "parts of a step": parts}})
+
+    assert "| SNGM | 1.00 (1.00-1.76) |" in page(large)
+    assert "- PASS  large over small, in a row <= 1.1x: 1.00x, SNGM" in page(large)
+    assert "- MISS  large over small, in a row <= 1.1x: 1.20x, SNGM" in page(slower)

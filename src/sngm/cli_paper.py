@@ -104,7 +104,7 @@ def run(
     results: RESULTS = FOLDER,
     data_dir: DATA = None,
     device: DEVICE = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs at a time; of times always one.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs of a cell at a time; of times always one.")] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:

@@ -16,9 +16,9 @@ from .verdicts import SEEDS, Outcome, by_cell
 AXES = {
     "train_loss": "training loss",
     "test_accuracy": "test accuracy, %",
-    "test_perplexity": "test perplexity",
+    "test_perplexity": "test perplexity, log scale",
     "test_auc": "test AUC",
-    "validation_perplexity": "validation perplexity",
+    "validation_perplexity": "validation perplexity, log scale",
     "validation_auc": "validation AUC",
 }
 LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
@@ -39,7 +39,8 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
             if panels:
                 found[name] = figures.Figure(
                     f"{figure.where.split(',')[0]}, our runs of {figure.task}",
-                    f"{figure.title}: {AXES[metric]} over training, mean over at least three seeds or as many as said",
+                    f"{figure.title}: {AXES[metric]} over training, thick the mean over at least three seeds or as "
+                    "many as said, thin the seeds",
                     "epoch", AXES[metric], panels, worst_at_bottom="loss" not in metric and "perplexity" not in metric,
                     cut=0.15, log_y="perplexity" in metric,
                 )  # fmt: skip
@@ -92,7 +93,8 @@ def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
     points, few = _mean_curve(finished, metric), len(finished) < SEEDS
     label = f"{name}, {len(finished)} seed{'s' * (len(finished) > 1)}" if few else name
     label += f", {cell.diverged} diverged" if cell.diverged else ""
-    return figures.Series(label, slot, points, marks=False) if points else None
+    seeds = [curve for line in finished if (curve := _mean_curve([line], metric))] if len(finished) > 1 else []
+    return figures.Series(label, slot, points, faint=seeds, marks=False) if points else None
 
 
 def _mean_curve(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:

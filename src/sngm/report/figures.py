@@ -127,11 +127,10 @@ def _axes(figure: Figure) -> tuple[Axis, list[float], Axis, list[float]]:
     xs = sorted({x for line in lines for x, _ in line} | {x for series in everything for x in series.lost})
     ys = [y for line in lines for _, y in line]
     log_y = figure.log_y and min(ys) > 0
+    floor = min(ys) / 1.25 if log_y else -math.inf  # a bar that reaches to 0 would need an endless log axis
     for series in everything:
         for (_, y), error in zip(series.points, series.errors, strict=False):
-            ys += [y - (error or 0), y + (error or 0)]
-    if log_y:
-        ys = [y for y in ys if y > 0]
+            ys += [max(y - (error or 0), floor), y + (error or 0)]
     low, high = min(ys), max(ys)
     if figure.cut:
         ends = [series.points[-1][1] for series in everything if series.points]
@@ -190,8 +189,8 @@ def _series(figure: Figure, series: Series, order: float, x_axis: Axis, y_axis: 
     out += [_line("faint", line, x_axis, y_axis, shift) for line in series.faint]
     for (x, y), error in zip(series.points, series.errors, strict=False):
         if error:
-            beyond = y_axis.log and y <= error  # to 0 or less: a log axis has no place for it, and clips the bar
-            px, high, low = x_axis(x) + shift, y_axis(y + error), HEIGHT if beyond else y_axis(y - error)
+            clipped = y_axis.log and y - error < y_axis.low
+            px, high, low = x_axis(x) + shift, y_axis(y + error), HEIGHT if clipped else y_axis(y - error)
             out.append(f'<path class="bar" d="M{px - 3:.1f},{high:.1f}h6m-3,0V{low:.1f}m-3,0h6"/>')
     out.append(_line("line", series.points, x_axis, y_axis, shift))
     for x, y in series.points if series.marks else series.points[-1:]:
