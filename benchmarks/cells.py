@@ -126,6 +126,6 @@ def write_docs(parser: argparse.ArgumentParser, page: Path, path: Path, text: Ca
     page.write_text(f"{head}{BEGIN}{shown}{END}{rest.split(END, 1)[1]}")
 
 
-def need_gpu(parser: argparse.ArgumentParser) -> None:
+def need_gpu(parser: argparse.ArgumentParser, instead: str = "") -> None:
     if not torch.cuda.is_available():
-        parser.exit(2, "this measures a GPU, and torch sees none here\n")
+        parser.exit(2, f"this measures a GPU, and torch sees none here{instead}\n")

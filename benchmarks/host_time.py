@@ -389,7 +389,7 @@ def main() -> None:
         write_docs(parser, PAGE, args.write_docs, page_of_gpu)
         return
     if args.device == "cuda":
-        need_gpu(parser)
+        need_gpu(parser, "; with --device cpu it measures the host's part alone")
     else:
         launch_nothing()
     cells = [

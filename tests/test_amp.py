@@ -80,6 +80,21 @@ def test_one_group_that_is_not_fused_leaves_scaling_to_the_scaler():
     assert build("sngm", groups, fused=True)._step_supports_amp_scaling is False
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("rule", SCALABLE)
+def test_a_scale_that_was_halved_until_it_is_zero_skips_the_step(rule, path):
+    """Its gradients are zero, whatever they were."""
+    optimizer = build(rule, params := make_params(), path)
+    before = weights(params), states(optimizer)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.grad_scale, optimizer.found_inf = torch.zeros(1), torch.zeros(1)
+    optimizer.step(**({"mean_norms": [1.0] * len(params)} if rule == "clars" else {}))
+    assert agree((weights(params), states(optimizer)), before)
+    assert optimizer.skipped.item() == 1
+    assert not optimizer.grad_norm.isfinite()
+
+
 @pytest.mark.parametrize("overflows", [{0, 3}, {2}], ids=["the first and a later", "a middle one"])
 @pytest.mark.parametrize("fused", [None, True])
 @pytest.mark.parametrize("rule", SCALABLE)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -388,6 +389,20 @@ def scaled_loss() -> None:
     assert scaler.get_scale() == 32.0
 
 
+def scaled_loss_over_a_group() -> None:
+    """A scaler that asks the other ranks for overflows, which it does when it unscales, and one on the last rank."""
+    p = nn.Parameter(torch.ones(4, dtype=torch.float64))
+    optimizer = sngm.SNGM([p], lr=0.1, fused=True, norm_group=dist.group.WORLD)
+    scaler = ShardedGradScaler(device="cpu", init_scale=64.0, process_group=dist.group.WORLD)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        scaler.scale((p * (torch.inf if step == POISONED and last() else 1.0)).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 32.0
+    close(optimizer.grad_norm, torch.tensor(4.0 * dist.get_world_size(), dtype=torch.float64).sqrt())
+
+
 def copies_and_saved_state() -> None:
     """A deep copy, a pickle, and state that was whole or sharded in another way go on as the original does."""
     for method in ("SNGM", "LAMB"):
@@ -577,6 +592,7 @@ FACTS = [
     complex_and_strided,
     extrapolation,
     scaled_loss,
+    scaled_loss_over_a_group,
     copies_and_saved_state,
     a_fresh_optimizer_asked_for_its_state,
     parameters_put_in_place_of_others,
@@ -636,7 +652,7 @@ def run(world: int, folder, chosen: list[str]) -> None:
 
 
 def test_fsdp2_on_two_processes_takes_the_steps_of_one(tmp_path):
-    run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep"])
+    run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep", "scaled_loss_over_a_group"])
 
 
 @pytest.mark.parametrize(

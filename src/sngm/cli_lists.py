@@ -92,7 +92,8 @@ def _gpu_kernels() -> str:
     from .optim.kernels import look
 
     slowly = look.look is look.look_one_by_one
-    return "Triton's, look-ups " + ("from Python, for want of a C compiler or Python's headers" if slowly else "in C")
+    needs = "from Python; in C they need a C compiler, Python's headers, and a Triton cache that can be written"
+    return "Triton's, look-ups " + (needs if slowly else "in C")
 
 
 def _installed(module: str) -> bool:

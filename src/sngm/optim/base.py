@@ -142,8 +142,9 @@ class LargeBatchOptimizer(KeepsState):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # torch.amp.GradScaler then leaves unscaling and skipping to step(); only where fused is asked for,
-        # because trainers refuse to clip gradients of optimizers that say so.
-        return all(group["fused"] for group in self.param_groups)
+        # because trainers refuse to clip gradients of optimizers that say so. Not with a norm_group: scalers that ask
+        # other ranks for overflows ask when they unscale, and with scales that differ there is no common norm.
+        return self.norm_group is None and all(group["fused"] for group in self.param_groups)
 
     # ---------------------------------------------------------------- one step
 
@@ -318,13 +319,15 @@ class LargeBatchOptimizer(KeepsState):
         torch._foreach_copy_([self._grad_norm], [shown])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(total)
+            skip = overflow or not math.isfinite(total) or work.scale == 0.0  # 0: halved until nothing was left
             if skip:
                 self._skipped += 1
             return skip
         bad = ~torch.isfinite(total)
         if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
             bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
+        if isinstance(work.scale, Tensor):
+            bad = bad | (work.scale.to(total.device) == 0)
         self._skipped.add_(bad.to(self._skipped.device))
         return bad
 
