@@ -476,6 +476,21 @@ def test_a_table_is_drawn_against_the_batch_size_and_runs_that_diverged_are_cros
     assert picture(apart="other data") is None
 
 
+def test_curves_are_drawn_with_their_seeds_behind_the_mean():
+    runs = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    runs.append(line(value=0.5))
+
+    def series(lines):
+        return drawing._series(
+            "SNGM", verdicts.look(next(small(extend=False).cells()), Results(lines)), "test_accuracy"
+        )
+
+    alone, both = series(runs), series([*runs, line(seed=1, value=0.75)])
+    assert alone.faint == []
+    assert [curve[-1][1] for curve in both.faint] == [50.0, 75.0]
+    assert both.points[-1][1] == 62.5
+
+
 def test_reading_results_runs_no_code_that_they_name(tmp_path):
     (tmp_path / "evil.py").write_text("raise SystemExit('executed')")
     record = {**line().record, "config": {**line().record["config"], "task": f"{tmp_path}/evil.py:Task"}}
