@@ -4,6 +4,7 @@ import os
 
 import pytest
 import torch
+from waiting import end_all
 
 # Waking a second thread for small tensors takes longer than the work; the cores are for other tests meanwhile.
 torch.set_num_threads(1)
@@ -14,6 +15,13 @@ def same_numbers_each_time():
     """What a test draws and computes does not depend on which tests its process has run before."""
     torch.manual_seed(0)
     torch.backends.mkldnn.enabled = True  # torch does without once products in bfloat16 failed, as on many CPUs
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running():
+    """What a test has started ends with it."""
+    yield
+    end_all()
 
 
 @pytest.fixture

@@ -8,10 +8,13 @@ import shlex
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
+
+from waiting import PATIENCE, started, wait_for
 
 from sngm import cli
 
@@ -101,8 +104,8 @@ def sngm(line: str) -> Result:
 
 
 def start(line: str, **environment: str) -> "subprocess.Popen[str]":
-    """A command line in a process group of its own."""
-    return subprocess.Popen(
+    """A command line in a process group of its own, which ends with the test."""
+    process = subprocess.Popen(
         [SCRIPT, *shlex.split(line)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -112,11 +115,23 @@ def start(line: str, **environment: str) -> "subprocess.Popen[str]":
         # tests that run in the background of a shell are deaf to Ctrl-C, and what they start would be too
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
+    started.append(process)
+    return process
 
 
-def finish(process: "subprocess.Popen[str]", seconds: float = 120) -> Result:
+def until(process: "subprocess.Popen[str]", condition: Callable[[], Any]) -> None:
+    """Wait for something that a command does."""
+    try:
+        wait_for(condition, lambda: process.poll() is None)
+    except AssertionError as error:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        raise AssertionError(f"{error}; it said: {finish(process)}") from None
+
+
+def finish(process: "subprocess.Popen[str]") -> Result:
     """Wait for it to end."""
-    out, err = process.communicate(timeout=seconds)
+    out, err = process.communicate(timeout=PATIENCE)
     return Result(process.returncode, out, err)
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from waiting import PATIENCE
 
 from sngm.tasks import Splits, Task, Tensors
 from sngm.train import Options, RunConfig, resolve, train
@@ -218,12 +219,12 @@ def together(processes: Sequence[BaseProcess]) -> list[int | None]:
     return [ended(process) for process in processes]
 
 
-def ended(process: BaseProcess, seconds: float = 120.0) -> int | None:
+def ended(process: BaseProcess) -> int | None:
     """Its exit code, once it has ended."""
-    process.join(seconds)
+    process.join(PATIENCE)
     if process.is_alive():
         process.kill()
-        raise AssertionError(f"still running after {seconds:g} s")
+        raise AssertionError(f"still running after {PATIENCE:g} s")
     return process.exitcode
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +19,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import MinMaxScaler
 from torch.nn.functional import binary_cross_entropy_with_logits
+from waiting import PATIENCE
 
 from sngm.data import criteo, criteo_convert, criteo_text
 from sngm.data.criteo import find_criteo, load_criteo, verify
@@ -495,7 +495,7 @@ def test_of_two_processes_one_converts_and_a_killed_one_leaves_nothing_half_made
     (left,) = (path for path in Path("criteo/.sngm").iterdir() if path.is_dir())
     assert left.name.endswith(".part")
     both = [slowly(1), slowly(1)]
-    outputs = [process.communicate(timeout=60) for process in both]
+    outputs = [process.communicate(timeout=PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     assert sorted(out.splitlines()[-1] == outputs[0][0].splitlines()[-1] for out, _ in outputs) == [True, True]
     assert sorted("fitting" in out for out, _ in outputs) == [False, True]
@@ -859,9 +859,7 @@ def test_auc_of_a_million():
     rng = np.random.default_rng(0)
     labels = rng.random(1_000_000) < 0.03
     for scores in (rng.standard_normal(1_000_000) + labels, np.round(rng.standard_normal(1_000_000) + labels, 1)):
-        before = time.perf_counter()
         agree(scores, labels)
-        assert time.perf_counter() - before < 20
     order = torch.randperm(1_000_000)
     a = torch.from_numpy(scores)
     assert auc(a, torch.from_numpy(labels)) == auc(a[order], torch.from_numpy(labels)[order]), "to the last bit"

@@ -24,7 +24,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from console import finish, refused, sngm, start
+from console import finish, refused, sngm, start, until
+from waiting import PATIENCE
 
 from sngm import cli_data, tasks
 from sngm.data import check, cifar, fetch, imagenet, places, wikitext
@@ -703,7 +704,7 @@ def test_two_processes_fetch_once(server, archive, tmp_path):
         f"{archive.base!r}), Path('data')))"
     )
     both = [subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=60) for process in both]
+    said = [process.communicate(timeout=PATIENCE) for process in both]
     assert [process.returncode for process in both] == [0, 0], said
     assert [out.strip() for out, _ in said] == ["data/cifar-10-batches-bin"] * 2
     assert sorted(err for _, err in said) == ["", f"sngm: another process is fetching {NAME}\n"]
@@ -717,9 +718,7 @@ def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
     server.pause = 0.05
     process = start("data get cifar10 --data-dir data", SNGM_MIRRORS=server.base)
     part = Path("data", f"{NAME}.part")
-    deadline = time.monotonic() + 60
-    while not (part.exists() and part.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(process, lambda: part.exists() and part.stat().st_size)
     process.send_signal(signal.SIGINT)
     refused(finish(process), "interrupted; what has come is kept in data; the same command goes on", code=130)
     size = part.stat().st_size

@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from runs import assert_near, assert_near_end, assert_same_end, config, record, run, state
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from waiting import PATIENCE
 
 from sngm.train import rng
 from sngm.train.optimizer import build_optimizer
@@ -171,7 +171,7 @@ class Fragile(Task):
 def torchrun(count: int, *arguments) -> subprocess.CompletedProcess:
     words = [*TORCHRUN, "--nproc-per-node", str(count), "-m", "sngm", *map(str, arguments)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(words, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
 
 
 @pytest.mark.slow
@@ -181,9 +181,7 @@ def test_a_rank_that_dies_fails_the_job_with_its_traceback_and_the_job_goes_on_a
     usual += ["--checkpoint-every", 1]
     assert torchrun(2, *usual, "--out", tmp_path / "whole").returncode == 0
     (tmp_path / "broken").touch()
-    start = time.monotonic()
     failed = torchrun(2, *usual, "--out", tmp_path / "run")
-    assert time.monotonic() - start < 60
     assert failed.returncode == 1
     assert "RuntimeError: the second machine is on fire" in failed.stderr
     assert 'task.py", line' in failed.stderr

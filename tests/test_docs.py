@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -44,7 +45,7 @@ def test_every_snippet_for_many_processes_runs_in_two(code, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(code)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
     assert run.returncode == 0, run.stderr
 
 
@@ -56,7 +57,7 @@ def test_the_task_of_the_documentation_trains_and_compares(tmp_path):
 
     def sngm(*arguments):
         command = [sys.executable, "-m", "sngm", *arguments]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
         assert run.returncode == 0, run.stderr
         return run.stdout
 

@@ -13,6 +13,7 @@ import torch
 from runs import assert_near_end, assert_same_end, config, ended, metrics, record, state
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from waiting import wait_for
 
 from sngm.data.hashing import mix
 from sngm.errors import Failed, Interrupted, UsageError
@@ -211,10 +212,7 @@ def endless(folder: str) -> None:
 def test_an_interrupt_of_a_whole_terminal_stops_the_run_and_its_loaders(tmp_path):
     process = runs.SERVER.Process(target=in_a_group, args=(str(tmp_path),))  # no daemon, which could not have loaders
     process.start()
-    end = time.monotonic() + 60
-    while not (tmp_path / "metrics.jsonl").exists() or not metrics(tmp_path):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), process.is_alive)
     os.killpg(process.pid, signal.SIGINT)
     assert ended(process) == 0
     assert record(tmp_path)["status"] == "interrupted"

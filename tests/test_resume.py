@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import runs
 from runs import assert_same_end, config, ended, metrics, record, run, state, strict_json
+from waiting import wait_for
 
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
@@ -36,19 +37,11 @@ def steps_on_disk(folder: Path) -> int:
     return max((int(path.stem.rpartition("-")[2]) for path in folder.glob("checkpoint-*.pt")), default=0)
 
 
-def wait_for(step: int, folder: Path, process, seconds: float = 60.0) -> None:
-    end = time.monotonic() + seconds
-    while steps_on_disk(folder) < step:
-        assert process.is_alive(), "ended before it could be killed"
-        assert time.monotonic() < end, f"no checkpoint of step {step} after {seconds:g} s"
-        time.sleep(0.001)
-
-
 def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: random.Random) -> None:
     """Start, and signal, once for each of these steps."""
     for step in points:
         process = runs.sngm(*arguments, pause=0.01)
-        wait_for(step, folder, process)
+        wait_for(lambda: steps_on_disk(folder) >= step, process.is_alive, pause=0.001)  # noqa: B023
         time.sleep(chance.uniform(0, 0.05))
         os.kill(process.pid, number)
         assert ended(process) == (130 if number == signal.SIGINT else -number)
@@ -78,10 +71,9 @@ def test_an_interrupted_run_says_so_and_goes_on(more, tmp_path):
     arguments = command(tmp_path / "broken", *more, every=1000)
     log = tmp_path / "log"
     process = runs.sngm(*arguments, log=log, pause=0.02)
-    end = time.monotonic() + 60
-    while not (tmp_path / "broken" / "metrics.jsonl").exists() or not metrics(tmp_path / "broken"):
-        assert time.monotonic() < end
-        time.sleep(0.01)
+    wait_for(
+        lambda: (tmp_path / "broken" / "metrics.jsonl").exists() and metrics(tmp_path / "broken"), process.is_alive
+    )
     os.kill(process.pid, signal.SIGINT)
     assert ended(process) == 130
     assert "the same command goes on from there" in log.read_text()
@@ -180,9 +172,7 @@ def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, 
 
     for step in sorted(chance.sample(range(2, 55), 2)):
         process = start("killed")
-        end = time.monotonic() + 120
-        while steps_on_disk(tmp_path / "killed") < step and time.monotonic() < end:
-            time.sleep(0.001)
+        wait_for(lambda: steps_on_disk(tmp_path / "killed") >= step, lambda: process.poll() is None, 0.001)  # noqa: B023
         process.kill()
         assert process.wait() == -signal.SIGKILL
     assert start("killed").wait() == 0
@@ -346,7 +336,7 @@ def test_reading_whole_checkpoints_says_nothing(stopped):
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
     arguments = command(tmp_path / "run", *WARM)
     first = runs.sngm(*arguments, pause=1.0)  # longer than the second takes to start, on a busy machine too
-    wait_for(1, tmp_path / "run", first)
+    wait_for(lambda: steps_on_disk(tmp_path / "run"), first.is_alive)
     log = tmp_path / "log"
     assert ended(runs.sngm(*arguments, log=log)) == 2
     assert "another process is training in" in log.read_text()

@@ -22,6 +22,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from waiting import PATIENCE
 
 import sngm
 from sngm.optim.shards import local
@@ -622,7 +623,7 @@ def cases(world: int) -> dict:
 def joined(rank: int, world: int, folder: str):
     torch.set_num_threads(1)
     store = f"file://{folder}/store{world}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE))
     yield
     dist.destroy_process_group()
 

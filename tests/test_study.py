@@ -10,7 +10,8 @@ import uuid
 from pathlib import Path
 
 import pytest
-from console import OWN_TASK, Result, finish, refused, sngm, start
+from console import OWN_TASK, Result, finish, refused, sngm, start, until
+from waiting import wait_for
 
 from sngm.errors import UsageError
 from sngm.optim import registry
@@ -450,16 +451,6 @@ def test_a_loss_that_fails_in_a_worker_shows_its_own_traceback():
 # ---------------------------------------------------------------- signals and a full disk
 
 
-def wait_for(condition, seconds: float = 60):
-    """What the condition gives, once that is true."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        if found := condition():
-            return found
-        time.sleep(0.02)
-    raise AssertionError("waited in vain")
-
-
 def living(mark: str) -> list[int]:
     """The processes that have the mark in their environment."""
     found = []
@@ -497,15 +488,15 @@ linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="look
 def test_an_interrupted_study_says_how_to_go_on_and_ends_the_same(how, uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})
-    wait_for(running("study"))
+    until(process, running("study"))
     number = signal.SIGTERM if "term" in how else signal.SIGINT
     (os.killpg if how in ("ctrl-c", "term-group") else os.kill)(process.pid, number)
-    shown = finish(process, 30)
+    shown = finish(process)
     assert (shown.code, shown.out) == (130, "")
     last = shown.err.strip().splitlines()[-1]
     assert last == "sngm: interrupted; what is done is in study; the same command goes on from there"
     assert "Traceback" not in shown.err
-    wait_for(lambda: not living(mark), 5)
+    wait_for(lambda: not living(mark))
     assert len(results("study")) < len(uninterrupted[0])
     assert sngm(f"{LONG} --out study").code == 0
     assert (results("study"), cells_of("study")) == uninterrupted
@@ -519,22 +510,22 @@ def test_a_study_interrupted_at_its_start_says_no_more_than_that(when, how):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})
     served = "from multiprocessing.forkserver import main"
-    wait_for(lambda: any(served in command_line(pid) for pid in living(mark)))
+    until(process, lambda: any(served in command_line(pid) for pid in living(mark)))
     if when == "workers start":
-        wait_for(Path("study/study.json").exists)
+        until(process, Path("study/study.json").exists)
     else:
         time.sleep(0.2)  # the study has started the server, which imports torch now
     if how == "ctrl-c":
         os.killpg(process.pid, signal.SIGINT)
     else:
         os.kill(process.pid, signal.SIGTERM)
-    shown = finish(process, 30)
+    shown = finish(process)
     assert (shown.code, shown.out) == (130, "")
     assert shown.err.splitlines() == [
         "stopping at the next step of each run; once more to end at once",
         "sngm: interrupted; what is done is in study; the same command goes on from there",
     ]
-    wait_for(lambda: not living(mark), 5)
+    wait_for(lambda: not living(mark))
 
 
 def command_line(pid: int) -> str:
@@ -549,10 +540,10 @@ def command_line(pid: int) -> str:
 def test_a_killed_study_leaves_no_process_behind_and_goes_on(uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})
-    wait_for(running("study"))
+    until(process, running("study"))
     assert len(living(mark)) >= 4, "the study, the fork server and two workers"
     os.kill(process.pid, signal.SIGKILL)
-    wait_for(lambda: not living(mark), 15)
+    wait_for(lambda: not living(mark))
     finish(process)
     assert sngm(f"{LONG} --out study").code == 0
     assert (results("study"), cells_of("study")) == uninterrupted
@@ -563,15 +554,15 @@ def test_a_killed_study_leaves_no_process_behind_and_goes_on(uninterrupted):
 def test_a_killed_worker_is_one_line_and_the_study_goes_on(uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})
-    wait_for(running("study"))
+    until(process, running("study"))
     workers = [pid for pid in living(mark) if pid != process.pid and parent_of(pid) != process.pid]
     assert len(workers) == 2
     os.kill(workers[0], signal.SIGKILL)
-    shown = finish(process, 30)
+    shown = finish(process)
     assert (shown.code, shown.out) == (1, "")
     assert shown.err.strip().splitlines()[-1].startswith("sngm: a worker process was killed")
     assert "Traceback" not in shown.err
-    wait_for(lambda: not living(mark), 5)
+    wait_for(lambda: not living(mark))
     assert sngm(f"{LONG} --out study").code == 0
     assert (results("study"), cells_of("study")) == uninterrupted
 
