@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from waiting import PATIENCE, started, wait_for
+from waiting import PATIENCE, launch, wait_for
 
 from sngm import cli
 
@@ -105,33 +105,30 @@ def sngm(line: str) -> Result:
 
 def start(line: str, **environment: str) -> "subprocess.Popen[str]":
     """A command line in a process group of its own, which ends with the test."""
-    process = subprocess.Popen(
+    return launch(
         [SCRIPT, *shlex.split(line)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
         env={**os.environ, **environment},
         # tests that run in the background of a shell are deaf to Ctrl-C, and what they start would be too
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    started.append(process)
-    return process
 
 
 def until(process: "subprocess.Popen[str]", condition: Callable[[], Any]) -> None:
-    """Wait for something that a command does."""
+    """Wait for something that a launched process does."""
     try:
         wait_for(condition, lambda: process.poll() is None)
     except AssertionError as error:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        raise AssertionError(f"{error}; it said: {finish(process)}") from None
+        raise AssertionError(f"{error}: {finish(process)}") from None
 
 
 def finish(process: "subprocess.Popen[str]") -> Result:
     """Wait for it to end."""
-    out, err = process.communicate(timeout=PATIENCE)
+    try:
+        out, err = process.communicate(timeout=PATIENCE)
+    except subprocess.TimeoutExpired as late:
+        raise AssertionError(f"still running, and said {late.stdout!r} {late.stderr!r}") from None
     return Result(process.returncode, out, err)
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from waiting import PATIENCE
+from waiting import PATIENCE, endings
 
 from sngm.tasks import Splits, Task, Tensors
 from sngm.train import Options, RunConfig, resolve, train
@@ -189,6 +189,7 @@ def sngm(*arguments: Any, log: Path | None = None, pause: float = 0.0, **environ
         target=_main, args=(words, str(log or os.devnull), {"SNGM_TEST_PAUSE": pause, **environment}), daemon=True
     )
     process.start()
+    endings.append(process.kill)
     return process
 
 
@@ -212,6 +213,7 @@ def call_ranks(count: int, function: Callable[..., None], *arguments: Any) -> No
     ]
     for process in processes:
         process.start()
+        endings.append(process.kill)
     assert together(processes) == [0] * count
 
 

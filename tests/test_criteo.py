@@ -14,12 +14,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from console import finish
 from sklearn.metrics import log_loss as sklearn_log_loss
 from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import MinMaxScaler
 from torch.nn.functional import binary_cross_entropy_with_logits
-from waiting import PATIENCE
+from waiting import launch
 
 from sngm.data import criteo, criteo_convert, criteo_text
 from sngm.data.criteo import find_criteo, load_criteo, verify
@@ -463,14 +464,15 @@ def test_a_file_that_grows_while_it_is_read_is_refused(monkeypatch):
 
 
 SLOWLY = """
-import sys, time
+import time
 from pathlib import Path
 from sngm.data import criteo_convert
 from sngm.data.criteo import load_criteo
 fit = criteo_convert._fit
 def slow(*args):
     print("fitting", flush=True)
-    time.sleep(float(sys.argv[1]))
+    while not Path("go").exists():
+        time.sleep(0.01)
     return fit(*args)
 criteo_convert._fit = slow
 found = load_criteo(Path(), ["rows.tsv"])
@@ -478,29 +480,25 @@ print(len(found.train), found.folder.stat().st_ino)
 """
 
 
-def slowly(seconds):
-    return subprocess.Popen(
-        [sys.executable, "-c", SLOWLY, str(seconds)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-
-
 @pytest.mark.slow
 def test_of_two_processes_one_converts_and_a_killed_one_leaves_nothing_half_made():
     Path("criteo").mkdir()
     Path("criteo/rows.tsv").write_text("\n".join(many(60)))
-    doomed = slowly(60)
+    doomed = launch([sys.executable, "-c", SLOWLY])
     assert doomed.stdout.readline() == "fitting\n"
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()
     (left,) = (path for path in Path("criteo/.sngm").iterdir() if path.is_dir())
     assert left.name.endswith(".part")
-    both = [slowly(1), slowly(1)]
-    outputs = [process.communicate(timeout=PATIENCE) for process in both]
-    assert [process.returncode for process in both] == [0, 0], outputs
-    assert sorted(out.splitlines()[-1] == outputs[0][0].splitlines()[-1] for out, _ in outputs) == [True, True]
-    assert sorted("fitting" in out for out, _ in outputs) == [False, True]
-    assert sorted("another process is converting" in err for _, err in outputs) == [False, True]
-    assert sorted("converted 60 rows" in err for _, err in outputs) == [False, True]
+    first = launch([sys.executable, "-c", SLOWLY])
+    assert first.stdout.readline() == "fitting\n"
+    second = launch([sys.executable, "-c", SLOWLY])
+    assert "another process is converting" in second.stderr.readline()
+    Path("go").touch()
+    shown = [finish(process) for process in (first, second)]
+    assert [result.code for result in shown] == [0, 0], shown
+    assert shown[0].out == shown[1].out, "the same folder, and only the first has fitted"
+    assert ["converted 60 rows" in result.err for result in shown] == [True, False]
     (made,) = (path for path in Path("criteo/.sngm").iterdir() if path.is_dir())
     assert made.suffix == ""
     assert not [path.name for path in made.iterdir() if path.name.startswith("raw")]

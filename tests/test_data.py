@@ -12,7 +12,6 @@ import random
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tarfile
 import threading
@@ -24,8 +23,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from console import finish, refused, sngm, start, until
-from waiting import PATIENCE
+from console import Result, finish, refused, sngm, start, until
+from waiting import PATIENCE, launch
 
 from sngm import cli_data, tasks
 from sngm.data import check, cifar, fetch, imagenet, places, wikitext
@@ -411,6 +410,8 @@ class Server(ThreadingHTTPServer):
         self.ranges = "honoured"  # or "ignored", "wrong", "short"
         self.claimed = None  # bytes that files are said to have; 0: nothing is said
         self.pause = 0.0  # seconds between pieces
+        self.gate = threading.Event()  # no piece comes before it is open
+        self.gate.set()
         self.asked = []  # (path, Range)
 
     @property
@@ -446,6 +447,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Length", str(end - start + claimed - len(content)))
         self.end_headers()
         stop = min(end, start + server.cuts.pop(0)) if server.cuts else end
+        server.gate.wait(PATIENCE)
         try:
             for at in range(start, stop, 4096):
                 self.wfile.write(content[at : min(at + 4096, stop)])
@@ -697,17 +699,19 @@ def test_a_folder_that_is_not_whole_is_left_to_the_user(server, archive):
 
 
 def test_two_processes_fetch_once(server, archive, tmp_path):
-    server.pause = 0.03
+    server.gate.clear()
     code = (
         "import sys; from pathlib import Path; from sngm.data.fetch import Archive, get\n"
         f"print(get(Archive({NAME!r}, {archive.md5!r}, {archive.size}, {archive.folder!r}, {FILES!r}, "
         f"{archive.base!r}), Path('data')))"
     )
-    both = [subprocess.Popen([sys.executable, "-c", code], stdout=-1, stderr=-1, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=PATIENCE) for process in both]
-    assert [process.returncode for process in both] == [0, 0], said
-    assert [out.strip() for out, _ in said] == ["data/cifar-10-batches-bin"] * 2
-    assert sorted(err for _, err in said) == ["", f"sngm: another process is fetching {NAME}\n"]
+    first = launch([sys.executable, "-c", code])
+    until(first, lambda: server.asked)
+    second = launch([sys.executable, "-c", code])
+    assert second.stderr.readline() == f"sngm: another process is fetching {NAME}\n"
+    server.gate.set()
+    said = [finish(process) for process in (first, second)]
+    assert said == [Result(0, "data/cifar-10-batches-bin\n", "")] * 2
     assert len(server.asked) == 1
     same_as_published(Path("data/cifar-10-batches-bin"), tmp_path)
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 from test_report import Folder, write_hostile
+from waiting import PATIENCE
 
 from sngm import report
 
@@ -27,7 +28,9 @@ def browser():
     if path is None:
         missing(f"none of {', '.join(BROWSERS)} is on the path")
     with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=path, args=["--no-sandbox", "--disable-gpu"], timeout=PATIENCE * 1000
+        )
         yield browser
         browser.close()
 
@@ -40,6 +43,7 @@ def open_page(browser):
     def visit(path, width=1280, scheme="light"):
         context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
         contexts.append(context)
+        context.set_default_timeout(PATIENCE * 1000)
         page = context.new_page()
         page.on("console", lambda message: complaints.append(message.text))
         page.on("pageerror", lambda error: complaints.append(str(error)))

@@ -13,7 +13,7 @@ import torch
 from runs import assert_near_end, assert_same_end, config, ended, metrics, record, state
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
-from waiting import wait_for
+from waiting import endings, wait_for
 
 from sngm.data.hashing import mix
 from sngm.errors import Failed, Interrupted, UsageError
@@ -212,6 +212,7 @@ def endless(folder: str) -> None:
 def test_an_interrupt_of_a_whole_terminal_stops_the_run_and_its_loaders(tmp_path):
     process = runs.SERVER.Process(target=in_a_group, args=(str(tmp_path),))  # no daemon, which could not have loaders
     process.start()
+    endings.append(process.kill)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), process.is_alive)
     os.killpg(process.pid, signal.SIGINT)
     assert ended(process) == 0

@@ -15,8 +15,9 @@ from pathlib import Path
 
 import pytest
 import runs
+from console import finish, until
 from runs import assert_same_end, config, ended, metrics, record, run, state, strict_json
-from waiting import wait_for
+from waiting import launch, wait_for
 
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
@@ -40,8 +41,8 @@ def steps_on_disk(folder: Path) -> int:
 def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: random.Random) -> None:
     """Start, and signal, once for each of these steps."""
     for step in points:
-        process = runs.sngm(*arguments, pause=0.01)
-        wait_for(lambda: steps_on_disk(folder) >= step, process.is_alive, pause=0.001)  # noqa: B023
+        process = runs.sngm(*arguments, pause=0.02)
+        wait_for(lambda: steps_on_disk(folder) >= step, process.is_alive, pause=0.001)  # noqa: B023  called before the next step
         time.sleep(chance.uniform(0, 0.05))
         os.kill(process.pid, number)
         assert ended(process) == (130 if number == signal.SIGINT else -number)
@@ -53,7 +54,7 @@ def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: 
 )
 def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(more, every, tmp_path):
     chance = random.Random(os.urandom(8))
-    points = sorted(chance.sample(range(2, 25), 3))
+    points = sorted(chance.sample(range(2, 20), 3))  # of 30, which leaves time to be killed
     arguments = command(tmp_path / "killed", *more, every=every)
     broken_at(tmp_path / "killed", *points, number=signal.SIGKILL, arguments=arguments, chance=chance)
     assert record(tmp_path / "killed")["status"] == "running"
@@ -165,18 +166,19 @@ def test_a_run_that_mlflow_does_not_know_any_more_is_refused_until_it_may_begin_
 def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, tmp_path):
     chance = random.Random(os.urandom(8))
 
-    def start(name: str) -> subprocess.Popen:
+    def start(name: str) -> "subprocess.Popen[str]":
         words = [sys.executable, "-m", "sngm", "train", "digits", "--method", method, "--batch", "128", "--epochs", "6"]
         words += ["--workers", "4", "--device", "cpu", "--checkpoint-every", "1", "--out", str(tmp_path / name)]
-        return subprocess.Popen(words, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL)
+        return launch(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    for step in sorted(chance.sample(range(2, 55), 2)):
+    for step in sorted(chance.sample(range(2, 40), 2)):  # of 60, which leaves time to be killed
         process = start("killed")
-        wait_for(lambda: steps_on_disk(tmp_path / "killed") >= step, lambda: process.poll() is None, 0.001)  # noqa: B023
+        until(process, lambda: steps_on_disk(tmp_path / "killed") >= step)  # noqa: B023  called before the next step
         process.kill()
-        assert process.wait() == -signal.SIGKILL
-    assert start("killed").wait() == 0
-    assert start("whole").wait() == 0
+        assert finish(process).code == -signal.SIGKILL
+    for name in ("killed", "whole"):
+        shown = finish(start(name))
+        assert shown.code == 0, shown
     assert_same_end(tmp_path / "killed", tmp_path / "whole")
 
 

@@ -643,6 +643,7 @@ def work(rank: int, world: int, folder: str, chosen: list[str]) -> None:
                     case()
                 except Exception:
                     failures[name] = traceback.format_exc()
+                    break  # the ranks may be out of step, and wait for each other in all that follows
     torch.save(failures, f"{folder}/{rank}.pt")
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import signal
 import subprocess
-import time
 import uuid
 from pathlib import Path
 
@@ -514,7 +513,7 @@ def test_a_study_interrupted_at_its_start_says_no_more_than_that(when, how):
     if when == "workers start":
         until(process, Path("study/study.json").exists)
     else:
-        time.sleep(0.2)  # the study has started the server, which imports torch now
+        until(process, lambda: hears_ctrl_c(process.pid))  # not while it starts the server, which imports torch now
     if how == "ctrl-c":
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -526,6 +525,11 @@ def test_a_study_interrupted_at_its_start_says_no_more_than_that(when, how):
         "sngm: interrupted; what is done is in study; the same command goes on from there",
     ]
     wait_for(lambda: not living(mark))
+
+
+def hears_ctrl_c(pid: int) -> bool:
+    (mask,) = (line.split()[1] for line in Path(f"/proc/{pid}/status").read_text().splitlines() if "SigCgt" in line)
+    return bool(int(mask, 16) >> (signal.SIGINT - 1) & 1)
 
 
 def command_line(pid: int) -> str:
