@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from waiting import PATIENCE, launch, wait_for
+from waiting import PATIENCE, kill_group, launch, wait_for
 
 from sngm import cli
 
@@ -118,8 +118,7 @@ def until(process: "subprocess.Popen[str]", condition: Callable[[], Any]) -> Non
     try:
         wait_for(condition, lambda: process.poll() is None)
     except AssertionError as error:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        kill_group(process)
         raise AssertionError(f"{error}: {finish(process)}") from None
 
 

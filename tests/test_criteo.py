@@ -20,7 +20,7 @@ from sklearn.metrics import roc_auc_score
 from sklearn.model_selection import train_test_split
 from sklearn.preprocessing import MinMaxScaler
 from torch.nn.functional import binary_cross_entropy_with_logits
-from waiting import launch
+from waiting import launch, next_line
 
 from sngm.data import criteo, criteo_convert, criteo_text
 from sngm.data.criteo import find_criteo, load_criteo, verify
@@ -485,15 +485,15 @@ def test_of_two_processes_one_converts_and_a_killed_one_leaves_nothing_half_made
     Path("criteo").mkdir()
     Path("criteo/rows.tsv").write_text("\n".join(many(60)))
     doomed = launch([sys.executable, "-c", SLOWLY])
-    assert doomed.stdout.readline() == "fitting\n"
+    assert next_line(doomed.stdout) == "fitting\n"
     doomed.send_signal(signal.SIGKILL)
     doomed.communicate()
     (left,) = (path for path in Path("criteo/.sngm").iterdir() if path.is_dir())
     assert left.name.endswith(".part")
     first = launch([sys.executable, "-c", SLOWLY])
-    assert first.stdout.readline() == "fitting\n"
+    assert next_line(first.stdout) == "fitting\n"
     second = launch([sys.executable, "-c", SLOWLY])
-    assert "another process is converting" in second.stderr.readline()
+    assert "another process is converting" in next_line(second.stderr)
     Path("go").touch()
     shown = [finish(process) for process in (first, second)]
     assert [result.code for result in shown] == [0, 0], shown

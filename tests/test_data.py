@@ -24,7 +24,7 @@ import numpy as np
 import pytest
 import torch
 from console import Result, finish, refused, sngm, start, until
-from waiting import PATIENCE, launch
+from waiting import PATIENCE, launch, next_line
 
 from sngm import cli_data, tasks
 from sngm.data import check, cifar, fetch, imagenet, places, wikitext
@@ -708,7 +708,7 @@ def test_two_processes_fetch_once(server, archive, tmp_path):
     first = launch([sys.executable, "-c", code])
     until(first, lambda: server.asked)
     second = launch([sys.executable, "-c", code])
-    assert second.stderr.readline() == f"sngm: another process is fetching {NAME}\n"
+    assert next_line(second.stderr) == f"sngm: another process is fetching {NAME}\n"
     server.gate.set()
     said = [finish(process) for process in (first, second)]
     assert said == [Result(0, "data/cifar-10-batches-bin\n", "")] * 2

@@ -11,6 +11,7 @@ import sys
 import time
 import types
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -38,11 +39,15 @@ def steps_on_disk(folder: Path) -> int:
     return max((int(path.stem.rpartition("-")[2]) for path in folder.glob("checkpoint-*.pt")), default=0)
 
 
+def reached(folder: Path, step: int) -> bool:
+    return steps_on_disk(folder) >= step
+
+
 def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: random.Random) -> None:
     """Start, and signal, once for each of these steps."""
     for step in points:
         process = runs.sngm(*arguments, pause=0.02)
-        wait_for(lambda: steps_on_disk(folder) >= step, process.is_alive, pause=0.001)  # noqa: B023  called before the next step
+        wait_for(partial(reached, folder, step), process.is_alive, pause=0.001)
         time.sleep(chance.uniform(0, 0.05))
         os.kill(process.pid, number)
         assert ended(process) == (130 if number == signal.SIGINT else -number)
@@ -173,7 +178,7 @@ def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, 
 
     for step in sorted(chance.sample(range(2, 40), 2)):  # of 60, which leaves time to be killed
         process = start("killed")
-        until(process, lambda: steps_on_disk(tmp_path / "killed") >= step)  # noqa: B023  called before the next step
+        until(process, partial(reached, tmp_path / "killed", step))
         process.kill()
         assert finish(process).code == -signal.SIGKILL
     for name in ("killed", "whole"):

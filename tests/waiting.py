@@ -2,12 +2,13 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 Found = TypeVar("Found")
 
@@ -26,7 +27,7 @@ def launch(words: Sequence[Any], **options: Any) -> "subprocess.Popen[str]":
         start_new_session=True,
         **options,
     )
-    endings.append(partial(kill_group, process))
+    endings.append(partial(end, process))
     return process
 
 
@@ -34,16 +35,26 @@ def kill_group(process: "subprocess.Popen[str]") -> None:
     """Kill a launched process and what it has started, which may live on where it does not."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Leave nothing of a launched process."""
+    kill_group(process)
     process.wait()
-    for stream in (process.stdout, process.stderr):
-        if stream is not None:
-            stream.close()
+    process.stdout.close()
+    process.stderr.close()
 
 
 def end_all() -> None:
     """End what a test has left running: one that failed takes no cores from those that follow."""
     while endings:
         endings.pop()()
+
+
+def next_line(stream: TextIO) -> str:
+    """What a launched process says next. Not for two lines that may come at once: the second would be missed."""
+    assert select.select([stream], [], [], PATIENCE)[0], "it says nothing"
+    return stream.readline()
 
 
 def wait_for(condition: Callable[[], Found], alive: Callable[[], bool] = lambda: True, pause: float = 0.02) -> Found:
