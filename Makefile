@@ -1,12 +1,17 @@
 # Everything starts here: `make demo` and `make test` set themselves up. `make help` lists the rest.
-PYTHON ?= $(shell command -v python3.11 || command -v python3)
+
+# Python 3.11 where it is there, else the newest that is. A name on the PATH may be a stub, so each is run.
+suitable = $(1) -c 'import sys; sys.version_info >= (3, 11) and print(sys.executable)' 2>/dev/null
+PYTHON ?= $(shell for p in python3.11 python3.14 python3.13 python3.12 python3; do $(call suitable,$$p); done | head -n 1)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TOOLS := build/tools
 # the same drawn examples in each run; a bare pytest draws new ones
-PYTEST_ARGS := -n auto --maxprocesses 8 --hypothesis-profile=ci
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --hypothesis-profile=ci
+QUICK := tests/test_parity.py tests/test_registry.py tests/test_data.py tests/test_train.py
 
-.PHONY: help setup demo test test-slow lint bench wheel clean
+.PHONY: help setup demo test test-quick test-slow lint bench dist fresh matrix resolve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -14,10 +19,10 @@ help:  ## list the targets
 setup: $(READY)  ## create .venv and install what constraints.txt pins
 
 $(READY): pyproject.toml constraints.txt
-	@echo "==> creating $(VENV) with $(PYTHON) and installing sngm (a minute or two, once)"
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	  { echo "sngm needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; }
-	@$(PYTHON) -m venv $(VENV)
+	@echo "==> creating $(VENV) and installing sngm (a minute or two, once)"
+	@if [ -n "$$($(call suitable,"$(PYTHON)"))" ]; then "$(PYTHON)" -m venv $(VENV); \
+	elif [ "$(origin PYTHON)" = file ] && command -v uv >/dev/null; then uv venv --quiet --seed --python '>=3.11' $(VENV); \
+	else echo "sngm needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; fi
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -27,11 +32,15 @@ demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small b
 
 test: $(READY) lint  ## lint, types and the test suite
 	@echo "==> tests"
-	@$(BIN)/python -m pytest -q -m 'not slow' $(PYTEST_ARGS)
+	@$(PYTEST) -m 'not slow'
 
-test-slow: $(READY) wheel  ## the wheel in an empty environment, and the tests that take long
+test-quick: $(READY)  ## the part of the tests that a set-up could break
+	@echo "==> quick tests"
+	@$(PYTEST) -m 'not slow' $(QUICK)
+
+test-slow: $(READY)  ## the tests that take long
 	@echo "==> slow tests"
-	@$(BIN)/python -m pytest -q -m slow $(PYTEST_ARGS)
+	@$(PYTEST) -m slow
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"
@@ -42,12 +51,22 @@ lint: $(READY)  ## ruff and mypy --strict
 bench: $(READY)  ## time one optimizer step against torch and pytorch_optimizer
 	@$(BIN)/python benchmarks/optim_step.py
 
-wheel: $(READY)  ## build the wheel, install it into an empty environment and try it there
-	@echo "==> building the wheel and trying it in an empty environment"
-	@rm -rf dist build/smoke && $(BIN)/python -m build --wheel --no-isolation --outdir dist . >/dev/null
-	@$(PYTHON) -m venv build/smoke
-	@build/smoke/bin/pip install --quiet --disable-pip-version-check -c constraints.txt dist/*.whl
-	@cd build && smoke/bin/python -I ../tests/smoke.py  # -I: nothing but what that environment holds
+$(TOOLS)/.ready: Makefile
+	@"$(PYTHON)" -m venv $(TOOLS)
+	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 uv==0.13.7
+	@touch $@
+
+dist: $(TOOLS)/.ready  ## build sdist and wheel, and try each in an empty environment
+	@tools/dist.sh $(TOOLS)/bin/python
+
+fresh:  ## set up a fresh clone with a bare environment, and run demo and test-quick there
+	@tools/fresh.sh test-quick
+
+matrix: $(READY)  ## test the oldest and the newest torch, on every Python found (half an hour)
+	@$(BIN)/python tools/matrix.py
+
+resolve: $(TOOLS)/.ready  ## resolve constraints.txt from PyPI for every platform and Python
+	@tools/resolve.sh $(TOOLS)/bin/uv
 
 clean:  ## remove everything make created
 	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

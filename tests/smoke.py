@@ -1,5 +1,9 @@
-"""Try an installed sngm: run in an environment that holds the wheel and what it needs, and nothing else."""
+"""Try an installed sngm: run in an environment that holds the wheel and what it needs, and nothing else.
 
+With --core the environment holds the optimizers alone, without sngm[train].
+"""
+
+import importlib.util
 import json
 import math
 import os
@@ -19,6 +23,7 @@ with warnings.catch_warnings():
     import sngm
 
 STEPS = 20
+COMMAND = str(Path(sysconfig.get_path("scripts")) / "sngm")
 
 
 def check_installation() -> None:
@@ -68,9 +73,24 @@ def run(*command: str) -> str:
     return done.stdout
 
 
+def check_core() -> None:
+    """The base install brings nothing of the trainer, and the command says how to get it."""
+    there = [name for name in ("typer", "rich", "scipy", "sklearn") if importlib.util.find_spec(name)]
+    assert not there, f"the base install brought {', '.join(there)}"
+    for command in ([COMMAND], [sys.executable, "-I", "-m", "sngm"]):
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 1, done
+        assert done.stdout == "", done
+        assert done.stderr.count("\n") == 1, done
+        assert "pip install 'sngm[train]'" in done.stderr, done
+    from sngm import theory
+
+    assert theory.kappa(0.9) > 1
+
+
 def check_command_line() -> None:
-    """The verbs work from the base install."""
-    command = str(Path(sysconfig.get_path("scripts")) / "sngm")
+    """The verbs work."""
+    command = COMMAND
     said = run(command, "--version").strip()
     assert said == f"sngm {sngm.__version__}", f"sngm --version says {said!r}"
     with tempfile.TemporaryDirectory() as folder:
@@ -99,7 +119,10 @@ def check_command_line() -> None:
 
 def main() -> None:
     check_installation()
-    check_command_line()
+    if "--core" in sys.argv:
+        check_core()
+    else:
+        check_command_line()
     names = sngm.optim.names()
     for name in names:
         losses = train(name)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from console import OWN_TASK, Result, finish, refused, sngm, start, until
+from filelock import FileLock
 from waiting import wait_for
 
 from sngm.errors import UsageError
@@ -352,11 +353,8 @@ def test_a_deleted_run_is_made_again_with_the_same_result(whole):
 
 
 def test_two_processes_in_one_folder_are_refused(whole):
-    import fcntl
-
     folder, _ = whole
-    with open(folder / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+    with FileLock(folder / ".lock"):
         refused(sngm(f"{TINY} --out {folder}"), "another process", str(folder))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import math
@@ -12,6 +11,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+
+from filelock import FileLock, Timeout
 
 from .errors import UsageError
 
@@ -85,18 +86,21 @@ def finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str = ".lock", waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold a folder, or what `name` stands for in it, for this process alone.
+    """Hold the lock `name` in a folder for this process alone; the system releases it when the process ends.
 
-    Where another process holds it, that is an error; or, if `waiting` is given, it is called once and waited for.
+    Args:
+        waiting: called once where another process holds the lock, which is then waited for.
+
+    Raises:
+        UsageError: another process holds the lock, and `waiting` is None.
     """
-    with open(folder / name, "w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if waiting is None:
-                raise UsageError(
-                    f"another process is training in {folder}; wait for it, or name another folder"
-                ) from None
-            waiting()
-            fcntl.flock(file, fcntl.LOCK_EX)
+    lock = FileLock(folder / name)
+    try:
+        held = lock.acquire(timeout=0)
+    except Timeout:
+        if waiting is None:
+            raise UsageError(f"another process is training in {folder}; wait for it, or name another folder") from None
+        waiting()
+        held = lock.acquire()
+    with held:
         yield
