@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from .norms import wide
+from .torch_internals import fused_sgd_
 from .work import Bucket
 
 Coefficient = float | Tensor
@@ -167,7 +168,7 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
-    if not rule.nesterov:
+    if not rule.nesterov and fused_sgd_ is not None:
         gains, count = rule.known(rule.gain), len(bucket.params)
         gains = gains if isinstance(gains, list) else [gains] * count
         least = 0.0 if buffers is None else LEAST_FUSED_GAIN[bucket.params[0].dtype]
@@ -191,7 +192,7 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
         lists = ([[t] for t in tensors] for tensors in (bucket.params, bucket.grads))
         runs = list(zip(*lists, [[v] for v in buffers] if buffers else [[]] * count, *each, strict=True))
     for params, grads, some, gain, rate, decay in runs:
-        torch._fused_sgd_(
+        fused_sgd_(
             params,
             grads,
             some,

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
-from torch.optim.optimizer import Optimizer, _global_optimizer_post_hooks, _global_optimizer_pre_hooks
+from torch.optim.optimizer import Optimizer
 
-GLOBAL_HOOKS = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+from .torch_internals import GLOBAL_HOOKS, profiler_enabled
+
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
@@ -21,7 +22,7 @@ def unwatched(step: Step) -> Step:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         if (
             torch.compiler.is_compiling()
-            or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+            or profiler_enabled()
             or self._optimizer_step_pre_hooks
             or self._optimizer_step_post_hooks
             or any(GLOBAL_HOOKS)

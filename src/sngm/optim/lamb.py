@@ -15,6 +15,7 @@ from .base import LargeBatchOptimizer
 from .heavy_ball import Coefficient, axpy_, lie_alike, move
 from .lars import bounds, clip
 from .norms import wide
+from .torch_internals import fused_adam_
 from .work import Bucket, lr_of
 
 SLICE = 1 << 22  # elements whose direction is held at a time, to bound the memory of a step
@@ -245,7 +246,10 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
-    served = [g.dtype == p.dtype and lie_alike(p, g, m) and lie_alike(p, m, v) for p, g, m, v in quads]
+    served = [
+        fused_adam_ is not None and g.dtype == p.dtype and lie_alike(p, g, m) and lie_alike(p, m, v)
+        for p, g, m, v in quads
+    ]
     if not all(served):  # each kind by itself, put together in the old order
         out: dict[int, Tensor] = {}
         for native in (True, False):
@@ -257,7 +261,7 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
     if not group["bias_correction"]:
         steps = [torch.full_like(step, math.inf) for step in steps]  # beta**inf = 0
-    torch._fused_adam_(
+    fused_adam_(
         qs,
         grads,
         ms,

@@ -42,7 +42,9 @@ def compiled(
         seed = _number("seed", config.seed, taken.device)
         epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, taken.device)
         return _compile(_loss_of_samples)(task, model, samples, taken, carried, seed, epoch, device, dtype)
-    except torch._dynamo.exc.TorchDynamoException as error:
+    except Exception as error:
+        if "TorchDynamoException" not in (cls.__name__ for cls in type(error).__mro__):  # of a private module
+            raise
         raise NotCompiled(in_one_line(error)) from error
 
 
@@ -85,8 +87,10 @@ def _loss_of_batch(task: Task, model: nn.Module, batch: Batch, carried: Batch) -
 def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tuple[Tensor, Batch]]:
     import torch._dynamo.config as dynamo
 
-    dynamo.allow_rnn = True
-    dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
+    if hasattr(dynamo, "allow_rnn"):
+        dynamo.allow_rnn = True
+    if hasattr(dynamo, "recompile_limit"):
+        dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
     # random numbers as in an eager step
     options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
     return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **options)

@@ -15,6 +15,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..torch_internals import raw_stream
 from . import ONE_ROUNDING
 from .layout import FIELDS, ROWS, SETTINGS
 from .replay import Replays, serves
@@ -172,11 +173,11 @@ class Place:
 
     def stream(self) -> int | None:
         """The stream that launches go to, as Triton wants it named."""
-        return torch._C._cuda_getCurrentRawStream(self.device.index) if self.device.type == "cuda" else None
+        return raw_stream(self.device) if self.device.type == "cuda" else None
 
     def here(self) -> Any:
         """The context in which launches go to this device."""
-        current = self.device.type != "cuda" or self.device.index == torch._C._cuda_getDevice()
+        current = self.device.type != "cuda" or self.device.index == torch.cuda.current_device()
         return NO_CONTEXT if current else torch.cuda.device(self.device)
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .. import checks, shards
+from ..torch_internals import profiler_enabled
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
 from .look import look
@@ -300,7 +301,7 @@ class Plan:
         replays = first.replays
         addresses: tuple[int, ...] = ()
         # profilers see launches as such, and whose they are, which they do not see of a graph's
-        if replays is not None and not self.exchanges and not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+        if replays is not None and not self.exchanges and not profiler_enabled():
             addresses = tuple(map(data_ptr, changing(first.pool)))
             with first.here():
                 if replays.run(addresses, first.stream()):

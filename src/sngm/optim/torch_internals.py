@@ -1,0 +1,36 @@
+"""The private names of torch that sngm uses, each with a substitute for a torch that lacks it.
+
+`torch._foreach_*` are not among them: torch documents those.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+# CPU kernels of torch.optim.SGD and Adam; None: the foreach path serves
+fused_sgd_: Any = getattr(torch, "_fused_sgd_", None)
+fused_adam_: Any = getattr(torch, "_fused_adam_", None)
+
+
+def _always(*_: Any) -> bool:
+    return True
+
+
+# Whether a profiler records; unknown counts as yes, which costs microseconds.
+profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
+
+# The hooks of all optimizers; unknown counts as some, so that every step runs them.
+GLOBAL_HOOKS: tuple[Any, ...] = tuple(
+    getattr(torch_optimizer, name, [None]) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+)
+
+
+def raw_stream(device: torch.device) -> int:
+    """Return the handle of the current CUDA stream of a device."""
+    try:
+        return int(torch._C._cuda_getCurrentRawStream(device.index))
+    except AttributeError:
+        return int(torch.cuda.current_stream(device).cuda_stream)

@@ -1,0 +1,93 @@
+"""Test sngm with the oldest and the newest torch it supports, on each minor version of Python found here.
+
+Each cell is an environment of its own with packages from PyPI. The table goes into docs/versions.md.
+Usage: python tools/matrix.py [--python PATH ...] [--torch SPEC ...]
+"""
+
+import argparse
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGE = ROOT / "docs" / "versions.md"
+OLDEST, NEWEST = "torch==2.11.*", "torch"
+# optimizers, their state and checkpoints, compilation, sharding, the trainer
+TESTS = [
+    "parity", "registry", "arguments", "state", "settings", "amp", "extrap", "rounding", "compile", "compiled_kernels",
+    "torch_internals", "sharding", "step", "train", "resume", "distributed",
+]  # fmt: skip
+NEEDS = ["pytest", "pytest-xdist", "hypothesis", "tensorboard", "pillow", "triton; platform_system == 'Linux'"]
+
+
+def pythons() -> list[str]:
+    """The oldest Python of each minor version."""
+    found = subprocess.run([ROOT / "tools/pythons.sh"], capture_output=True, text=True, check=True).stdout.split()
+    return list({said(python, "sys.version_info[:2]"): python for python in reversed(found)}.values())[::-1]
+
+
+def said(python: str | Path, expression: str, imports: str = "sys") -> str:
+    command = [python, "-c", f"import {imports}; print({expression})"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run_cell(python: str, torch: str) -> list[str]:
+    """Set up one environment and run the tests in it; return a row of the table."""
+    folder = ROOT / "build" / "matrix"
+    shutil.rmtree(folder, ignore_errors=True)
+    subprocess.run([python, "-m", "venv", folder / "env"], check=True)
+    own = folder / "env" / "bin" / "python"
+    pins = folder / "constraints.txt"  # but for torch, and for what it pins itself
+    lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
+    pins.write_text("".join(line for line in lines if not re.match(r"torch==|triton==|setuptools==", line)))
+    # PyPI alone: settings that name other places would hide what users meet
+    bare = {k: v for k, v in os.environ.items() if not re.match(r"PIP_(?!CERT)|UV_|PYTHON", k)}
+    bare |= {"PIP_CONFIG_FILE": os.devnull}
+    install = [own, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "-c", pins]
+    subprocess.run([*install, torch, *NEEDS, "-e", f"{ROOT}[train]"], check=True, env=bare)
+    report = folder / "report.xml"
+    tests = [f"tests/test_{name}.py" for name in TESTS]
+    options = ["-q", "-m", "not slow", "-n", "auto", "--hypothesis-profile=ci", f"--junitxml={report}"]
+    subprocess.run([own, "-m", "pytest", *options, *tests], cwd=ROOT, env=bare)
+    suite = ET.parse(report).getroot()[0]
+    total, failed, skipped = (
+        int(suite.get("tests", 0)),
+        int(suite.get("failures", 0)) + int(suite.get("errors", 0)),
+        int(suite.get("skipped", 0)),
+    )
+    versions = [said(own, "platform.python_version()", "platform"), said(own, "torch.__version__", "torch")]
+    return [*versions, said(own, "numpy.__version__", "numpy"), *map(str, (total - failed - skipped, skipped, failed))]
+
+
+def write(rows: list[list[str]]) -> None:
+    commit = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT).stdout
+    table = ["| Python | torch | numpy | passed | skipped | failed |", "|---|---|---|---|---|---|"]
+    table += [f"| {' | '.join(row)} |" for row in rows]
+    table += ["", f"`make matrix`, commit {commit.strip()}, {platform.system()} {platform.machine()}."]
+    begin, end = "<!-- matrix: begin -->\n", "\n<!-- matrix: end -->"
+    before, _, rest = PAGE.read_text().partition(begin)
+    PAGE.write_text(before + begin + "\n".join(table) + end + rest.partition(end)[2])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--python", nargs="+", default=pythons(), help="interpreters; default: each minor version here")
+    parser.add_argument("--torch", nargs="+", default=[OLDEST, NEWEST], help="what pip installs, such as torch==2.12.*")
+    given = parser.parse_args()
+    rows = []
+    for python in given.python:
+        for torch in given.torch:
+            print(f"==> {python} with {torch}", flush=True)
+            rows.append(run_cell(python, torch))
+            print(*rows[-1], flush=True)
+    write(rows)
+    sys.exit(any(row[-1] != "0" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
