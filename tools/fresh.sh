@@ -16,13 +16,25 @@ for name in PIP_CERT SSL_CERT_FILE http_proxy https_proxy no_proxy; do
   [[ -z ${!name:-} ]] || network+=("$name=${!name}")
 done
 
-for python in "${@:-${found[@]}}"; do
-  rm -rf "$work/home" "$work/sngm"
-  mkdir "$work/home"
-  git clone --quiet "$root" "$work/sngm"
+check() {  # PYTHON FOLDER
+  mkdir "$2" "$2/home"
+  git clone --quiet "$root" "$2/sngm"
   for goal in demo "$target"; do
-    echo "==> make $goal in a fresh clone with $("$python" --version) and an empty environment"
-    env -i HOME="$work/home" PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null \
-      "${network[@]}" make --no-print-directory -C "$work/sngm" "$goal" PYTHON="$python"
+    echo "==> make $goal in a fresh clone with $("$1" --version) and an empty environment"
+    env -i HOME="$2/home" PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null \
+      "${network[@]}" make --no-print-directory -C "$2/sngm" "$goal" PYTHON="$1"
   done
+}
+
+# Set-up mostly waits for packages, so all go side by side; each one's output is shown when it ends.
+running=()
+for python in "${@:-${found[@]}}"; do
+  check "$python" "$work/${#running[@]}" >"$work/${#running[@]}.log" 2>&1 &
+  running+=($!)
 done
+status=0
+for i in "${!running[@]}"; do
+  wait "${running[i]}" || status=1
+  cat "$work/$i.log"
+done
+exit $status
