@@ -444,8 +444,9 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{end - 1}/{claimed or '*'}")
         if claimed:
             self.send_header("Content-Length", str(end - start + claimed - len(content)))
-        self.end_headers()
+        # before the answer: a client that turns it down asks again at once, and that request takes the next cut
         stop = min(end, start + server.cuts.pop(0)) if server.cuts else end
+        self.end_headers()
         server.gate.wait(PATIENCE)
         try:
             for at in range(start, stop, 4096):
