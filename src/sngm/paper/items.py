@@ -20,6 +20,7 @@ Rates = Mapping[int, float]  # the middle of the grid at each batch
 START = 20.0  # seconds of a run before its first epoch, with kernels to compile and data to load
 COSTS_ON = "one NVIDIA H200"
 ADVISED, WARMED = "SNGM with advised decay", "MSGD with that decay and warm-up"  # rows that the paper lacks
+NESTEROV, LARS_2017 = "Nesterov MSGD with that decay and warm-up", "LARS (you2017) with that decay and warm-up"
 ON_MEAN = " on the mean loss"  # what the name of a row ends in where the loss is not the paper's
 
 
@@ -36,6 +37,7 @@ class Row:
     grows: bool = False
     """Whether weight decay grows with the root of the batch, as `sngm advise` has it, from batch 128 on."""
     settings: Mapping[str, Any] = field(default_factory=dict)
+    method_settings: Mapping[str, Any] = field(default_factory=dict)
     task_settings: Mapping[str, Any] = field(default_factory=dict)
     seconds: Rates | None = None
     """An epoch's, where not the item's."""
@@ -115,6 +117,7 @@ class Planned:
             seeds=row.seeds if seeds is None else seeds,
             epochs=item.epochs or cls.epochs,
             lrs=tuple(float(f"{rate:.3g}") for rate in rates),
+            method_settings=dict(row.method_settings),
             task_settings=dict(row.task_settings),
             settings={"precision": usual["precision_on_gpu"], **row.settings},  # the same on every machine
             extend=item.extend,
@@ -185,6 +188,10 @@ ITEMS = (
             Row(SNGM, "sngm", SNGM_RATES, paper=SNGM),
             Row(ADVISED, "sngm", {b: SNGM_RATES[b] for b in LARGE}, grows=True),
             Row(WARMED, "msgd", _same(0.4, *LARGE), grows=True, settings={"warmup": 5.0}),
+            Row(
+                NESTEROV, "msgd", {8192: 0.8}, grows=True, settings={"warmup": 5.0}, method_settings={"nesterov": True}
+            ),
+            Row(LARS_2017, "lars", {8192: 4.0}, grows=True, settings={"warmup": 5.0}),
             Row(CLARS, "clars", _same(2.0, 128, *LARGE), paper=CLARS, seconds=SLOW[CLARS]),
             Row(EXTRAP, "extrap-sgd", MSGD_RATES, paper=EXTRAP, seconds=SLOW[EXTRAP]),
         ),
@@ -262,6 +269,13 @@ ASKED = (
         "table-2",
         f"{ADVISED} is better than {WARMED}.",
         each((ADVISED,), (WARMED,), LARGE),
+        note="(Our question.)",
+        by_paper=False,
+    ),
+    Claim(
+        "table-2",
+        f"{ADVISED} is better than MSGD with Nesterov momentum and LARS (you2017), both with that decay and warm-up.",
+        each((ADVISED,), (NESTEROV, LARS_2017), (8192,)),
         note="(Our question.)",
         by_paper=False,
     ),
