@@ -9,7 +9,7 @@ READY := $(VENV)/.ready
 TOOLS := build/tools
 # the same drawn examples in each run; a bare pytest draws new ones
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --hypothesis-profile=ci
-QUICK := tests/test_parity.py tests/test_registry.py tests/test_data.py tests/test_train.py
+QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
 .PHONY: help setup demo test test-quick test-slow lint bench dist fresh matrix resolve clean
 
