@@ -265,14 +265,14 @@ def test_a_broken_record_is_named_and_skipped(folder, text):
     (folder.run("sngm", 32, 0.9, seed=1) / "run.json").write_text(text, "latin-1")
     summary = folder.summary()
     assert summary.cells["sngm", 32].n == 1
-    assert summary.notes == ["1 record could not be read: run001."]
-    assert "1 record could not be read: run001." in report.write(folder.path).read_text("utf-8")
+    assert summary.notes == ["1 record is broken, or changed since written: run001."]
+    assert "1 record is broken, or changed since written: run001." in report.write(folder.path).read_text("utf-8")
 
 
 def test_a_broken_study_leaves_the_runs(folder):
     folder.run("sngm", 32, 0.9)
     (folder.path / "study.json").write_text('{"methods": 3}')
-    assert folder.summary().notes == ["1 record could not be read: study.json."]
+    assert folder.summary().notes == ["1 record is broken, or changed since written: study.json."]
 
 
 def test_a_line_that_was_cut_off_and_values_that_are_not_finite_are_no_points(folder):

@@ -1,28 +1,34 @@
 """A run that is killed, stopped or finds its files broken ends as if nothing had happened, bit for bit."""
 
+import errno
 import hashlib
 import json
 import os
 import pickle
 import random
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import types
 import warnings
+import zipfile
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import runs
+import torch
 from console import finish, until
 from runs import assert_same_end, config, ended, metrics, record, run, state, strict_json
 from waiting import launch, wait_for
 
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
-from sngm.train import load
+from sngm.train import checkpoint, load, loop
 from sngm.train.checkpoint import KEEP
 
 PLATEAU = ["--method", "adam", "--lr", 0.02, "--schedule", "plateau(factor=2)"]
@@ -220,6 +226,13 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
+def edit(new: str, path: Path) -> None:
+    """Another accuracy than the one that was reached."""
+    text = re.sub(r'("test_accuracy": )[0-9.]+', rf"\g<1>{new}", path.read_text())
+    assert text != path.read_text()
+    path.write_text(text)
+
+
 DAMAGE = [truncate, flip_a_bit, empty, Path.unlink]
 
 
@@ -285,18 +298,170 @@ def overwrite(path):
 
 
 @pytest.mark.parametrize(("text", "damage"), [("", zero), ("{", truncate), ("[1]", empty), ("\xff\xfe", overwrite)])
-def test_with_a_broken_index_checkpoints_are_taken_as_they_are(text, damage, stopped, whole):
+def test_a_broken_index_is_made_again_from_the_checkpoints_that_are_whole(text, damage, stopped, whole):
     (stopped / "checkpoints.json").write_text(text, encoding="latin-1")
     damage(stopped / "checkpoint-00000008.pt")
-    with pytest.warns(UserWarning, match="cannot be used") as told:
+    with pytest.warns(UserWarning, match=r"checkpoints\.json is broken"):
         assert state(stopped)["run"]["step"] == 6
-    assert [str(warning.message).split(" ", 2)[0] for warning in told] == [f"{stopped}/checkpoints.json", "checkpoint"]
-    with pytest.warns(UserWarning, match="cannot be used"):
+    with pytest.warns(UserWarning, match=r"checkpoints\.json is broken"):
         run(stopped, config("adam"))
     assert_same_end(stopped, whole)
     (stopped / "checkpoints.json").write_text(text, encoding="latin-1")
-    with pytest.warns(UserWarning, match="as they are"):
+    with pytest.warns(UserWarning, match="the checkpoints that can be read are taken"):
         load(stopped)
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"checkpoint-00000001.pt": "0"}'])
+def test_a_missing_index_costs_no_progress(text, stopped, whole):
+    index = stopped / "checkpoints.json"
+    if text is None:
+        index.unlink()
+    else:
+        index.write_text(text)
+    assert state(stopped)["run"]["step"] == 8
+    flip_a_bit_of_a_tensor(stopped / "checkpoint-00000008.pt")
+    assert state(stopped)["run"]["step"] == 6
+    run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+    assert strict_json(index.read_text()).keys() == {path.name for path in stopped.glob("*.pt")}
+
+
+def flip_a_bit_of_a_tensor(path: Path) -> None:
+    """What torch.load does not notice."""
+    with zipfile.ZipFile(path) as parts:
+        name = max((p for p in parts.infolist() if "/data/" in p.filename), key=lambda p: p.file_size).filename
+        data = parts.read(name)
+    content = bytearray(path.read_bytes())
+    content[content.index(data)] ^= 1
+    path.write_bytes(content)
+    torch.load(path, weights_only=True)
+
+
+# ---------------------------------------------------------------- whose checkpoints and records these are
+
+
+def other(**changes):
+    return replace(config("adam"), **changes)
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir() if path.name != ".lock"}
+
+
+@pytest.fixture
+def finished(whole, tmp_path):
+    return Path(shutil.copytree(whole, tmp_path / "run"))
+
+
+def test_checkpoints_of_another_config_are_refused_without_a_record(stopped, whole):
+    (stopped / "run.json").unlink()
+    before = files_of(stopped)
+    with pytest.raises(
+        UsageError, match=r"holds another run; name another folder with --out.*\s+lr: 0\.1 there, 0\.7 here"
+    ):
+        run(stopped, other(lr=0.7))
+    assert files_of(stopped) == before
+    run(stopped, config("adam"))
+    assert_same_end(stopped, whole)
+
+
+def test_checkpoints_that_do_not_say_whose_they_are_need_a_record(stopped):
+    old = {key: value for key, value in state(stopped).items() if key not in ("config", "data")}
+    checkpoint.save(stopped, 8, old)
+    kept = (stopped / "run.json").read_bytes()
+    (stopped / "run.json").unlink()
+    with pytest.raises(UsageError, match=r"holds checkpoints of an older version and no run\.json"):
+        run(stopped, config("adam"))
+    (stopped / "run.json").write_bytes(kept)
+    assert run(stopped, config("adam"))["status"] == "finished"
+
+
+def test_checkpoints_on_other_data_are_refused_without_a_record(stopped):
+    kept = torch.load(stopped / "checkpoint-00000008.pt", weights_only=True)
+    kept["data"] = {**kept["data"], "training": "others"}
+    checkpoint.save(stopped, 8, kept)
+    (stopped / "run.json").unlink()
+    with pytest.raises(UsageError, match="holds a run on other data"):
+        run(stopped, config("adam"))
+
+
+def test_a_folder_that_another_run_took_meanwhile_is_refused(tmp_path, monkeypatch, whole):
+    """Between the first look and the lock, a process with another config trains in the folder."""
+    prepare = loop.prepare
+
+    def overtaken(*arguments, **more):
+        setup = prepare(*arguments, **more)
+        monkeypatch.setattr(loop, "prepare", prepare)
+        run(tmp_path / "run", config("adam"))
+        return setup
+
+    monkeypatch.setattr(loop, "prepare", overtaken)
+    with pytest.raises(UsageError, match=r"lr: 0\.1 there, 0\.7 here"):
+        run(tmp_path / "run", other(lr=0.7))
+    assert_same_end(tmp_path / "run", whole)
+
+
+@pytest.mark.parametrize("damage", [truncate, empty, partial(edit, "0.0001")], ids=["cut", "empty", "edited"])
+def test_a_broken_record_is_made_again_from_the_checkpoint(damage, finished, whole):
+    damage(finished / "run.json")
+    with pytest.raises(UsageError, match=r"run\.json"):
+        load(finished)
+    with pytest.warns(UserWarning, match=r"run\.json .*; it is written anew"):
+        run(finished, config("adam"))
+    assert_same_end(finished, whole)
+    damage(finished / "run.json")
+    for path in finished.glob("*.pt"):
+        path.unlink()
+    with pytest.raises(UsageError, match="no checkpoint is left to make it from, so train again with --restart"):
+        run(finished, config("adam"))
+    with pytest.warns(UserWarning, match="it is written anew"):
+        run(finished, config("adam"), restart=True)
+    assert_same_end(finished, whole)
+
+
+def test_a_finished_run_without_its_checkpoint_is_trained_again_with_restart(finished, whole):
+    max(finished.glob("*.pt")).unlink()
+    assert run(finished, config("adam"))["status"] == "finished"
+    with pytest.raises(UsageError, match="the run is finished; train it again with --restart"):
+        load(finished)
+    before = files_of(finished)
+    with pytest.raises(UsageError, match="holds another run"):
+        run(finished, other(lr=0.7), restart=True)
+    assert files_of(finished) == before
+    run(finished, config("adam"), restart=True)
+    assert_same_end(finished, whole)
+    load(finished)
+
+
+def test_lost_metrics_of_a_finished_run_come_back(finished, whole):
+    (finished / "metrics.jsonl").unlink()
+    run(finished, config("adam"))
+    assert metrics(finished) == metrics(whole)
+
+
+def test_a_finished_run_is_shown_without_writing(finished, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr("sngm.files.write_atomically", refuse)
+    monkeypatch.setattr("tempfile.TemporaryFile", refuse)
+    assert run(finished, config("adam"))["status"] == "finished"
+
+
+def test_temporary_files_of_killed_processes_are_removed(stopped):
+    for name in (".run.json.123.tmp", ".checkpoints.json.4.tmp", ".checkpoint-00000009.pt.5.tmp"):
+        (stopped / name).write_text("half")
+    run(stopped, config("adam"))
+    assert [path.name for path in stopped.glob(".*")] == [".lock"]
+
+
+def test_records_without_a_digest_are_read(finished):
+    old = strict_json((finished / "run.json").read_text())
+    del old["digest"]
+    (finished / "run.json").write_text(json.dumps(old))
+    before = files_of(finished)
+    assert run(finished, config("adam")) == old
+    assert files_of(finished) == before
 
 
 def test_a_checkpoint_cannot_run_code(stopped):

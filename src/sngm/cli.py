@@ -127,6 +127,7 @@ def train(
     step: STEP = "auto",
     loaders: LOADERS = None,
     pass_size: PASS_SIZE = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what --out holds of this run.")] = False,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
@@ -158,7 +159,8 @@ def train(
     )
     options = Options(
         device=device, data_dir=data_dir, checkpoint_every=checkpoint_every, tracker=track,
-        deterministic=deterministic, should_stop=stop_on_signal(), progress=step_progress(on_cpu=place.type == "cpu"),
+        deterministic=deterministic, restart=restart, should_stop=stop_on_signal(),
+        progress=step_progress(on_cpu=place.type == "cpu"),
         **step_options(step, loaders, pass_size),
     )  # fmt: skip
     warn_of_slow(place, precision, step)
@@ -166,8 +168,6 @@ def train(
         show_plan(config, folder, options, as_json)
         return
     first = os.environ.get("RANK", "0") == "0"
-    if first:
-        check_writable(folder)
     record = run(config, folder, options)
     if first:
         if as_json:

@@ -167,13 +167,13 @@ def _check_out(folder: Path | None) -> None:
 
 def _write(folder: Path, found: dict[str, Any]) -> None:
     """probe.json; of a pilot, also a line a step in steps.jsonl."""
-    from .files import finite, write_atomically, write_json
+    from .files import finite, results_in, write_atomically, write_json
 
-    folder.mkdir(parents=True, exist_ok=True)
-    if "steps" in found:
-        lines = [json.dumps(finite(step), allow_nan=False) + "\n" for step in found["steps"]]
-        write_atomically(folder / "steps.jsonl", "".join(lines).encode())
-    write_json(folder / "probe.json", {key: value for key, value in found.items() if key != "steps"})
+    with results_in(folder):
+        if "steps" in found:
+            lines = [json.dumps(finite(step), allow_nan=False) + "\n" for step in found["steps"]]
+            write_atomically(folder / "steps.jsonl", "".join(lines).encode())
+        write_json(folder / "probe.json", {key: value for key, value in found.items() if key != "steps"})
 
 
 def _interval(point: dict[str, Any]) -> str:

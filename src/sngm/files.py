@@ -43,6 +43,48 @@ def write_json(path: Path, value: Any) -> None:
     write_atomically(path, (json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
 
 
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Write a record with a digest of all that it claims."""
+    write_json(path, {**record, "digest": digest(record)})
+
+
+def read_record(path: Path) -> dict[str, Any]:
+    """Return a record as it was written; those of older versions have no digest.
+
+    Raises:
+        UsageError: the file is no JSON object, or was changed after it was written.
+    """
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise UsageError(f"{path} is not a record of sngm")
+    if record.pop("digest", None) not in (None, digest(record)):
+        raise UsageError(f"{path} was changed after it was written: its digest does not match")
+    return record
+
+
+def digest(record: dict[str, Any]) -> str:
+    """Return the SHA256 of a record's values, whatever their order."""
+    return hashlib.sha256(json.dumps(finite(record), sort_keys=True).encode()).hexdigest()
+
+
+@contextlib.contextmanager
+def results_in(folder: Path) -> Iterator[None]:
+    """Make a folder for results; if nothing could be written into it, it is removed again."""
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is not empty
+            folder.rmdir()
+        raise
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove temporary files of processes that were killed; call it with the folder's lock held."""
+    for path in folder.glob(".*.tmp"):
+        path.unlink(missing_ok=True)
+
+
 def check_folder(folder: Path, mark: str) -> None:
     """Refuse a folder for results, before they are worked out, that could not take them; nothing is made.
 
@@ -70,7 +112,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not readable as JSON ({error}); delete it or name another folder") from error
+        raise UsageError(f"{path} is not readable as JSON ({error}); restore it, or name another folder") from error
 
 
 def finite(value: Any) -> Any:

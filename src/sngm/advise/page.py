@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically, write_json
+from ..files import results_in, write_atomically, write_json
 from ..report.figures import Figure, Series, inline
 from ..report.html import box, document, fact_list, section, table_row, words
 from .facts import RULE, THEORY, Fact
@@ -19,9 +19,9 @@ Record = dict[str, Any]
 
 def write(folder: Path, advice: Record) -> Path:
     """Write advice.json and report.html, whose path is returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "advice.json", plain(advice))
-    write_atomically(folder / "report.html", html(advice).encode())
+    with results_in(folder):
+        write_json(folder / "advice.json", plain(advice))
+        write_atomically(folder / "report.html", html(advice).encode())
     return folder / "report.html"
 
 

@@ -7,7 +7,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from ..files import write_atomically, write_json
+from ..files import results_in, write_atomically, write_json
 from ..report.figures import inline, standalone
 from ..report.html import box, document, fact_list, section, table_row, words
 from .findings import FAILS, HOLDS, OPEN, Finding
@@ -22,12 +22,12 @@ section p{max-width:54rem}
 
 def write(folder: Path, findings: Sequence[Finding], facts: dict[str, Any]) -> Path:
     """Write findings.json, an SVG for each figure, and report.html, whose path is returned."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "findings.json", {**facts, "findings": [finding.as_dict() for finding in findings]})
-    for finding in findings:
-        for name, figure in finding.figures.items():
-            write_atomically(folder / f"{name}.svg", standalone(figure).encode())
-    write_atomically(folder / "report.html", html(findings, facts).encode())
+    with results_in(folder):
+        write_json(folder / "findings.json", {**facts, "findings": [finding.as_dict() for finding in findings]})
+        for finding in findings:
+            for name, figure in finding.figures.items():
+                write_atomically(folder / f"{name}.svg", standalone(figure).encode())
+        write_atomically(folder / "report.html", html(findings, facts).encode())
     return folder / "report.html"
 
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import tasks
 from ..errors import UsageError
-from ..files import finite, locked, read_json, write_atomically
+from ..files import finite, locked, read_record, write_atomically
 from ..report.records import BROKEN
 from ..train.config import RunConfig, resolve
 from ..train.record import FINISHED, differences
@@ -194,12 +194,12 @@ def whole(line: Line) -> Line:
 
 def of_folder(path: Path) -> Line:
     """A finished run's folder as a line to keep. Refused: what cannot be made again."""
-    record = read_json(path / "run.json")
-    if not isinstance(record, dict) or record.get("status") not in FINISHED:
+    record = read_record(path / "run.json")
+    if record.get("status") not in FINISHED:
         raise UsageError(f"{path}: not a run that has finished; go on with it first")
     if record.get("made_before"):
         raise UsageError(
-            f"{path}: made in pieces with other code or on other hardware; delete it and make it in one go"
+            f"{path}: made in pieces with other code or on other hardware; make it again in another folder, in one go"
         )
     commit = record.get("commit")
     if why := unnamed(commit):
@@ -213,7 +213,9 @@ def of_folder(path: Path) -> Line:
         line = Line({**kept, "timing": timing, "commit": commit, "curve": curve})
         return whole(Line({**line.record, "command": command_of(line.config)}))
     except BROKEN as error:
-        raise UsageError(f"{path}: not as it was written ({in_words(error)}); delete it and make it again") from error
+        raise UsageError(
+            f"{path}: not as it was written ({in_words(error)}); make it again in another folder"
+        ) from error
 
 
 def unnamed(commit: Any) -> str | None:

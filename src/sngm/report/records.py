@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
+from ..files import read_record
 from ..spec import format_call
 
 
@@ -113,7 +114,7 @@ def read(folder: Path) -> Records:
     study, runs, unreadable = None, [], []
     if has_study:
         try:
-            study = _study(json.loads((folder / "study.json").read_text("utf-8")))
+            study = _study(read_record(folder / "study.json"))
         except BROKEN:
             unreadable.append("study.json")
     for place in places:
@@ -137,7 +138,7 @@ def clean(value: object) -> str:
 
 
 def _run(place: Path) -> Run:
-    record = json.loads((place / "run.json").read_text("utf-8"))
+    record = read_record(place / "run.json")
     config = record["config"]
     timing = _numbers(record.get("timing") or {})
     return Run(

@@ -344,7 +344,10 @@ def summarise(folder: Path) -> Summary:
         notes.append(f"{_runs(len(failed))} failed: {', '.join(failed)}.")
     if records.unreadable:
         count = len(records.unreadable)
-        notes.append(f"{count} record{'s'[: count > 1]} could not be read: {', '.join(records.unreadable)}.")
+        names = ", ".join(records.unreadable)
+        notes.append(
+            f"{count} {'records are' if count > 1 else 'record is'} broken, or changed since written: {names}."
+        )
     return Summary(task.rpartition("/")[2], metric, better, methods, batches, cells, records, notes)
 
 

@@ -22,7 +22,7 @@ import torch
 
 from .. import tasks
 from ..errors import Failed, Interrupted, UsageError
-from ..files import locked, read_json, write_json
+from ..files import locked, read_record, remove_leftovers, write_record
 from ..tasks import Splits
 from ..train.config import RunConfig
 from ..train.loop import Options, train
@@ -74,6 +74,7 @@ def compare(
     data = check(study, cells, options, load_data(study, options))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
+        remove_leftovers(folder)
         _claim(folder, study)
         return _Launcher(study, cells, folder, options, jobs, show, data, known).run()
 
@@ -130,14 +131,16 @@ def _claim(folder: Path, study: Study) -> None:
         if (folder / "run.json").exists():
             raise UsageError(f"{folder} holds a run; name another folder with --out")
     else:
-        there = read_json(path)
-        if not isinstance(there, dict) or not isinstance(there.get("study"), dict):
-            raise UsageError(f"{path} is not the record of a study; delete it or name another folder with --out")
-        lines = differences(there["study"], study.identity())
-        if lines:
+        try:
+            there = read_record(path)["study"]
+            if not isinstance(there, dict):
+                raise UsageError(f"{path} is not the record of a study")
+        except (UsageError, KeyError) as error:  # the runs have records of their own, and it is made from them
+            warnings.warn(f"{path} cannot be used ({error}); it is written anew", stacklevel=2)
+            return
+        if lines := differences(there, study.identity()):
             raise UsageError(
-                f"{folder} holds another study; name another folder with --out or delete it. They differ in\n  "
-                + "\n  ".join(lines)
+                f"{folder} holds another study; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
             )
 
 
@@ -250,7 +253,7 @@ class _Launcher:
             "cells": [cell.summary(better) for cell in self.progress.cells],
             "study": self.study.identity(),
         }
-        write_json(self.folder / "study.json", study)
+        write_record(self.folder / "study.json", study)
 
 
 def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
@@ -258,8 +261,8 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     if not folder.file.exists():
         return None
     record = folder.open(config)
-    folder.check_data(data)
-    return record if record["status"] in FINISHED else None
+    folder.check_data(record, data)
+    return record if record.get("status") in FINISHED else None
 
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)

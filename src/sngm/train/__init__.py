@@ -17,7 +17,7 @@ from .config import RunConfig, resolve
 from .evaluate import data_of, evaluate, samples_of
 from .loop import Options, train
 from .processes import set_numerics
-from .record import RunFolder, differences
+from .record import FINISHED, RunFolder, differences
 
 __all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
 
@@ -73,11 +73,12 @@ def load_run(
         )
     state = checkpoint.load(folder)
     if state is None:
-        raise UsageError(f"{folder} holds no checkpoint: the run is {record['status']}")
+        raise UsageError(f"{folder} holds no checkpoint: the run is {record['status']}{_remedy(record)}")
+    place.check_checkpoint(state, record, config)
     step = state["run"]["step"]
     if not partial and (record["status"] != "finished" or len(state["run"]["history"]) < config.epochs):
         raise UsageError(
-            f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}; finish it first"
+            f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}{_remedy(record)}"
         )
     config.check_source()
     model = config.build_task(data_dir).model().to(dtype=config.dtype)
@@ -89,3 +90,8 @@ def load_run(
             f"{folder}: the task builds another model now than was trained, perhaps from other data: {why}"
         ) from error
     return model.to(device), config
+
+
+def _remedy(record: dict[str, Any]) -> str:
+    """What helps where the model of a run is not there."""
+    return "; train it again with --restart" if record["status"] in FINISHED else "; finish it first"

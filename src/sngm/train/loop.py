@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, Interrupted
-from ..files import locked
+from ..files import check_writable, locked, remove_leftovers
 from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .clock import Clock
@@ -42,6 +42,7 @@ class Options:
     checkpoint_every: int | None = None  # steps; None: about once a minute
     tracker: str | None = None
     deterministic: bool = False
+    restart: bool = False  # discard what the folder holds of the run, and train from the start
     step: str = "auto"  # how steps are made: see captured.STEPS
     loaders: int | None = None  # processes that prepare batches; None: as the task wants
     pass_size: int | None = None  # the most samples of a pass; None: as the task wants
@@ -72,10 +73,11 @@ class State:
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
-    def pack(self, setup: Setup, carried: list[Tensor]) -> Record:
+    def pack(self, config: RunConfig, setup: Setup, carried: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
-        return {"run": own, **lasting, "best_model": self.best_model}
+        whose = {"config": config.as_dict(), "data": setup.data}
+        return {"run": own, **lasting, "best_model": self.best_model, **whose}
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup) -> State:
@@ -89,33 +91,64 @@ class State:
 
 
 def train(config: RunConfig, path: Path, options: Options | None = None) -> Record:
-    """Train, or go on where a run stopped; return its record. A finished run is not repeated, if it is whole."""
+    """Train, or go on where a run stopped; return its record. A finished run is not repeated, if it is whole.
+
+    Raises:
+        UsageError: `path` holds another run, or one on other data.
+    """
     options = options or Options()
     with join(options.device) as processes:
         folder = RunFolder(path)
-        record, broken = processes.share((folder.open(config), checkpoint.is_broken(path)) if processes.first else None)
-        if record.get("status") in FINISHED and not broken:
+        record, whole = processes.share(_look(config, folder, options) if processes.first else None)
+        if whole:
             with contextlib.suppress(DataMissing):  # which a finished run can do without
-                folder.check_data(data_of(*samples_of(config.build_task(options.data_dir), config)))
+                folder.check_data(record, data_of(*samples_of(config.build_task(options.data_dir), config)))
             return dict(record)
         set_numerics(processes.device, options.deterministic)
         how = {"step": options.step, "loaders": options.loaders, "pass_size": options.pass_size}
         setup = prepare(config, processes, options.data_dir, **how)  # type: ignore[arg-type]
+        processes.any(False, step=0)  # all are ready: one that failed before would leave an empty folder
         if not processes.first:
             return _run(config, setup, folder, options, processes)
-        folder.check_data(setup.data)
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
+            remove_leftovers(path)
             return _run(config, setup, folder, options, processes)
+
+
+def _look(config: RunConfig, folder: RunFolder, options: Options) -> tuple[Record, bool]:
+    """The record of this run as it is in the folder, and whether nothing is left to do."""
+    record = folder.open(config, options.restart)
+    if record.get("status") in FINISHED and not options.restart and not checkpoint.is_broken(folder.path):
+        if not folder.metrics.exists() and (state := checkpoint.load(folder.path)):
+            with contextlib.suppress(OSError):  # a folder that is only for reading
+                folder.rewrite(state["run"]["history"])
+        return record, True
+    check_writable(folder.path)
+    return record, False
+
+
+def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) -> tuple[Record, Record | None]:
+    """The record and the checkpoint that this run goes on from, read with the lock held."""
+    record, state = folder.open(config, restart), checkpoint.load(folder.path)
+    if state is not None:
+        folder.check_checkpoint(state, record, config)
+    if restart:
+        folder.discard()
+        return {}, None
+    for there in (record, state or {}):
+        folder.check_data(there, setup.data)
+    return record, state
 
 
 def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes) -> Record:
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
-    state = State.unpack(processes.share(checkpoint.load(folder.path) if processes.first else None), setup)
+    before, packed = processes.share(_begin(config, setup, folder, options.restart) if processes.first else None)
+    state = State.unpack(packed, setup)
     record = describe(config, model, processes, setup.data, task.metric)
-    if processes.first and folder.file.exists():
-        record |= goes_on(folder.read(), record)
+    if before:
+        record |= goes_on(before, record)
     journal = Journal(config, folder, record, state, options) if processes.first else None
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
     held_out = {name: place(samples, processes.device) for name, samples in setup.held_out.items()}
@@ -131,7 +164,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
         state.seconds = clock.pack()
         carried = setup.carried.pack()
         if journal:
-            checkpoint.save(folder.path, state.step, state.pack(setup, carried))
+            checkpoint.save(folder.path, state.step, state.pack(config, setup, carried))
         clock.wrote()
 
     def due() -> bool:

@@ -8,6 +8,7 @@ import os
 import platform
 import subprocess
 import sys
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch import nn
 import sngm
 
 from ..errors import UsageError
-from ..files import finite, read_json, write_atomically, write_json
+from ..files import finite, read_record, write_atomically, write_record
+from . import checkpoint
 from .config import RunConfig, completed
 from .processes import Processes
 
@@ -33,39 +35,63 @@ class RunFolder:
         self.file = path / "run.json"
         self.metrics = path / "metrics.jsonl"
 
-    def open(self, config: RunConfig) -> dict[str, Any]:
-        """Find this run in the folder; return what run.json says ({} for a new run)."""
+    def open(self, config: RunConfig, restart: bool = False) -> dict[str, Any]:
+        """Return the record of this run; {} if there is none, or only one that its checkpoint makes again.
+
+        Raises:
+            UsageError: the folder belongs to another run, or its record is broken and no checkpoint can replace it.
+        """
         if not self.file.exists():
             if (self.path / "study.json").exists():
                 raise UsageError(f"{self.path} holds a study; name another folder with --out")
             return {}
-        record = self.read()
-        there = completed(record["config"])
-        if there != config.as_dict():
-            lines = differences(there, config.as_dict())
-            raise UsageError(
-                f"{self.path} holds another run; name another folder with --out or delete it. They differ in\n  "
-                + "\n  ".join(lines)
-            )
+        try:
+            record = self.read()
+        except UsageError as error:
+            if not restart and not checkpoint.whole(self.path):
+                raise UsageError(
+                    f"{error}; no checkpoint is left to make it from, so train again with --restart, or name another "
+                    "folder with --out"
+                ) from None
+            warnings.warn(f"{error}; it is written anew", stacklevel=2)
+            return {}
+        self._check_same("another run", completed(record["config"]), config.as_dict())
         return record
 
-    def check_data(self, data: dict[str, Any]) -> None:
-        """Refuse to go on, on other data than the run began with; records of older versions say nothing of it."""
-        there = self.read().get("data", data) if self.file.exists() else data
-        if lines := differences(there, data):
+    def check_checkpoint(self, state: dict[str, Any], record: dict[str, Any], config: RunConfig) -> None:
+        """Refuse the checkpoint of another run. Those of older versions do not say whose they are; `record` may."""
+        there = state.get("config", record.get("config"))
+        if there is None:
             raise UsageError(
-                f"{self.path} holds a run on other data; name another folder with --out, or delete it. They differ:\n  "
-                + "\n  ".join(lines)
+                f"{self.path} holds checkpoints of an older version and no run.json that says of which run they are; "
+                "name another folder with --out"
+            )
+        self._check_same("another run", completed(there), config.as_dict())
+
+    def check_data(self, record: dict[str, Any], data: dict[str, Any]) -> None:
+        """Refuse other data than `record`, or a checkpoint, is of; those of older versions say nothing of it."""
+        self._check_same("a run on other data", record.get("data", data), data)
+
+    def _check_same(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
+        if lines := differences(there, here):
+            raise UsageError(
+                f"{self.path} holds {what}; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
             )
 
     def read(self) -> dict[str, Any]:
-        record: dict[str, Any] = read_json(self.file)
-        if not isinstance(record, dict) or record.get("format") != 1 or not isinstance(record.get("config"), dict):
+        record = read_record(self.file)
+        if record.get("format") != 1 or not isinstance(record.get("config"), dict) or "status" not in record:
             raise UsageError(f"{self.file} is not the record of a run, or of another version of sngm")
         return record
 
     def write(self, record: dict[str, Any]) -> None:
-        write_json(self.file, record)
+        write_record(self.file, record)
+
+    def discard(self) -> None:
+        """Remove what the folder holds of its run."""
+        checkpoint.discard(self.path)
+        for path in (self.metrics, self.file):
+            path.unlink(missing_ok=True)
 
     def append(self, metrics: dict[str, Any]) -> None:
         """One line of metrics.jsonl, handed to the system before the next step."""
