@@ -757,7 +757,7 @@ def test_norms_are_right_where_squares_are_less_or_more_than_float32_holds(size,
 @pytest.mark.parametrize("size", [1e25, 0.0])
 def test_norms_taken_again_need_little_memory(size):
     tensors = [torch.full((3 * norms.PIECE,), size, dtype=torch.bfloat16) for _ in range(2)]
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as seen:
         found = norms.squares(tensors)
     torch.testing.assert_close(
         found.sqrt(), torch.full((2,), float(tensors[0][0]) * math.sqrt(3 * norms.PIECE)).double()
