@@ -300,6 +300,9 @@ def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
 def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     assert sngm("train digits --lr 0.1 --batch 256 --epochs 1 --device cpu --out run").code == 0
     record = json.loads(Path("run/run.json").read_text())
+    Path("run/run.json").write_text(json.dumps({**record, "commit": "fedc"}))
+    refused(sngm("paper add run"), "run/run.json was changed after it was written")
+    del record["digest"]  # as in records of before
     for name in (None, "", "0123abc+"):
         Path("run/run.json").write_text(json.dumps({**record, "commit": name}))
         refused(sngm("paper add run"), "SNGM_COMMIT")
@@ -323,7 +326,7 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     refused(sngm("paper add run --results run/run.json"), "is no folder", "--results")
     Path("odd").mkdir()
     Path("odd/run.json").write_text("[]")
-    refused(sngm("paper add odd"), "odd/run.json is not the record of a run")
+    refused(sngm("paper add odd"), "odd/run.json is not")
     Path("again").mkdir()
     for key, value in (("made_before", [{"commit": "1"}]), ("config", {**record["config"], "task_source": "1234"})):
         Path("again/run.json").write_text(json.dumps({**record, key: value}))

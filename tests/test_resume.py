@@ -406,7 +406,7 @@ def test_a_broken_record_is_made_again_from_the_checkpoint(damage, finished, who
     damage(finished / "run.json")
     with pytest.raises(UsageError, match=r"run\.json"):
         load(finished)
-    with pytest.warns(UserWarning, match=r"run\.json .*; it is written anew"):
+    with pytest.warns(UserWarning, match=r"run\.json is broken, or was changed since written; it is written anew"):
         run(finished, config("adam"))
     assert_same_end(finished, whole)
     damage(finished / "run.json")

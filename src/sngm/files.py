@@ -112,7 +112,7 @@ def read_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text())
     except (ValueError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not readable as JSON ({error}); restore it, or name another folder") from error
+        raise UsageError(f"{path} is not readable as JSON ({error})") from error
 
 
 def finite(value: Any) -> Any:

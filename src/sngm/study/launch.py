@@ -132,11 +132,14 @@ def _claim(folder: Path, study: Study) -> None:
             raise UsageError(f"{folder} holds a run; name another folder with --out")
     else:
         try:
-            there = read_record(path)["study"]
+            there = read_record(path).get("study")
             if not isinstance(there, dict):
                 raise UsageError(f"{path} is not the record of a study")
-        except (UsageError, KeyError) as error:  # the runs have records of their own, and it is made from them
-            warnings.warn(f"{path} cannot be used ({error}); it is written anew", stacklevel=2)
+        except UsageError as error:
+            if not (folder / "runs").is_dir():
+                raise UsageError(f"{error}; name another folder with --out") from None
+            # the runs have records of their own, and this one is made from them
+            warnings.warn(f"{error}; it is written anew", stacklevel=2)
             return
         if lines := differences(there, study.identity()):
             raise UsageError(

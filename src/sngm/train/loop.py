@@ -131,6 +131,8 @@ def _look(config: RunConfig, folder: RunFolder, options: Options) -> tuple[Recor
 def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) -> tuple[Record, Record | None]:
     """The record and the checkpoint that this run goes on from, read with the lock held."""
     record, state = folder.open(config, restart), checkpoint.load(folder.path)
+    if not record and folder.file.exists():
+        warnings.warn(f"{folder.file} is broken, or was changed since written; it is written anew", stacklevel=2)
     if state is not None:
         folder.check_checkpoint(state, record, config)
     if restart:

@@ -8,7 +8,6 @@ import os
 import platform
 import subprocess
 import sys
-import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -53,7 +52,6 @@ class RunFolder:
                     f"{error}; no checkpoint is left to make it from, so train again with --restart, or name another "
                     "folder with --out"
                 ) from None
-            warnings.warn(f"{error}; it is written anew", stacklevel=2)
             return {}
         self._check_same("another run", completed(record["config"]), config.as_dict())
         return record
