@@ -1,23 +1,34 @@
 """Optimizers for large-batch training, as drop-in torch.optim classes."""
 
-from typing import TYPE_CHECKING, Any
+from __future__ import annotations
 
-from .clars import CLARS
-from .extrap import ExtrapSGD
-from .lamb import LAMB
-from .lars import LARS
-from .registry import create, decay_groups, names
-from .sngm import SNGM
+import importlib
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from . import reference
+    from .clars import CLARS
+    from .extrap import ExtrapSGD
+    from .lamb import LAMB
+    from .lars import LARS
+    from .registry import create, decay_groups, names
+    from .sngm import SNGM
 
 __all__ = ["CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "create", "decay_groups", "names", "reference"]
 
+# Each method is imported when it is asked for: one costs half of what all do.
+_HOMES = {"CLARS": "clars", "LAMB": "lamb", "LARS": "lars", "SNGM": "sngm", "ExtrapSGD": "extrap"}
+_HOMES |= dict.fromkeys(("create", "decay_groups", "names"), "registry")
+
 
 def __getattr__(name: str) -> Any:
-    if name == "reference":  # nothing here needs it
-        import importlib
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(f".{_HOMES.get(name, name)}", __name__)
+    value = getattr(module, name) if name in _HOMES else module
+    globals()[name] = value
+    return value
 
-        return importlib.import_module(".reference", __name__)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
