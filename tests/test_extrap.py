@@ -219,6 +219,28 @@ def test_extrap_sgd_leaves_parameters_that_no_worker_uses_alone():
     assert not optimizer.state[unused]["momentum_buffer"].any()
 
 
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_extrap_sgd_ignores_gradients_of_frozen_parameters(path, given):
+    workers, alone = Workers(), Workers()
+    frozen = torch.nn.Parameter(torch.ones(3, dtype=torch.float64), requires_grad=False)
+    frozen.grad = grad = torch.full_like(frozen, 7.0) if given else None
+    settings = {"lr": 0.05, "inner_lr": 0.1, "weight_decay": 0.1, **PATHS[path]}
+    optimizer, other = ExtrapSGD([*workers.params, frozen], **settings), ExtrapSGD(alone.params, **settings)
+
+    def closure():
+        assert torch.equal(frozen, torch.ones_like(frozen))
+        frozen.grad = torch.full_like(frozen, math.inf)
+        return workers.closure(0)()
+
+    optimizer.step([closure, closure])
+    other.step([alone.closure(0)] * 2)
+    assert torch.equal(frozen, torch.ones_like(frozen))
+    assert frozen.grad is grad
+    assert same_tensors(workers.params, alone.params)
+    assert optimizer.skipped.item() == 0
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_extrap_sgd_looks_ahead_with_one_rounding(dtype):
     w = torch.nn.Parameter(torch.linspace(-1, 1, 4001).to(dtype))

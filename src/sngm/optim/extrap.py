@@ -146,21 +146,21 @@ class ExtrapSGD(LargeBatchOptimizer):
 
     def _look_ahead(self, closures: Sequence[Callable[[], Any]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
         """The loss of each worker at w, and the sum over workers of the gradients at their own look-ahead."""
-        places = [(p, group) for group in self.param_groups for p in group["params"]]
-        grads = {p: p.grad for p, _ in places}
-        start = {p: p.clone() for p, _ in places if p.requires_grad}
+        grads = {p: p.grad for group in self.param_groups for p in group["params"]}
+        places = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        start = {p: p.clone() for p, _ in places}
         losses: list[Any] = []
         sums: dict[Tensor, Tensor] = {}
         try:
             for closure in closures:
-                clear(p for p, _ in places)
+                clear(grads)
                 losses.append(detached(evaluate(closure)))
                 for p, group in places:
                     if p.grad is not None:
                         inner_lr = lr_of(group, "inner_lr")
                         ahead = wide(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
                         p.copy_(wide(p) + ahead)  # one rounding
-                clear(p for p, _ in places)
+                clear(grads)
                 evaluate(closure)
                 for p, _ in places:
                     if p.grad is not None:
