@@ -2,14 +2,16 @@
 
 import functools
 import itertools
+import math
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods import CASES, LARGE, LOW, PATHS, SHAPES, Twin, make_params, run
+from methods import CASES, LARGE, LOW, PATHS, SHAPES, Twin, gradients, make_params, run
 
-from sngm.optim import heavy_ball, lamb, norms
+import sngm
+from sngm.optim import heavy_ball, lamb, norms, reference
 
 
 def served(*dtypes: torch.dtype, slow_paths: tuple[str, ...] = ()):
@@ -133,6 +135,49 @@ def test_random_settings_shapes_groups_and_missing_gradients_equal_the_reference
         grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         twin.step([None if i in missing and t % 2 else g for i, g in enumerate(grads)])
     twin.check(stored_to=6 * torch.finfo(dtype).eps)  # some of these barely move
+
+
+@pytest.mark.parametrize("size", [1e36, 1e37, 5e37])
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("mode", ["coupled", "after_norm", "decoupled"])
+@pytest.mark.parametrize("path", PATHS)
+def test_sngm_equals_the_reference_for_gradients_near_the_largest_float32(path, mode, momentum, size):
+    params = make_params([(7,), (3, 3), (64,)], torch.float32, size=10.0)
+    settings = {"lr": 0.3, "momentum": momentum, "weight_decay": 1.0, "weight_decay_mode": mode}
+    twin = Twin("SNGM", params, settings, path)
+    for grads in gradients(tuple(p.shape for p in params))[:3]:
+        twin.step([size * g for g in grads])
+    twin.check(stored_to=3 * torch.finfo(torch.float32).eps)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_rate_of_lamb_that_float32_cannot_hold_is_the_largest_that_it_can(path):
+    w = torch.nn.Parameter(torch.full((2, 2), 1e3))
+    optimizer = sngm.LAMB([w], lr=0.5, betas=(0.0, 0.999), **PATHS[path])
+    w.grad = torch.full_like(w, 1e3)
+    optimizer.step()
+    before = w.detach().clone()
+    w.grad = torch.tensor([[1e-35, 0.0], [0.0, 0.0]])
+    optimizer.step()
+    q = 1e-35 / math.sqrt((0.999 * 0.001 * 1e6) / (1.0 - 0.999**2))
+    assert w[0, 0].item() == pytest.approx(before[0, 0].item() - torch.finfo(torch.float32).max * q)
+    assert torch.equal(w[0, 1:], before[0, 1:])
+    assert torch.equal(w[1], before[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+@pytest.mark.parametrize("path", PATHS)
+def test_low_precision_gradients_of_float32_parameters_equal_the_reference(path, momentum, dtype):
+    w = torch.nn.Parameter(torch.linspace(-1.0, 1.0, 12).view(3, 4))
+    w.grad_dtype = None
+    w.grad = (torch.linspace(3.0, -2.0, 12).view(3, 4) * 1e-6).to(dtype)
+    blocks, u = [w.detach().double()], [torch.zeros(3, 4, dtype=torch.float64)]
+    optimizer = sngm.SNGM([w], lr=0.3, momentum=momentum, **PATHS[path])
+    for _ in range(3):
+        optimizer.step()
+        blocks, u = reference.sngm(blocks, u, [w.grad.double()], eta=0.3, beta=momentum)
+    torch.testing.assert_close(w.double(), blocks[0], rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("values", ["random", "equal", "one large"])

@@ -179,6 +179,27 @@ def test_one_inf_or_nan_anywhere_skips_the_step_and_the_next_one_is_taken(rule, 
     assert not same_tensors(params, make_params(dtype))
 
 
+@pytest.mark.parametrize("foreach", [None, True, False])
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_skipped_step_changes_nothing_where_decay_weights_or_state_overflow(rule, capturable, foreach):
+    params = make_params()
+    optimizer = build(rule, params, weight_decay=1e30, capturable=capturable, foreach=foreach)
+    with torch.no_grad():
+        params[0][0, :3] = torch.tensor([1e20, math.inf, -math.inf])
+        params[1].fill_(1e20)
+    for state in optimizer.state.values():
+        for buffer in state.values():
+            buffer.view(-1)[0] = math.inf
+    before, state = weights(params), states(optimizer)
+    grads = gradients(make_params(), 0)
+    grads[2].view(-1)[0] = math.nan
+    step(optimizer, params, grads)
+    assert same_tensors(params, before)
+    assert same_states(states(optimizer), state)
+    assert optimizer.skipped.item() == 1
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_a_mean_norm_that_is_not_finite_skips_the_step_of_clars(bad, path):

@@ -1,11 +1,11 @@
 """The one update that all momentum methods here share, in three speeds.
 
-    d = g + decay * w                   (g with its sign turned for `maximize`)
-    x = gain * d
+    x = gain * g + decay * w            (g with its sign turned for `maximize`)
     v = momentum * v + x
     w = w - rate * (v + pull * w)       (`nesterov`: momentum * v + x in place of v)
 
-Methods differ only in the coefficients: SNGM has gain = 1/||d||, LARS has lr * ratio as gain or as rate.
+Methods differ only in the coefficients: SNGM has gain = 1/norm, LARS has lr * ratio as gain or as rate. The gain does
+not multiply the decay, because for small gains g + decay / gain * w overflows float32.
 A coefficient is a number, a 0-d tensor, or a 1-d tensor with one value for each parameter of the bucket.
 """
 
@@ -42,26 +42,28 @@ class Rule:
     pull: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-    on_host: bool = True  # coefficients may be read without waiting for a device
+    skip: Tensor | None = None  # 0-d bool: where only the device knows whether the step may be taken
 
     def unless(self, skip: Tensor, dtype: torch.dtype) -> Rule:
-        """This rule where `skip` is false, and one that changes nothing where it is true."""
+        """Return this rule with coefficients on the device of `skip`, to change nothing where `skip` is true."""
 
-        def choose(value: Coefficient, instead: float) -> Tensor:
-            if isinstance(value, Tensor):
-                return torch.where(skip, instead, value.to(skip.device, dtype))
-            # filled on the device: a copy from the host would wait, and could not be captured
-            full = torch.full((), value, dtype=dtype, device=skip.device)
-            return torch.where(skip, torch.full_like(full, instead), full)
+        def there(value: Any) -> Any:
+            return value.to(skip.device) if isinstance(value, Tensor) else value
 
+        # filled on the device: a copy from the host would wait, and could not be captured
+        momentum = torch.full((), float(self.momentum), dtype=dtype, device=skip.device)
         return replace(
             self,
-            momentum=choose(self.momentum, 1.0),
-            gain=choose(self.gain, 0.0),
-            rate=None if self.rate is None else choose(self.rate, 0.0),
-            decay=choose(self.decay, 0.0) if isinstance(self.decay, Tensor) else self.decay,
-            on_host=False,
+            momentum=torch.where(skip, torch.ones_like(momentum), momentum),
+            gain=there(self.gain),
+            rate=there(self.rate),
+            decay=there(self.decay),
+            skip=skip,
         )
+
+    def times(self, factor: Coefficient) -> Rule:
+        """Return this rule with `factor` times the gradient and the decay."""
+        return replace(self, gain=self.gain * factor, decay=self.decay * factor if self.decays else 0.0)
 
     def of(self, which: int | slice | list[int]) -> Rule:
         """This rule for one, or some, of the bucket's tensors."""
@@ -73,7 +75,7 @@ class Rule:
 
     def known(self, coefficient: Coefficient) -> Any:
         """`coefficient` as the number, or list of numbers, that a kernel can be called with."""
-        return coefficient.tolist() if self.on_host and isinstance(coefficient, Tensor) else coefficient
+        return coefficient.tolist() if self.skip is None and isinstance(coefficient, Tensor) else coefficient
 
     @property
     def decays(self) -> bool:
@@ -93,85 +95,60 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
     if isinstance(skip, Tensor):
         skip = skip.to(bucket.device)
         rule = rule.unless(skip, torch.float64 if bucket.params[0].dtype == torch.float64 else torch.float32)
-        bucket = replace(bucket, grads=[g.masked_fill(skip, 0.0) for g in bucket.grads])  # 0 * inf would be NaN
     elif (fused or (fused is None and foreach is None)) and not bucket.low_precision and rule.rate is not None:
         return _fused(bucket, rule)
-    # torch 2.13 loses what a compiled step writes into a 0-d float64 tensor on the CPU by add_ or copy_, not by foreach
-    if foreach is False and not fused and not torch.compiler.is_compiling():
-        _single_tensor(bucket, rule)
-    elif not bucket.low_precision:
-        _foreach(bucket, rule)
-    else:
-        start = 0
-        for part in bucket.slices(SLICE):
-            stop = start + len(part.params)
-            copies = [wide(p) for p in part.params]
-            _foreach(replace(part, params=copies, grads=[wide(g) for g in part.grads]), rule.of(slice(start, stop)))
-            if rule.rate is not None:
-                torch._foreach_copy_(part.params, part.rounded(copies))  # the one rounding
-            start = stop
-
-
-def _single_tensor(bucket: Bucket, rule: Rule) -> None:
-    buffers = bucket.buffers.get(BUFFER)
-    for i, (p, g) in enumerate(zip(bucket.params, bucket.grads, strict=True)):
-        one = rule.of(i) if rule.per_tensor else rule
-        w = wide(p)
-        d = -wide(g) if one.maximize else wide(g)
-        if one.decays:
-            d = d + one.known(one.decay) * w
-        x = one.known(one.gain) * d
-        v = x
-        if buffers is not None:
-            v = buffers[i].mul_(one.momentum).add_(x)
-            if one.nesterov:
-                v = one.momentum * v + x
-        if one.rate is not None:
-            if one.pull:
-                v = v + one.pull * w
-            p.copy_(bucket.some([i]).rounded([w - one.known(one.rate) * v])[0])
+    one_by_one = foreach is False and not fused
+    if not one_by_one and not bucket.low_precision:
+        return _foreach(bucket, rule)
+    start = 0
+    for part in bucket.slices(1 if one_by_one else SLICE):
+        stop = start + len(part.params)
+        copies = [wide(p) for p in part.params]  # the parameters themselves where they are wide
+        _foreach(replace(part, params=copies), rule.of(slice(start, stop)))
+        if bucket.low_precision and rule.rate is not None:
+            torch._foreach_copy_(part.params, part.rounded(copies))  # the one rounding
+        start = stop
 
 
 def _foreach(bucket: Bucket, rule: Rule) -> None:
-    params, grads, buffers = bucket.params, bucket.grads, bucket.buffers.get(BUFFER)
-    gain, rate = rule.gain, rule.rate
-    to_grads = rule.known(-gain if rule.maximize else gain)
-    to_params = rule.known(gain * rule.decay)
+    params, grads, buffers = bucket.params, [wide(g) for g in bucket.grads], bucket.buffers.get(BUFFER)
+    gain, rate, decay, skip = -rule.gain if rule.maximize else rule.gain, rule.rate, rule.decay, rule.skip
     if buffers is None:
         assert rate is not None, "without buffers there is nothing but the parameters to update"
         if rule.decays or rule.pull:
-            axpy_(params, rule.known(-rate * (gain * rule.decay + rule.pull)), params)
-        axpy_(params, rule.known(rate * (gain if rule.maximize else -gain)), grads)
+            axpy_(params, rule.known(-rate * (decay + rule.pull)), params, skip)
+        axpy_(params, rule.known(-rate * gain), grads, skip)
         return
     torch._foreach_mul_(buffers, rule.momentum)
-    axpy_(buffers, to_grads, grads)
+    axpy_(buffers, rule.known(gain), grads, skip)
     if rule.decays:
-        axpy_(buffers, to_params, params)
+        axpy_(buffers, rule.known(decay), params, skip)
     if rate is None:
         return
     steps: Tensors = buffers
     if rule.nesterov:
         steps = list(torch._foreach_mul(buffers, rule.momentum))
-        axpy_(steps, to_grads, grads)
+        axpy_(steps, rule.known(gain), grads, skip)
         if rule.decays:
-            axpy_(steps, to_params, params)
+            axpy_(steps, rule.known(decay), params, skip)
     if rule.pull:  # w - c * w, not (1 - c) * w: rounding 1 - c would bias the decay the same way every step
-        axpy_(params, rule.known(-rate * rule.pull), params)
-    axpy_(params, rule.known(-rate), steps)
+        axpy_(params, rule.known(-rate * rule.pull), params, skip)
+    axpy_(params, rule.known(-rate), steps, skip)
 
 
 def _fused(bucket: Bucket, rule: Rule) -> None:
     """torch's CPU kernel for SGD where its arithmetic is ours; foreach for the rest.
 
     The kernel walks memory in order without checking that all tensors lie alike, so we do. Its nesterov step
-    would use the raw gradient, and its gain is 1 - dampening (see LEAST_FUSED_GAIN).
+    would use the raw gradient, and its gain is 1 - dampening (see LEAST_FUSED_GAIN). It adds decay / gain * w to the
+    gradient, which a small gain would make too large.
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
     if not rule.nesterov and fused_sgd_ is not None:
         gains, count = rule.known(rule.gain), len(bucket.params)
         gains = gains if isinstance(gains, list) else [gains] * count
-        least = 0.0 if buffers is None else LEAST_FUSED_GAIN[bucket.params[0].dtype]
+        least = LEAST_FUSED_GAIN[bucket.params[0].dtype]
         alike = all_lie_alike(bucket.params, bucket.grads, buffers or bucket.params)
         served = [i for i, fits in enumerate(alike) if fits and gains[i] >= least]
     if len(served) < len(bucket.params):
@@ -196,7 +173,7 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
             params,
             grads,
             some,
-            weight_decay=decay,
+            weight_decay=decay / gain,
             momentum=float(rule.momentum) if some else 0.0,
             lr=rate if some else rate * gain,
             dampening=1.0 - gain if some else 0.0,
@@ -221,26 +198,34 @@ def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:
     return form is not None and all(t.is_contiguous(memory_format=form) for t in (a, b, c))
 
 
-def move(bucket: Bucket, rates: list[float] | Tensor, directions: Tensors) -> None:
-    """Step each parameter by ``rates[i] * directions[i]``, with one rounding."""
+def move(bucket: Bucket, rates: list[float] | Tensor, directions: Tensors, skip: Tensor | None = None) -> None:
+    """Step each parameter by ``rates[i] * directions[i]``, with one rounding; leave all as they are where `skip`."""
     if bucket.rounding is None:
-        axpy_(bucket.params, rates, directions)
+        axpy_(bucket.params, rates, directions, skip)
     else:
         copies = [wide(p) for p in bucket.params]
-        axpy_(copies, rates, directions)
+        axpy_(copies, rates, directions, skip)
         torch._foreach_copy_(bucket.params, bucket.rounded(copies))
 
 
-def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors) -> None:
-    """``ys[i] += alpha[i] * xs[i]`` for all i."""
-    if not isinstance(alpha, Tensor):
-        most = torch.finfo(xs[0].dtype).max  # torch refuses a number that the dtype cannot hold
+def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors, skip: Tensor | None = None) -> None:
+    """``ys[i] += alpha[i] * xs[i]`` for all i; nothing where `skip`, a 0-d bool tensor, is true.
+
+    An alpha that the dtype cannot hold is replaced by the largest number that it can.
+    """
+    most = torch.finfo(xs[0].dtype).max
     if isinstance(alpha, list):
         for y, x, a in zip(ys, xs, alpha, strict=True):
             y.add_(x, alpha=max(min(a, most), -most))
-    elif not isinstance(alpha, Tensor):
-        torch._foreach_add_(ys, xs, alpha=max(min(alpha, most), -most))
-    elif alpha.ndim == 0:
-        torch._foreach_add_(ys, torch._foreach_mul(xs, alpha))
+        return
+    if isinstance(alpha, Tensor):
+        alpha = alpha.to(xs[0].device, xs[0].dtype).clamp(-most, most)
     else:
-        torch._foreach_add_(ys, [x * a for x, a in zip(xs, alpha.unbind(), strict=True)])
+        alpha = max(min(alpha, most), -most)
+        if skip is None:
+            return torch._foreach_add_(ys, xs, alpha=alpha)
+    products = torch._foreach_mul(xs, list(alpha.unbind()) if isinstance(alpha, Tensor) and alpha.ndim else alpha)
+    if skip is not None:
+        for product in products:
+            product.masked_fill_(skip, 0.0)  # not a product with 0, which for inf and NaN is NaN
+    torch._foreach_add_(ys, products)

@@ -287,7 +287,7 @@ def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip
         ratio = torch.ones_like(ratio)
     rate = -lr_of(bucket.group) * ratio
     if isinstance(skip, Tensor):
-        move(bucket, torch.where(skip.to(bucket.device), 0.0, rate).to(qs[0].dtype), qs)
+        move(bucket, rate, qs, skip.to(bucket.device))
     else:
         move(bucket, rate.tolist(), qs)
 

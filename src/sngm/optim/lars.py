@@ -152,7 +152,7 @@ class LARS(LargeBatchOptimizer):
             group = bucket.group
             trusted, rule = plain_momentum(bucket, work.scale, group["clamp_grad"])
             if group["variant"] == "momentum":
-                heavy_ball(trusted, replace(rule, gain=rule.gain * (1.0 - group["momentum"]), rate=None), skip)
+                heavy_ball(trusted, replace(rule.times(1.0 - group["momentum"]), rate=None), skip)
                 averaged.append((bucket, w_square))
                 continue
             g_norm, w_norm = g_square.sqrt() / work.scale, w_square.sqrt()
@@ -160,7 +160,7 @@ class LARS(LargeBatchOptimizer):
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
             rate = adapted_rate(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
             inside = group["variant"] == "you2017"  # the buffer, or outside it
-            rule = replace(rule, gain=rule.gain * rate) if inside else replace(rule, rate=rate)
+            rule = rule.times(rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
         self._step_along_average(work, averaged, skip)
 
@@ -177,8 +177,7 @@ class LARS(LargeBatchOptimizer):
             rate = adapted_rate(self, bucket, ratio, (size > 0) & (v_norm > 0))
             buffers = bucket.buffers["momentum_buffer"]
             if isinstance(skip, Tensor):
-                rate = torch.where(skip.to(bucket.device), 0.0, rate).to(buffers[0].dtype)
-                move(bucket, -rate, buffers)
+                move(bucket, -rate, buffers, skip.to(bucket.device))
             else:
                 move(bucket, (-rate).tolist(), buffers)
 
@@ -225,8 +224,7 @@ def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = 
     group = bucket.group
     wd = group["weight_decay"]
     if clamp is None:
-        rule = Rule(group["momentum"], 1.0 / scale, decay=wd * scale, maximize=group["maximize"])
-        return bucket, rule
+        return bucket, Rule(group["momentum"], 1.0 / scale, decay=wd, maximize=group["maximize"])
     sign = -1.0 if group["maximize"] else 1.0
     pairs = zip(bucket.grads, bucket.params, strict=True)
     clamped = [(norms.wide(g) * (sign / scale)).add_(norms.wide(w), alpha=wd).clamp_(-clamp, clamp) for g, w in pairs]

@@ -135,14 +135,13 @@ class SNGM(LargeBatchOptimizer):
             return
         for bucket, square in zip(work.buckets, parts, strict=True):
             group = bucket.group
-            # with a loss scale s the gradients are s*g: norm, eps and decay are taken s times as large
             n = at_least(max(group["eps"], TINY), square, work)
             wd, mode = group["weight_decay"], group["weight_decay_mode"]
             rule = Rule(
                 momentum=group["momentum"],
-                gain=1.0 / (n * work.scale),
+                gain=1.0 / (n * work.scale),  # with a loss scale s the gradients are s * g
                 rate=lr_of(group),
-                decay={"coupled": wd, "after_norm": wd * n, "decoupled": 0.0}[mode] * work.scale if wd else 0.0,
+                decay={"coupled": wd / n, "after_norm": wd, "decoupled": 0.0}[mode] if wd else 0.0,
                 pull=wd if mode == "decoupled" else 0.0,
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
