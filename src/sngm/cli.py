@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +12,7 @@ import typer
 from . import __version__, cli_advise, cli_data, cli_lists, cli_paper, cli_probe, cli_theory
 from .cli_exit import CODES, DIVERGED, run_verb
 from .cli_words import DATA, DEVICE, DRY, JSON, examples, verbs
+from .environment import launch, ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable
 from .spec import numbers, parse_call, parse_settings, split_list, whole_numbers
@@ -148,7 +148,7 @@ def train(
         task, name, lr=lr, batch=batch, seed=seed, part=part, epochs=epochs, workers=workers, micro=micro,
         bn_group=bn_group, running_stats=running_stats, schedule=schedule, warmup=warmup, clip=clip,
         decay_on=decay_on, bias_lr=bias_lr, precision=precision, method_settings={**of_method, **own},
-        task_settings=of_task, device=place, processes=int(os.environ.get("WORLD_SIZE", "1")),
+        task_settings=of_task, device=place, processes=ranks(),
     )  # fmt: skip
     if checkpoint_every is not None and checkpoint_every < 1:
         raise UsageError(f"--checkpoint-every must be at least 1 step, got {checkpoint_every}")
@@ -167,7 +167,7 @@ def train(
     if dry_run:
         show_plan(config, folder, options, as_json)
         return
-    first = os.environ.get("RANK", "0") == "0"
+    first = launch().rank == 0
     record = run(config, folder, options)
     if first:
         if as_json:
@@ -261,11 +261,13 @@ def compare(
 
     from . import tasks
     from .files import short_hash
-    from .study import Study, launch
+    from .study import Study
     from .study.grid import split_settings
     from .train import Options
     from .train.config import usual_precision
     from .train.processes import choose_device
+    from .study.launch import check_jobs
+    from .study.launch import compare as make_runs
 
     cls = tasks.find(task)
     names = split_list(methods)
@@ -310,7 +312,7 @@ def compare(
     interrupt_on_signal()
     with study_progress(study) as show:
         try:
-            done = launch.compare(study, folder, options=options, jobs=jobs, show=show)
+            done = make_runs(study, folder, options=options, jobs=jobs, show=show)
         except KeyboardInterrupt:
             raise Interrupted(f"what is done is in {folder}; the same command goes on from there") from None
     page = report.write(folder)

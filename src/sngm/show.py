@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from .durations import duration
+from .environment import is_first, ranks
 
 if TYPE_CHECKING:
     import torch
@@ -93,7 +94,7 @@ def warn_of_slow(device: torch.device, precision: str | None, step: str) -> None
     """Say so where what was asked for is made for GPUs."""
     asked = {"--precision bfloat16": precision == "bfloat16", "--step compiled": step == "compiled"}
     slow = [option for option, there in asked.items() if there]
-    if slow and device.type == "cpu" and os.environ.get("RANK", "0") == "0":
+    if slow and device.type == "cpu" and is_first():
         note(f"sngm: {' and '.join(slow)}: made for GPUs; on most CPUs this is slower than the default, often by far")
 
 
@@ -199,7 +200,7 @@ def step_progress(on_cpu: bool = False, clock: Callable[[], float] = time.monoto
         else:
             note(text)
 
-    return show if os.environ.get("RANK", "0") == "0" else lambda *_: None
+    return show if is_first() else lambda *_: None
 
 
 def plan_of(
@@ -214,7 +215,7 @@ def plan_of(
     from .train.setup import prepare
 
     device = choose_device(options.device)
-    alone = Processes(0, int(os.environ.get("WORLD_SIZE", "1")), device)
+    alone = Processes(0, ranks(), device)
     setup = prepare(config, alone, options.data_dir, splits=splits, **how(options))
     plan, steps, per_epoch = setup.plan, setup.steps, setup.per_epoch
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]

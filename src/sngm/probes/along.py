@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..environment import ranks
 from ..errors import UsageError
 from ..tasks import Moment
 from ..train import RunConfig, RunFolder, checkpoint, load_run, rng
@@ -221,7 +221,7 @@ def _spent(sample: Sample, found: list[Point]) -> int:
 
 def alone(device: str | None) -> torch.device:
     """The device of a probe, set up for it, where this is the only process."""
-    if os.environ.get("WORLD_SIZE", "1") != "1":
+    if ranks() != 1:
         raise UsageError("a probe is made by one process; start it without torchrun")
     where = choose_device(device)
     set_numerics(where)

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from .. import tasks
+from ..environment import ranks
 from ..errors import Failed, Interrupted, UsageError
 from ..files import locked, read_record, remove_leftovers, write_record
 from ..tasks import Splits

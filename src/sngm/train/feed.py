@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
-import os
 import signal
 import sys
 import traceback
@@ -22,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from ..environment import local_ranks
 from ..errors import DataMissing, Failed, UsageError
 from ..tasks import Batch, Samples, Task
 from .processes import cores
@@ -198,7 +198,7 @@ def loaders_of(task: Task, asked: int | None) -> int:
         raise UsageError(f"loaders must be at least 0, got {asked}")
     if multiprocessing.current_process().daemon:  # which may not start processes
         return 0
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    here = local_ranks()
     return min(task.loaders if asked is None else asked, max(1, cores() // here))
 
 

@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..errors import UsageError
+from .. import environment
+from ..errors import Failed, UsageError
 
 ASK_EVERY = 10  # steps
 
@@ -74,13 +75,12 @@ def set_numerics(device: torch.device, deterministic: bool = False) -> None:
 @contextlib.contextmanager
 def join(device: str | None = None) -> Iterator[Processes]:
     """Join the other processes if torchrun started this one; else be the only one."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    rank, ranks, local = environment.launch()
     chosen = choose_device(device)
     if ranks == 1:
         yield Processes(0, 1, chosen)
         return
     if chosen.type == "cuda":
-        local = int(os.environ.get("LOCAL_RANK", "0"))
         if local >= torch.cuda.device_count():
             count = torch.cuda.device_count()
             raise UsageError(f"process {local} of this machine has no GPU of its own; there are {count}")
@@ -88,7 +88,11 @@ def join(device: str | None = None) -> Iterator[Processes]:
         torch.cuda.set_device(chosen)
     own = chosen if chosen.type == "cuda" else None
     # the others wait while the first one evaluates
-    dist.init_process_group("nccl" if own else "gloo", device_id=own, timeout=timedelta(hours=2))
+    try:
+        dist.init_process_group("nccl" if own else "gloo", device_id=own, timeout=timedelta(hours=2))
+    except (ValueError, RuntimeError) as error:
+        why = str(error).partition("\n")[0]
+        raise Failed(f"process {rank} of {ranks} could not join the others: {why}; start them with torchrun") from error
     try:
         yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
     finally:

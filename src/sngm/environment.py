@@ -1,0 +1,70 @@
+"""The environment variables of torchrun, read and validated in one place."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+from .errors import UsageError
+
+MOST_RANKS = 1_000_000
+MOST_PORT = 65_535
+START = "start the run with torchrun, or unset it"
+
+
+class Launch(NamedTuple):
+    """Which of how many processes this one is, over all machines and on this one."""
+
+    rank: int
+    ranks: int
+    local_rank: int
+
+
+def is_first() -> bool:
+    """Return whether this process prints messages: the one of rank 0, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def ranks() -> int:
+    """Return the number of processes of the run, from WORLD_SIZE; 1 where it is not set.
+
+    Raises:
+        UsageError: WORLD_SIZE is not a whole number of at least 1.
+    """
+    return _whole("WORLD_SIZE", 1, MOST_RANKS, default=1)
+
+
+def local_ranks() -> int:
+    """Return the number of processes on this machine, from LOCAL_WORLD_SIZE; 1 where it is not set."""
+    return _whole("LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
+
+
+def launch() -> Launch:
+    """Return the place of this process among those of the run.
+
+    Raises:
+        UsageError: a variable is missing, is not a whole number, or does not fit the others.
+    """
+    count = ranks()
+    rank = _whole("RANK", 0, count - 1, default=0 if count == 1 else None)
+    if count > 1:
+        if not os.environ.get("MASTER_ADDR"):
+            raise UsageError(
+                f"WORLD_SIZE is {count}, but MASTER_ADDR is not set; start the run with torchrun, or unset WORLD_SIZE"
+            )
+        _whole("MASTER_PORT", 0, MOST_PORT)
+    return Launch(rank, count, _whole("LOCAL_RANK", 0, MOST_RANKS, default=0))
+
+
+def _whole(name: str, least: int, most: int, default: int | None = None) -> int:
+    text = os.environ.get(name)
+    if text is None:
+        if default is None:
+            raise UsageError(f"WORLD_SIZE is set, but {name} is not; start the run with torchrun, or unset WORLD_SIZE")
+        return default
+    digits = text.strip()
+    # int() also takes signs, underscores and digits of other scripts, and refuses very long texts
+    value = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
+    if not least <= value <= most:
+        raise UsageError(f"{name} must be a whole number from {least} to {most}, got {text[:40]!r}; {START}")
+    return value
