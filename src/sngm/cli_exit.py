@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import errno
+import io
 import os
 import sys
 import traceback
@@ -13,6 +17,7 @@ from typing import Any, NoReturn
 
 import typer
 
+from .environment import is_first
 from .errors import DataMissing, Failed, Interrupted, UsageError
 
 OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
@@ -23,9 +28,48 @@ PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, of the clic
 
 
 def leave(code: int, text: str) -> NoReturn:
-    """Say why, and go."""
-    print(f"sngm: {text}", file=sys.stderr, flush=True)  # people's words go where they spoil no data
+    """Print why on stderr, so that stdout stays machine-readable, and exit."""
+    with contextlib.suppress(OSError):  # stderr may be a full disk, or a pipe without a reader
+        print(f"sngm: {text}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+SPELLED = {"±": "+-", "×": "x", "–": "-", "—": "-", "…": "...", "’": "'"}
+
+
+def spell(error: UnicodeError) -> tuple[str, int]:
+    r"""Replace what an encoding lacks, as an error handler of codecs: ± by +-, and others by their numbers.
+
+    >>> codecs.register_error("sngm.spell", spell)
+    >>> "0.97 ± 0.01, \u03c3".encode("ascii", "sngm.spell")
+    b'0.97 +- 0.01, \\u03c3'
+    """
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    lacking = error.object[error.start : error.end]
+    known = (SPELLED.get(c) or c.encode("ascii", "backslashreplace").decode() for c in lacking)
+    return "".join(known), error.end
+
+
+def secure_streams() -> None:
+    """Make stdout and stderr safe to print any text to.
+
+    A closed descriptor is replaced by the null device, so that no file that is opened later gets its number. Characters
+    that the encoding of a stream lacks are spelled out.
+    """
+    codecs.register_error("sngm.spell", spell)
+    for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.set_inheritable(descriptor, True)
+        if getattr(sys, name) is None:
+            mode = "r" if name == "stdin" else "w"
+            setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # tests put others in their place
+            stream.reconfigure(errors="sngm.spell")
 
 
 def show_warning_once() -> Callable[..., None]:
@@ -33,7 +77,7 @@ def show_warning_once() -> Callable[..., None]:
     told: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
-        if str(message) not in told and os.environ.get("RANK", "0") == "0":
+        if str(message) not in told and is_first():
             told.add(str(message))
             print(f"sngm: {message}", file=sys.stderr, flush=True)
 
@@ -52,6 +96,7 @@ def refuse_empty(words: list[str]) -> None:
 
 def run_verb(app: typer.Typer) -> None:
     """Run a verb. Every error the user can mend is one clear line and its own exit code."""
+    secure_streams()
     warnings.showwarning = show_warning_once()
     try:
         refuse_empty(sys.argv[1:])
@@ -79,10 +124,24 @@ def run_verb(app: typer.Typer) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         leave(USAGE, f"{error.filename} is no folder; name another with --out")
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            leave(USAGE, f"{error.strerror}: {str(error.filename)[:80]}...; give a shorter one")
         where = f": {error.filename}" if error.filename else ""
         leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")
     except Exception as error:
+        if is_out_of_memory(error):
+            why = str(error).partition("\n")[0] or type(error).__name__
+            leave(FAILED, f"not enough memory: {why}; take a smaller batch, --pass-size or model")
         fail(error)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Return whether an allocation failed; without importing torch, if nothing has."""
+    if isinstance(error, MemoryError) or "torch" not in sys.modules:
+        return isinstance(error, MemoryError)
+    from .memory import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def fail(error: Exception) -> NoReturn:

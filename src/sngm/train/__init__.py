@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..memory import MemoryLimit
 from ..errors import UsageError
 from . import checkpoint
 from .batch import BatchPlan
@@ -81,7 +82,8 @@ def load_run(
             f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}{_remedy(record)}"
         )
     config.check_source()
-    model = config.build_task(data_dir).model().to(dtype=config.dtype)
+    with MemoryLimit(f"{place.file}: {config.task_in_words}"):
+        model = config.build_task(data_dir).model().to(dtype=config.dtype)
     try:
         model.load_state_dict(state.get("best_model") or state["model"])
     except RuntimeError as error:  # its lines name each tensor that does not fit

@@ -141,6 +141,11 @@ class RunConfig:
         if now != self.task_source:
             raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
 
+    @property
+    def task_in_words(self) -> str:
+        """The task with its settings, for messages."""
+        return format_call(f"task {self.task}", self.task_settings)
+
     def build_task(self, data_dir: Path | None = None) -> Task:
         return tasks.build(self.task, self.task_settings, data_dir)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageError
+from ..memory import MemoryLimit
 from ..tasks import Samples, Schedule, Splits, Task
 from . import rng
 from .batch import BatchPlan
@@ -103,7 +104,8 @@ def prepare(
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     """The task's model with the weights of the config's seed, where and as it is trained."""
     rng.seed_torch(config.seed, rng.MODEL)
-    model = task.model()
+    with MemoryLimit(config.task_in_words, copies=1 if device.type == "cuda" else 2):
+        model = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
     model = model.to(device, config.dtype)

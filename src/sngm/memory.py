@@ -1,0 +1,84 @@
+"""A limit on the memory of a model while it is built: one that cannot fit is refused before it is allocated."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from .errors import UsageError
+
+SIZED: tuple[Callable[..., Any], ...] = (
+    torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn,
+)  # fmt: skip
+CGROUP = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Storage size calculation overflowed")
+
+
+def total_bytes() -> float:
+    """Return the memory that this process may use: the machine's, or its container's; infinity if it is unknown."""
+    found = math.inf
+    with contextlib.suppress(ValueError, OSError, AttributeError):
+        found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP:
+        with contextlib.suppress(ValueError, OSError):  # it holds "max" where there is no limit
+            found = min(found, int(path.read_text()))
+    return found
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an allocation failed, in Python or in torch, which raises RuntimeError for it."""
+    if isinstance(error, MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
+
+
+class MemoryLimit(TorchFunctionMode):
+    """A context in which new tensors are counted, and refused where they exceed the memory there is.
+
+    Args:
+        what: names the model in the message, with the settings that make it large.
+        copies: how often the tensors are needed: 2 for weights and their gradients.
+
+    Raises:
+        UsageError: the tensors made so far, times `copies`, are larger than the memory.
+    """
+
+    def __init__(self, what: str, copies: int = 1) -> None:
+        super().__init__()
+        self.what, self.copies, self.used, self.limit = what, copies, 0, total_bytes()
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in SIZED and str(kwargs.get("device")) != "meta":
+            self._count(func, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _count(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+        size = kwargs.get("size", args[:1] if func is torch.full else args)
+        if len(size) == 1 and isinstance(size[0], (tuple, list)):
+            (size,) = size
+        if not all(isinstance(length, int) and length >= 0 for length in size):
+            return  # torch refuses these
+        dtype = kwargs.get("dtype") or torch.get_default_dtype()
+        self.used += math.prod(size) * dtype.itemsize
+        if self.copies * self.used > self.limit:
+            raise UsageError(
+                f"{self.what}: the model needs at least {_gigabytes(self.copies * self.used)} GB of memory"
+                f"{', its gradients included' if self.copies > 1 else ''}, and there are {_gigabytes(self.limit)} GB; "
+                "choose smaller settings"
+            )
+
+
+def _gigabytes(count: float) -> str:
+    """Without a conversion to float, which fails for integers beyond 1e308."""
+    whole = int(count) // 10**9
+    return f"{whole:,}" if whole < 10**15 else f"1e{len(str(whole)) - 1}" if whole < 10**4000 else "1e4000"
