@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from typing import Any
 
 from .errors import UsageError
@@ -21,9 +22,21 @@ def value_of(text: str) -> Any:
     if text.lower() in ("true", "false", "none"):
         text = text.capitalize()
     try:
-        return ast.literal_eval(text)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of text such as "\d" or 1or, which is read as text
+            value = ast.literal_eval(text)
+        return value if _is_plain(value) else text
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # TypeError: unhashable, as in {[]: 1}
         return text
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON can hold a value, as records must: no sets, bytes, complex numbers or Ellipsis."""
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(of) for key, of in value.items())
+    return value is None or isinstance(value, (bool, int, float, str))
 
 
 def parse_settings(pairs: list[str]) -> Settings:

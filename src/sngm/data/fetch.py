@@ -47,13 +47,25 @@ class Archive:
     def urls(self) -> list[str]:
         """Where it may be had, the user's own mirrors first."""
         bases = [*os.environ.get("SNGM_MIRRORS", "").split(), self.base]
-        bases = [Path(base).resolve().as_uri() if Path(base).is_dir() else base for base in bases]
-        for base in bases:
-            if urlsplit(base).scheme not in ("http", "https", "file"):
-                raise UsageError(
-                    f"SNGM_MIRRORS wants base URLs, as https://example.org/data/, or folders; got {base!r}"
-                )
-        return [f"{base.rstrip('/')}/{self.name}" for base in bases]
+        return [f"{_base_url(base).rstrip('/')}/{self.name}" for base in bases]
+
+
+def _base_url(text: str) -> str:
+    """Return the URL of a mirror: a folder's as file:, others as they are, if they can be asked."""
+    try:
+        if Path(text).is_dir():
+            return Path(text).resolve().as_uri()
+        url = urlsplit(text)
+        _ = url.port  # which raises ValueError where it is no port
+        host = (url.hostname or "").encode("idna")  # UnicodeError for an empty or too long part
+        if url.scheme == "file" or (url.scheme in ("http", "https") and host and text.isascii() and text.isprintable()):
+            return text
+    except (ValueError, OSError):  # OSError: a name too long for a folder
+        pass
+    raise UsageError(
+        f"SNGM_MIRRORS must hold base URLs, as https://example.org/data/, or folders, got {text[:80]!r}; "
+        "mend or unset it"
+    )
 
 
 def archive_of(dataset: str, form: str) -> Archive:
@@ -209,6 +221,8 @@ def _request(url: str, part: Path, size: int, show: Show, have: int) -> None:
         raise kind(str(error.reason)) from None
     except (OSError, http.client.HTTPException) as error:
         raise _Lost(_reason(error)) from None
+    except ValueError as error:  # of a URL, this one or one that it redirects to
+        raise _Refused(_reason(error)) from None
     with response:
         if response.status == 206:
             span = re.fullmatch(r"bytes (\d+)-\d+/(\d+|\*)", response.headers.get("Content-Range", ""))

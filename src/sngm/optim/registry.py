@@ -29,6 +29,8 @@ class Method:
     settings: dict[str, Any] = field(default_factory=dict)
 
 
+MOST_PACKAGES = 50  # around a module: Python imports them by recursion
+
 METHODS = {
     "adam": Method(torch.optim.Adam),
     "block-sngm": Method(SNGM, {"scope": "tensor"}),
@@ -104,6 +106,8 @@ def find(name: str) -> Method:
             )
         return METHODS[name]
     module, _, attribute = name.partition(":")
+    if not is_module_name(module):
+        raise ValueError(f"no optimizer class at {name[:80]!r}: write package.module:Class")
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError, TypeError) as error:
@@ -111,6 +115,16 @@ def find(name: str) -> Method:
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
         raise TypeError(f"{name!r} must name a subclass of torch.optim.Optimizer, got {found!r}")
     return Method(found)
+
+
+def is_module_name(text: str) -> bool:
+    """Return whether text can be imported as a module: names joined by dots, not too many.
+
+    >>> is_module_name("torch.optim"), is_module_name(".."), is_module_name("a..b")
+    (True, False, False)
+    """
+    names = text.split(".")
+    return len(names) <= MOST_PACKAGES and all(name.isidentifier() for name in names)
 
 
 def nearest(word: str, words: list[str]) -> str:

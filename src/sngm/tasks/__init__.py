@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..optim.registry import nearest
+from ..optim.registry import is_module_name, nearest
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
 
@@ -93,6 +93,8 @@ def find(name: str) -> type[Task]:
             raise UsageError(f"no task is called {name!r}{meant}; there are {known}, and your own as 'file.py:Class'")
         name = TASKS[name]
     place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py") and not is_module_name(place):
+        raise UsageError(f"no task at {name[:80]!r}: write file.py:Class or package.module:Class")
     try:
         module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         cls = getattr(module, attribute, None)
