@@ -107,12 +107,28 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         raise UsageError(f"{there}: {error.strerror}; name another folder with {option}") from error
 
 
+MOST_LEVELS = 100  # of a JSON file: records have five
+
+
 def read_json(path: Path) -> Any:
-    """What a JSON file holds; a broken one is refused by name."""
+    """Read a JSON file.
+
+    Raises:
+        UsageError: the file is not JSON, or is nested more than `MOST_LEVELS` deep.
+    """
     try:
-        return json.loads(path.read_text())
-    except (ValueError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not readable as JSON ({error})") from error
+        value = json.loads(path.read_bytes())  # bytes: JSON is UTF-8 in any locale
+    except (ValueError, RecursionError) as error:
+        why = "nested too deeply" if isinstance(error, RecursionError) else error
+        raise UsageError(f"{path} is not readable as JSON ({why})") from error
+    level: list[Any] = [value]
+    for _ in range(MOST_LEVELS):
+        level = [
+            one for of in level if isinstance(of, (dict, list)) for one in (of.values() if isinstance(of, dict) else of)
+        ]
+        if not level:
+            return value
+    raise UsageError(f"{path} is nested more than {MOST_LEVELS} deep")
 
 
 def finite(value: Any) -> Any:

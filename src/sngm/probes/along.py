@@ -173,12 +173,12 @@ def of_runs(
         except NotFinite as error:
             raise NotFinite(f"{folder}: {error}") from None
         say(f"{folder}: {in_words(point)}")
-        about = {"folder": str(folder), "label": record["label"], "status": record["status"]}
+        about = {"folder": str(folder), "label": record.get("label", config.label), "status": record["status"]}
         runs.append(
             {
                 **about,
                 "config": config.as_dict(),
-                "result": record["result"],
+                "result": record.get("result", {}),
                 **_about(sample),
                 "step": state["run"]["step"],
                 **point,

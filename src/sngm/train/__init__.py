@@ -5,13 +5,12 @@ from __future__ import annotations
 import warnings
 from os import PathLike
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
-from ..memory import MemoryLimit
 from ..errors import UsageError
+from ..memory import MemoryLimit
 from . import checkpoint
 from .batch import BatchPlan
 from .config import RunConfig, resolve
@@ -19,6 +18,7 @@ from .evaluate import data_of, evaluate, samples_of
 from .loop import Options, train
 from .processes import set_numerics
 from .record import FINISHED, RunFolder, differences
+from .validation import config_of
 
 __all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
 
@@ -65,8 +65,8 @@ def load_run(
     place = RunFolder(folder)
     if not place.file.exists():
         raise UsageError(f"{folder} holds no run (no run.json)")
-    record: dict[str, Any] = place.read()
-    config = RunConfig.from_dict(record["config"])
+    record = place.read()
+    config = config_of(record, place.file)
     broken = record["status"] == "finished" and checkpoint.is_broken(folder)
     if broken and not partial:
         raise UsageError(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
+MOST_SAMPLES = 10**12  # of a batch
+
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
@@ -47,6 +49,8 @@ class BatchPlan:
         for name, value in given.items():
             if value is not None and value < 1:
                 raise UsageError(f"{name} must be at least 1, got {value}")
+            if value is not None and value > MOST_SAMPLES:
+                raise UsageError(f"{name} must be at most {MOST_SAMPLES:,}, got {value}")
         if workers % ranks:
             raise UsageError(
                 f"workers={workers} cannot be shared out over {ranks} processes; {_multiples(workers, ranks)}"
@@ -114,7 +118,8 @@ def _multiples(value: int, of: int) -> str:
 
 
 def _divisors(value: int, near: int) -> str:
-    all_of = [d for d in range(1, value + 1) if value % d == 0]
+    small = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
+    all_of = sorted({*small, *(value // d for d in small)})
     below = [d for d in all_of if d < near][-1:]
     above = [d for d in all_of if d > near][:1]
     return f"nearest that do: {' or '.join(map(str, below + above))}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -11,7 +12,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -20,7 +21,7 @@ from ..errors import UsageError
 from ..optim import registry
 from ..spec import format_call
 from ..tasks import Schedule, Task
-from .batch import BatchPlan
+from .batch import MOST_SAMPLES, BatchPlan
 
 PARTS = ("full", "select")
 RUNNING_STATS = ("first", "mean")
@@ -31,6 +32,8 @@ CHOICES = {
     "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
 }  # fmt: skip
 LATER = {"decay_on": "weights", "bias_lr": "scaled"}  # fields that older records lack, with what was done then
+RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
+WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
 INNER = 1 / 8  # of lr, EXTRAP-SGD's inner rate: linear scaling for one of eight workers
 
 
@@ -73,12 +76,14 @@ class RunConfig:
     task_source: str | None = None
 
     def __post_init__(self) -> None:
-        if isinstance(self.lr, bool) or not isinstance(self.lr, (int, float)) or not 0 < self.lr < math.inf:
+        self._check_types()
+        if not 0 < self.lr < math.inf:
             raise UsageError(f"lr must be a positive number, got {self.lr!r}")
-        for name, least in (("batch", 1), ("epochs", 1), ("seed", 0), ("workers", 1)):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        for name, (least, most) in RANGES.items():
+            if (value := getattr(self, name)) < least:
                 raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            if value > most:
+                raise UsageError(f"{name} must be at most {most:,}, got {_short(value)}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -92,6 +97,22 @@ class RunConfig:
         if self.warmup > self.epochs:
             raise UsageError(f"warmup={self.warmup:g} is longer than the run's {self.epochs} epochs")
         Schedule(self.schedule, self.warmup)
+
+    def _check_types(self) -> None:
+        """Refuse a field of another type than it is annotated with; an int is a float too, a bool is neither."""
+        for name, kind in _field_types().items():
+            value, kinds = getattr(self, name), get_args(kind) or (kind,)
+            if get_origin(kind) is dict:
+                fits, wanted = (
+                    isinstance(value, dict) and all(isinstance(key, str) for key in value),
+                    "a dict of settings",
+                )
+            else:
+                allowed = (*kinds, int) if float in kinds else kinds
+                fits = isinstance(value, allowed) and not isinstance(value, bool)
+                wanted = " or ".join(WORDS[one] for one in kinds)
+            if not fits:
+                raise UsageError(f"{name} must be {wanted}, got {_short(value)}")
 
     @property
     def hash(self) -> str:
@@ -120,6 +141,11 @@ class RunConfig:
         special = {k: v for k, v in self.method_settings.items() if usual.get(k) != v}
         return format_call(self.method, special)
 
+    @property
+    def task_in_words(self) -> str:
+        """The task with its settings, for messages."""
+        return format_call(f"task {self.task}", self.task_settings)
+
     def as_dict(self) -> dict[str, Any]:
         """As JSON would give it back."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
@@ -132,7 +158,9 @@ class RunConfig:
         missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
         if missing:
             raise UsageError(f"not the config of a run of this version: {', '.join(sorted(missing))} differ")
-        settings = {k: tuple(v) if isinstance(v, list) else v for k, v in values["method_settings"].items()}
+        settings = values["method_settings"]
+        if isinstance(settings, dict):
+            settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
         return cls(**{**values, "method_settings": settings})
 
     def check_source(self) -> None:
@@ -141,13 +169,13 @@ class RunConfig:
         if now != self.task_source:
             raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
 
-    @property
-    def task_in_words(self) -> str:
-        """The task with its settings, for messages."""
-        return format_call(f"task {self.task}", self.task_settings)
-
     def build_task(self, data_dir: Path | None = None) -> Task:
         return tasks.build(self.task, self.task_settings, data_dir)
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(RunConfig)
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
@@ -218,6 +246,15 @@ def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int)
         micro = largest_divisor(batch // workers, usual["micro"])
     plan = BatchPlan.of(batch, workers, micro, bn_group)
     return {"workers": plan.workers, "micro": plan.micro, "bn_group": plan.bn_group}
+
+
+def _short(value: Any) -> str:
+    """Return a value as text, cut where it is long: Python refuses to print integers of 5,000 digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a value of type {type(value).__name__} that is too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def largest_divisor(value: int, most: int) -> int:

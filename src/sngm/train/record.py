@@ -22,6 +22,7 @@ from ..files import finite, read_record, write_atomically, write_record
 from . import checkpoint
 from .config import RunConfig, completed
 from .processes import Processes
+from .validation import check_record
 
 FINISHED = ("finished", "diverged")
 
@@ -78,8 +79,7 @@ class RunFolder:
 
     def read(self) -> dict[str, Any]:
         record = read_record(self.file)
-        if record.get("format") != 1 or not isinstance(record.get("config"), dict) or "status" not in record:
-            raise UsageError(f"{self.file} is not the record of a run, or of another version of sngm")
+        check_record(record, self.file)
         return record
 
     def write(self, record: dict[str, Any]) -> None:

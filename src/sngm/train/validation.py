@@ -1,0 +1,61 @@
+"""Validation of run.json: records come from disk, where anything may have been written into them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ..errors import UsageError
+from .config import RunConfig
+
+STATUSES = ("running", "interrupted", "failed", "finished", "diverged")
+TYPES: dict[str, type | tuple[type, ...]] = {
+    "label": str, "hash": str, "processes": int, "parameters": int, "metric": str, "started": str, "error": str,
+    "data": dict, "result": dict, "timing": dict, "versions": dict, "hardware": dict, "made_before": list,
+    "diverged_at_step": int, "result_of": str, "result_epoch": int, "config": dict, "status": str,
+}  # fmt: skip
+NEEDED = {"finished": ("label", "result", "timing"), "diverged": ("label", "diverged_at_step")}
+
+
+def check_record(record: dict[str, Any], file: Path) -> None:
+    """Refuse a record whose fields are missing or of the wrong type; `file` is named in the message."""
+    if record.get("format") != 1 or "config" not in record:
+        raise UsageError(f"{file} is not the record of a run, or of another version of sngm")
+    for name, kind in TYPES.items():
+        if name in record and (not isinstance(record[name], kind) or isinstance(record[name], bool)):
+            names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
+            _refuse(file, f"{name} must be of type {names}, got {_short(record[name])}")
+    status = record.get("status")
+    if status not in STATUSES:
+        _refuse(file, f"status must be one of {', '.join(STATUSES)}, got {_short(status)}")
+    for name in NEEDED.get(str(status), ()):
+        if name not in record:
+            _refuse(file, f"{name} is missing")
+    numbers = {f"result.{key}": value for key, value in record.get("result", {}).items()}
+    if status == "finished":
+        numbers["timing.seconds"] = record["timing"].get("seconds")
+        if numbers["timing.seconds"] is None:
+            _refuse(file, "timing.seconds is missing")
+    for name, value in numbers.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
+            _refuse(file, f"{name} must be a number, got {_short(value)}")
+
+
+def config_of(record: dict[str, Any], file: Path) -> RunConfig:
+    """Return the config of a record.
+
+    Raises:
+        UsageError: it is not one; `file` is named in the message.
+    """
+    try:
+        return RunConfig.from_dict(record["config"])
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from error
+
+
+def _refuse(file: Path, why: str) -> None:
+    raise UsageError(f"{file} is not the record of a run: {why}")
+
+
+def _short(value: Any) -> str:
+    return repr(value)[:80]
