@@ -263,11 +263,11 @@ def compare(
     from .files import short_hash
     from .study import Study
     from .study.grid import split_settings
+    from .study.launch import check_jobs
+    from .study.launch import compare as make_runs
     from .train import Options
     from .train.config import usual_precision
     from .train.processes import choose_device
-    from .study.launch import check_jobs
-    from .study.launch import compare as make_runs
 
     cls = tasks.find(task)
     names = split_list(methods)
@@ -293,8 +293,7 @@ def compare(
         task_settings=of_task,
         settings={k: v for k, v in given.items() if v is not None},
     )
-    if jobs is not None and jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {jobs}")
+    check_jobs(jobs)
     key = short_hash(study.identity())
     folder = out or Path("runs") / f"compare-{task.rpartition('/')[2].replace(':', '-')}-{key}"
     options = Options(

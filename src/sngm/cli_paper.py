@@ -115,10 +115,10 @@ def run(
     from .paper import run as making
     from .paper.results import read
     from .paper.verdicts import look
+    from .study.launch import check_jobs
 
     found = items.find(item)
-    if jobs is not None and jobs < 1:
-        raise UsageError(f"--jobs must be at least 1, got {jobs}")
+    check_jobs(jobs)
     limit = None if budget is None else duration_of(budget)
     planned = making.select(found, None if cells is None else cells.split(","))
     _folder(results)

@@ -36,8 +36,10 @@ def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
         return planned
     chosen = []
     for word in cells:
-        name, _, batch = (part.strip().lower() for part in word.partition("@"))
-        if not name and not batch:
+        name, at, batch = (part.strip().lower() for part in word.partition("@"))
+        if at and not (name and batch):
+            raise UsageError(f"--cells {word}: ROW@BATCH needs a row and a batch; without @, name a row or a batch")
+        if not name:
             raise UsageError("--cells has an empty part; name rows, batches or ROW@BATCH, with a comma between two")
         if not batch and name.isdigit():
             name, batch = "", name

@@ -28,6 +28,7 @@ from .gradients import NotFinite, norm
 from .sample import Point, Sample
 
 SAMPLES = 256
+MOST_POINTS = 10_000
 ITERATIONS = 20
 LAMBDAS = (0.0, 0.1, 1.0, 10.0, 100.0)
 Record = dict[str, Any]
@@ -69,8 +70,8 @@ def along(
     Returns:
         What docs/probes.md lists. NaN and infinity, which JSON has not, are null where the command line writes it.
     """
-    if points < 2:
-        raise UsageError(f"points must be at least 2, the start and the end, got {points}")
+    if not 2 <= points <= MOST_POINTS:
+        raise UsageError(f"points must be at least 2, the start and the end, and at most {MOST_POINTS:,}, got {points}")
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
     frontier([0.0], [0.0], lambdas)  # refused now, if ever

@@ -27,6 +27,7 @@ GROUPS = 16  # batches whose gradients are compared, where any size will do
 PASS = 64  # samples that go through a model at once, where groups may be merged
 LEAST = 4  # such batches, where BatchNorm makes them large
 WINDOWS = 4  # at least, of a stream that carries something from one to the next
+MOST_ITERATIONS = 10_000
 SETTLED = 0.05  # of the Hessian's norm: an error that needs no mention
 Point = dict[str, Any]
 Group = tuple[Batch, Batch]  # samples, and what they go on from
@@ -50,9 +51,10 @@ class Sample:
         iterations: int,
         say: Callable[[str], None],
     ) -> None:
-        for name, value in (("samples", samples), ("iterations", iterations)):
-            if value < 1:
-                raise UsageError(f"{name} must be at least 1, got {value}")
+        if samples < 1:
+            raise UsageError(f"samples must be at least 1, got {samples}")
+        if not 1 <= iterations <= MOST_ITERATIONS:
+            raise UsageError(f"iterations must be at least 1 and at most {MOST_ITERATIONS:,}, got {iterations}")
         self.task, self.iterations, self.say, self.told = task, iterations, say, False
         self.draws = False  # whether the loss has been seen to draw random numbers, as dropout does
         self.twin = copy.deepcopy(model).to(torch.float64)

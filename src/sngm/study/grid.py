@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import json
 import re
 from dataclasses import asdict, dataclass, field
@@ -47,7 +48,8 @@ class Study:
             raise UsageError(f"seeds must be at least 1 and at most {MOST_SEEDS:,}, got {self.seeds:,}")
         for name, values in (("methods", self.methods), ("batches", self.batches), ("lrs", self.lrs)):
             if values is not None and len(set(values)) < len(values):
-                raise UsageError(f"{name} lists something twice: {', '.join(map(str, values))}")
+                again = next(value for i, value in enumerate(values) if value in values[:i])
+                raise UsageError(f"{name} lists something twice: {again} is there twice; leave one out")
 
     def cells(self) -> list[Cell]:
         """One for each method at each batch size."""
@@ -62,9 +64,15 @@ class Study:
         if len({len(cell.grid) for cell in cells}) > 1:
             sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in cells if cell.batch == self.batches[0])
             raise UsageError(f"every method must have as many rates to try, but the task gives {sizes}; use --lrs")
-        labels = [cell.label for cell in cells if cell.batch == self.batches[0]]
-        if len(set(labels)) < len(labels):
-            raise UsageError(f"methods lists something twice: {', '.join(labels)}")
+        first = [cell for cell in cells if cell.batch == self.batches[0]]
+        for a, b in itertools.combinations(first, 2):
+            if a.label == b.label or a.computes() == b.computes():
+                same = (
+                    f"{a.label} and {b.label} are the same method"
+                    if a.label != b.label
+                    else f"{a.label} is there twice"
+                )
+                raise UsageError(f"methods lists something twice: {same}; leave one out")
         return cells
 
     def as_dict(self) -> dict[str, Any]:
@@ -95,6 +103,13 @@ class Cell:
     @functools.cached_property
     def label(self) -> str:
         return self.config(self.grid[0], "select", 0).label
+
+    def computes(self) -> tuple[Any, ...]:
+        """Return the class of the method and all its settings, defaults included."""
+        method = registry.find(self.method)
+        defaults = {key: p.default for key, p in inspect.signature(method.build).parameters.items()}
+        config = self.config(self.grid[0], "select", 0)
+        return method.build, {**defaults, **method.settings, **config.method_settings}, config.clip
 
     def config(self, lr: float, part: str, seed: int) -> RunConfig:
         study = self.study

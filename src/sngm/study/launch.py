@@ -32,6 +32,7 @@ from ..train.record import FINISHED, RunFolder, command, differences
 from ..train.setup import prepare
 from .grid import Cell, Study, run_name
 
+MOST_JOBS = 1024
 Record = dict[str, Any]
 
 
@@ -69,7 +70,8 @@ def compare(
 
     `known` gives the record of a run that was made elsewhere, if there is one.
     """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    check_jobs(jobs)
+    if ranks() > 1:
         raise UsageError("a study starts its own processes; run it without torchrun, and with WORLD_SIZE unset")
     cells = study.cells()
     data = check(study, cells, options, load_data(study, options))
@@ -78,6 +80,12 @@ def compare(
         remove_leftovers(folder)
         _claim(folder, study)
         return _Launcher(study, cells, folder, options, jobs, show, data, known).run()
+
+
+def check_jobs(jobs: int | None) -> None:
+    """Refuse a number of worker processes that cannot be started."""
+    if jobs is not None and not 1 <= jobs <= MOST_JOBS:
+        raise UsageError(f"--jobs must be a whole number from 1 to {MOST_JOBS:,}, got {jobs}")
 
 
 def load_data(study: Study, options: Options) -> Splits:
@@ -264,6 +272,7 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     folder = RunFolder(path)
     if not folder.file.exists():
         return None
+    read_record(folder.file)
     record = folder.open(config)
     folder.check_data(record, data)
     return record if record.get("status") in FINISHED else None

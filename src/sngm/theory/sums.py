@@ -28,7 +28,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 def read(**arguments: Floats) -> list[Any]:
     """The arguments as float64 arrays of one shape; ValueError for one that is out of its range."""
-    arrays = [np.asarray(value, dtype=np.float64) for value in arguments.values()]
+    arrays = [np.asarray(value, dtype=np.float64) + 0.0 for value in arguments.values()]  # + 0.0: -0.0 becomes 0.0
     for name, array in zip(arguments, arrays, strict=True):
         words, fits = RANGES[name]
         if not np.all(fits(array)):
