@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
