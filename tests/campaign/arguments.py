@@ -1,0 +1,241 @@
+"""Hostile arguments: commands that work, with values, options and environments that no command line expects."""
+
+import random
+import re
+import typing
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from sngm import cli
+
+from . import Wrong
+from .commands import sngm
+from .records import COMMANDS, copied, reference
+
+OWN = '''
+from sngm.tasks.digits import Digits
+
+class Mine(Digits):
+    """Works."""
+
+class Raises(Digits):
+    """Fails in its model."""
+    def model(self):
+        raise RuntimeError("of my own")
+
+class Odd:
+    """Is no task."""
+'''
+BASES = [
+    *["train digits --epochs 1 --batch 512 --set width=2 --out r"] * 6,
+    "train mine.py:Mine --epochs 1 --batch 512 --out r",
+    *["compare digits --methods sngm --batches 512 --lrs 0.1 --seeds 1 --epochs 1 --set width=2 --out s --dry-run"] * 4,
+    *["eval run", "report run", "probe run --samples 8 --iterations 2", "tasks", "methods", "doctor", "data"],
+    *["probe digits --steps 1 --points 2 --samples 8 --iterations 2 --batch 512 --set width=2"] * 2,
+    *["advise --gradients 8e6 --gap 2.3 --L 20 --sigma 15"] * 2,
+    "advise digits --from-sgd lr=0.03,batch=32 --to-batch 512 --pilot-steps 1 --set width=2",
+    *["check-theory --only lars --seeds 2", "data get cifar10 --data-dir d", "data check cifar10 --data-dir d"],
+    *["paper list", "paper show table-2", "paper run table-2 --cells SNGM@8192 --dry-run", "paper add run"],
+    "paper report --results folder",
+]
+HUGE = ["99999999999", str(2**31), str(2**63), str(2**64), str(2**70), str(-(2**70))]
+ODD_WORDS = [
+    " ",
+    "\x1b[31m",
+    "\n",
+    "é",
+    "𝒳",
+    "\udcff",
+    "a" * 5000,
+    "--",
+    "-",
+    "%s%n",
+    "{}",
+    ":",
+    "..:X",
+    "a:b:c",
+    "(" * 400,
+]
+ODD_WORDS += [
+    "[" * 400,
+    "sngm(",
+    "sngm(lr=",
+    "sngm(momentum={[]:1})",
+    "x(y=1)(z)",
+    "missing.py:X",
+    "mine.py:Nobody",
+    "",
+    ",",
+]
+ODD_WORDS += [
+    "mine.py:Raises",
+    "mine.py:Odd",
+    "sngm:Task",
+    "digits",
+    "msgd,msgd",
+    "SNGM@",
+    "lr=nan,batch=0",
+    "cuda:99",
+    "meta",
+]
+ODD_WORDS += [
+    "polynomial(power=[])",
+    "polynomial(power=1e400)",
+    "plateau(factor={[]:1})",
+    "1,2,nan",
+    "0.1,0.1",
+    "__import__('os')",
+]
+VALUES: dict[type, list[str]] = {
+    int: ["0", "-1", "1", "2", "3", "1.5", "nan", "inf", "", "٣", "0x10", "1e3", " 1", "-0", *HUGE],
+    float: [
+        "nan",
+        "inf",
+        "-inf",
+        "-0.0",
+        "0",
+        "1e-400",
+        "1e400",
+        "1e308",
+        "5e-324",
+        "-1",
+        "",
+        "½",
+        "0x1p3",
+        "1,2",
+        "1e30",
+    ],
+    str: ODD_WORDS,
+    Path: [
+        ".",
+        "/proc/nowhere",
+        "/dev/null",
+        "/dev/full",
+        "file",
+        "missing/deep",
+        "folder",
+        "a" * 300,
+        "\n",
+        "~",
+        "run",
+        "",
+        "é",
+    ],
+}
+SETTINGS = [
+    f"{name}={value}"
+    for name in ("width", "momentum", "weight_decay", "betas", "foreach", "é", "lr", "")
+    for value in (
+        "",
+        "0",
+        "-1",
+        "nan",
+        "1e400",
+        "[]",
+        "{[]:1}",
+        "{}",
+        "None",
+        "'a'",
+        "(0,1)",
+        "True",
+        "[" * 400,
+        "2**9",
+        "99999999999",
+    )
+]
+ENVIRONMENT = {
+    "WORLD_SIZE": ["", "abc", "0", "-1", "1", "2", "1e3", str(2**70)], "RANK": ["", "x", "-1", "7"],
+    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", str(2**70)],
+    "SNGM_DATA": ["", "/dev/null", "\n", "missing"], "SNGM_COMMIT": ["", "\n", "é" * 999], "SNGM_COMMAND": ["", "\udcff"],
+    "SNGM_MIRRORS": ["", "http://", "http://[", "ftp://x", "x://y", "http://127.0.0.1:99999", "\\"],
+    "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"], "NO_COLOR": [""],
+}  # fmt: skip
+# a large number of these means long work, which is no fault, and large numbers of processes are not safe to try
+WORK = {"--epochs", "--seeds", "--steps", "--samples", "--iterations", "--pilot-steps", "--loaders"}
+
+
+def options(app: typer.Typer, verb: tuple[str, ...] = ()) -> dict[tuple[str, ...], dict[str, type]]:
+    """Every verb, with its options and the type of each."""
+    found: dict[tuple[str, ...], dict[str, type]] = {}
+    for command in app.registered_commands:
+        name = command.name or command.callback.__name__.replace("_", "-")
+        hints = typing.get_type_hints(command.callback, include_extras=True)
+        own = found[*verb, name] = {}
+        for parameter, hint in hints.items():
+            kinds, *notes = typing.get_args(hint) or (hint,)
+            if notes and isinstance(notes[0], typer.models.OptionInfo):
+                long = [word for word in notes[0].param_decls or () if word.startswith("--")]
+                text = str(kinds)
+                kind = next((k for k in (bool, float, int, Path) if k.__name__ in text), str)
+                own[long[0] if long else "--" + parameter.replace("_", "-")] = kind
+    for group in app.registered_groups:
+        found |= options(group.typer_instance, (*verb, group.name))
+    return found
+
+
+OPTIONS = options(cli.app)
+
+
+def case(draw: random.Random, folder: Path) -> Counter[str]:
+    (folder / "mine.py").write_text(OWN)
+    (folder / "file").write_text("no JSON")
+    (folder / "folder").mkdir()
+    words = draw.choice(BASES).split()
+    if "run" in words:
+        copied(reference(COMMANDS[0]).folder, folder)
+    environment: dict[str, str] = {}
+    for _ in range(draw.randint(1, 3)):
+        change(draw, words, environment)
+    real = draw.random() < 0.1
+    before = {path for path in folder.rglob("*") if path.is_dir()}
+    try:
+        ended = sngm(words, folder, environment=environment, real=real).checked(own_file="mine.py")
+        for path in {path for path in folder.rglob("*") if path.is_dir()} - before:
+            if ended.code == 2 and [inside.name for inside in path.iterdir()] in ([], [".lock"]):
+                raise Wrong(f"was refused, and left the empty folder {path.name!r}")
+    except Wrong as error:
+        shortened = [re.sub(r"(.)\1{60,}", lambda m: f"{m[1]}*{len(m[0])}", word) for word in words]
+        raise Wrong(f"{error}; sngm {shortened} {environment or ''}") from None
+    return Counter(invocations=1, processes=real)
+
+
+def change(draw: random.Random, words: list[str], environment: dict[str, str]) -> None:
+    """Make one thing about a command hostile."""
+    verb = tuple(words[:2]) if tuple(words[:2]) in OPTIONS else tuple(words[:1])
+    known = {option: kind for option, kind in OPTIONS.get(verb, {}).items() if option not in ("--dry-run", "--step")}
+    how = draw.choice(["option"] * 6 + ["setting"] * 2 + ["environment", "word", "drop", "repeat", "flag"])
+    if how == "option" and known:
+        option = draw.choice(sorted(known))
+        put(words, option, value(draw, option, known[option], "--dry-run" in words))
+    elif how == "setting" and "--set" in known:
+        words += ["--set", draw.choice(SETTINGS)]
+    elif how == "environment":
+        name = draw.choice(sorted(ENVIRONMENT))
+        environment[name] = draw.choice(ENVIRONMENT[name])
+    elif how == "word" and len(words) > len(verb):
+        words[draw.randrange(len(verb), len(words))] = draw.choice(ODD_WORDS)
+    elif how == "drop" and "--dry-run" not in words:
+        del words[draw.randrange(len(words))]
+    elif how == "repeat":
+        words.append(draw.choice(words))
+    else:
+        words.append(draw.choice(["--help", "--json", "--nobody", "-x", "--lr=", "--out=", "stray"]))
+
+
+def value(draw: random.Random, option: str, kind: type, dry: bool) -> str | None:
+    """A hostile value for an option; None for a flag."""
+    if kind is bool:
+        return None
+    found = draw.choice(VALUES[kind] if draw.random() < 0.8 else VALUES[draw.choice([int, float, str])])
+    return "0" if option in WORK and not dry and found in HUGE else found
+
+
+def put(words: list[str], option: str, text: str | None) -> None:
+    """Give an option a value: in place of the one that is there, or behind all."""
+    if text is not None and option in words[:-1]:
+        words[words.index(option) + 1] = text
+    else:
+        words += [option] if text is None else [option, text]
