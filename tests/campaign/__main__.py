@@ -1,7 +1,6 @@
 """The driver: ``python -m campaign --minutes 10``, from the folder tests or with it in PYTHONPATH."""
 
 import argparse
-import importlib
 import json
 import os
 import platform
@@ -24,19 +23,10 @@ import torch
 
 from sngm.train.record import commit, cpu_name
 
-from . import Wrong, arguments, corruption, disks, kills, records
+from . import Wrong, arguments, commands, corruption, disks, kills, records
 
 KINDS = {"kills": kills, "corruption": corruption, "arguments": arguments, "disks": disks}
-SHARES = {"kills": 0.2, "corruption": 0.15, "arguments": 0.55, "disks": 0.1}  # of the time
-WARM = (
-    "torch._dynamo",
-    "sklearn.datasets",
-    "sngm.show",
-    "sngm.report",
-    "sngm.study.launch",
-    "sngm.probes",
-    "sngm.paper.run",
-)
+SHARES = {"kills": 0.2, "corruption": 0.1, "arguments": 0.6, "disks": 0.1}  # of the time
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "reliability.md"
 Outcome = dict[str, Any]
@@ -48,7 +38,7 @@ def one(seed: int, name: str, keep: bool = False) -> Outcome:
     folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=records.ROOT))
     began, wrong, counted = time.monotonic(), "", Counter()
     try:
-        counted = KINDS[kind].case(random.Random(f"{seed} {name}"), folder)
+        KINDS[kind].case(random.Random(f"{seed} {name}"), folder, counted)
     except Wrong as error:
         wrong = str(error)
     except Exception:
@@ -120,7 +110,7 @@ def again(seed: int, outcome: Outcome) -> str:
 
 def in_words(outcomes: list[Outcome]) -> str:
     kinds = Counter(outcome["case"].partition("-")[0] for outcome in outcomes)
-    kills = sum(outcome["counted"].get("kills", 0) for outcome in outcomes)
+    kills = sum(outcome["counted"].get("killed processes", 0) for outcome in outcomes)
     failed = sum(bool(outcome["wrong"]) for outcome in outcomes)
     return f"{', '.join(f'{kinds[kind]} {kind}' for kind in KINDS)}; {kills} processes killed; {failed} failures"
 
@@ -146,7 +136,7 @@ def write_docs(found: Outcome) -> None:
     """Fill the table of docs/reliability.md."""
     rows = ["| kind | cases | of them | failures |", "|---|---|---|---|"]
     for kind, own in found["kinds"].items():
-        counted = ", ".join(f"{count} {name.replace('_', '-')}" for name, count in sorted(own["counted"].items()))
+        counted = ", ".join(f"{count} {name}" for name, count in sorted(own["counted"].items()))
         rows.append(f"| {kind} | {own['cases']} | {counted} | {own['failures']} |")
     where = f"seed {found['seed']}, {found['minutes']:g} minutes, commit {found['commit']}, torch {found['torch']}, "
     rows += ["", f"One campaign: {where}Python {found['python']}, {found['processor']}."]
@@ -167,8 +157,7 @@ def main() -> int:
     parser.add_argument("--write-docs", action="store_true", help="fill the table of docs/reliability.md")
     given = parser.parse_args()
     torch.set_num_threads(1)
-    for name in WARM:
-        importlib.import_module(name)
+    commands.warm_up()
     records.ROOT = Path(tempfile.mkdtemp(prefix="campaign-"))
     if given.case:
         outcome = one(given.seed, given.case, keep=True)

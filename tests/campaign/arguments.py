@@ -5,7 +5,6 @@ import re
 import typing
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import typer
 
@@ -29,131 +28,41 @@ class Raises(Digits):
 class Odd:
     """Is no task."""
 '''
+# fmt: off
 BASES = [
     *["train digits --epochs 1 --batch 512 --set width=2 --out r"] * 6,
-    "train mine.py:Mine --epochs 1 --batch 512 --out r",
     *["compare digits --methods sngm --batches 512 --lrs 0.1 --seeds 1 --epochs 1 --set width=2 --out s --dry-run"] * 4,
-    *["eval run", "report run", "probe run --samples 8 --iterations 2", "tasks", "methods", "doctor", "data"],
     *["probe digits --steps 1 --points 2 --samples 8 --iterations 2 --batch 512 --set width=2"] * 2,
     *["advise --gradients 8e6 --gap 2.3 --L 20 --sigma 15"] * 2,
     "advise digits --from-sgd lr=0.03,batch=32 --to-batch 512 --pilot-steps 1 --set width=2",
-    *["check-theory --only lars --seeds 2", "data get cifar10 --data-dir d", "data check cifar10 --data-dir d"],
-    *["paper list", "paper show table-2", "paper run table-2 --cells SNGM@8192 --dry-run", "paper add run"],
-    "paper report --results folder",
+    "train mine.py:Mine --epochs 1 --batch 512 --out r", "probe run --samples 8 --iterations 2", "eval run", "report run",
+    "tasks", "methods", "doctor", "data", "data get cifar10 --data-dir d", "data check cifar10 --data-dir d",
+    "check-theory --only lars --seeds 2", "paper list", "paper show table-2", "paper add run",
+    "paper run table-2 --cells SNGM@8192 --dry-run", "paper report --results folder",
 ]
 HUGE = ["99999999999", str(2**31), str(2**63), str(2**64), str(2**70), str(-(2**70))]
-ODD_WORDS = [
-    " ",
-    "\x1b[31m",
-    "\n",
-    "é",
-    "𝒳",
-    "\udcff",
-    "a" * 5000,
-    "--",
-    "-",
-    "%s%n",
-    "{}",
-    ":",
-    "..:X",
-    "a:b:c",
-    "(" * 400,
-]
-ODD_WORDS += [
-    "[" * 400,
-    "sngm(",
-    "sngm(lr=",
-    "sngm(momentum={[]:1})",
-    "x(y=1)(z)",
-    "missing.py:X",
-    "mine.py:Nobody",
-    "",
-    ",",
-]
-ODD_WORDS += [
-    "mine.py:Raises",
-    "mine.py:Odd",
-    "sngm:Task",
-    "digits",
-    "msgd,msgd",
-    "SNGM@",
-    "lr=nan,batch=0",
-    "cuda:99",
-    "meta",
-]
-ODD_WORDS += [
-    "polynomial(power=[])",
-    "polynomial(power=1e400)",
-    "plateau(factor={[]:1})",
-    "1,2,nan",
-    "0.1,0.1",
-    "__import__('os')",
+WORDS = [
+    "", " ", "\x1b[31m", "\n", "é", "𝒳", "\udcff", "a" * 5000, "--", "-", "%s%n", "{}", ":", ",", "..:X", "a:b:c", "(" * 400,
+    "[" * 400, "sngm(", "sngm(lr=", "sngm(momentum={[]:1})", "x(y=1)(z)", "msgd,msgd", "__import__('os')", "digits", "meta",
+    "missing.py:X", "mine.py:Nobody", "mine.py:Raises", "mine.py:Odd", "sngm:Task", "SNGM@", "lr=nan,batch=0", "cuda:99",
+    "polynomial(power=[])", "polynomial(power=1e400)", "plateau(factor={[]:1})", "1,2,nan", "0.1,0.1",
 ]
 VALUES: dict[type, list[str]] = {
     int: ["0", "-1", "1", "2", "3", "1.5", "nan", "inf", "", "٣", "0x10", "1e3", " 1", "-0", *HUGE],
-    float: [
-        "nan",
-        "inf",
-        "-inf",
-        "-0.0",
-        "0",
-        "1e-400",
-        "1e400",
-        "1e308",
-        "5e-324",
-        "-1",
-        "",
-        "½",
-        "0x1p3",
-        "1,2",
-        "1e30",
-    ],
-    str: ODD_WORDS,
-    Path: [
-        ".",
-        "/proc/nowhere",
-        "/dev/null",
-        "/dev/full",
-        "file",
-        "missing/deep",
-        "folder",
-        "a" * 300,
-        "\n",
-        "~",
-        "run",
-        "",
-        "é",
-    ],
+    float: ["nan", "inf", "-inf", "-0.0", "0", "1e-400", "1e400", "1e308", "5e-324", "-1", "", "½", "0x1p3", "1,2", "1e30"],
+    str: WORDS,
+    Path: [".", "/proc/nowhere", "/dev/null", "/dev/full", "file", "missing/deep", "folder", "a" * 300, "\n", "~", "run", ""],
 }
-SETTINGS = [
-    f"{name}={value}"
-    for name in ("width", "momentum", "weight_decay", "betas", "foreach", "é", "lr", "")
-    for value in (
-        "",
-        "0",
-        "-1",
-        "nan",
-        "1e400",
-        "[]",
-        "{[]:1}",
-        "{}",
-        "None",
-        "'a'",
-        "(0,1)",
-        "True",
-        "[" * 400,
-        "2**9",
-        "99999999999",
-    )
-]
+NAMES = ["width", "momentum", "weight_decay", "betas", "foreach", "é", "lr", ""]
+LITERALS = ["", "0", "-1", "nan", "1e400", "[]", "{[]:1}", "{}", "None", "'a'", "(0,1)", "True", "[" * 400, "2**9", *HUGE]
 ENVIRONMENT = {
-    "WORLD_SIZE": ["", "abc", "0", "-1", "1", "2", "1e3", str(2**70)], "RANK": ["", "x", "-1", "7"],
-    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", str(2**70)],
+    "WORLD_SIZE": ["", "abc", "0", "-1", "1", "2", "1e3", HUGE[-2]], "RANK": ["", "x", "-1", "7"],
+    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", HUGE[-2]],
     "SNGM_DATA": ["", "/dev/null", "\n", "missing"], "SNGM_COMMIT": ["", "\n", "é" * 999], "SNGM_COMMAND": ["", "\udcff"],
-    "SNGM_MIRRORS": ["", "http://", "http://[", "ftp://x", "x://y", "http://127.0.0.1:99999", "\\"],
-    "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"], "NO_COLOR": [""],
-}  # fmt: skip
-# a large number of these means long work, which is no fault, and large numbers of processes are not safe to try
+    "SNGM_MIRRORS": ["http://", "http://[", "ftp://x", "x://y", "\\"], "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"],
+}
+# fmt: on
+# a large number of these means long work, which is no fault, or processes, which are not safe to try
 WORK = {"--epochs", "--seeds", "--steps", "--samples", "--iterations", "--pilot-steps", "--loaders"}
 
 
@@ -179,7 +88,7 @@ def options(app: typer.Typer, verb: tuple[str, ...] = ()) -> dict[tuple[str, ...
 OPTIONS = options(cli.app)
 
 
-def case(draw: random.Random, folder: Path) -> Counter[str]:
+def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     (folder / "mine.py").write_text(OWN)
     (folder / "file").write_text("no JSON")
     (folder / "folder").mkdir()
@@ -190,6 +99,7 @@ def case(draw: random.Random, folder: Path) -> Counter[str]:
     for _ in range(draw.randint(1, 3)):
         change(draw, words, environment)
     real = draw.random() < 0.1
+    counted["as processes" if real else "in forks"] += 1
     before = {path for path in folder.rglob("*") if path.is_dir()}
     try:
         ended = sngm(words, folder, environment=environment, real=real).checked(own_file="mine.py")
@@ -199,7 +109,6 @@ def case(draw: random.Random, folder: Path) -> Counter[str]:
     except Wrong as error:
         shortened = [re.sub(r"(.)\1{60,}", lambda m: f"{m[1]}*{len(m[0])}", word) for word in words]
         raise Wrong(f"{error}; sngm {shortened} {environment or ''}") from None
-    return Counter(invocations=1, processes=real)
 
 
 def change(draw: random.Random, words: list[str], environment: dict[str, str]) -> None:
@@ -211,12 +120,12 @@ def change(draw: random.Random, words: list[str], environment: dict[str, str]) -
         option = draw.choice(sorted(known))
         put(words, option, value(draw, option, known[option], "--dry-run" in words))
     elif how == "setting" and "--set" in known:
-        words += ["--set", draw.choice(SETTINGS)]
+        words += ["--set", f"{draw.choice(NAMES)}={draw.choice(LITERALS)}"]
     elif how == "environment":
         name = draw.choice(sorted(ENVIRONMENT))
         environment[name] = draw.choice(ENVIRONMENT[name])
     elif how == "word" and len(words) > len(verb):
-        words[draw.randrange(len(verb), len(words))] = draw.choice(ODD_WORDS)
+        words[draw.randrange(len(verb), len(words))] = draw.choice(WORDS)
     elif how == "drop" and "--dry-run" not in words:
         del words[draw.randrange(len(words))]
     elif how == "repeat":

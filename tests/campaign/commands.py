@@ -1,6 +1,9 @@
 """``sngm ...`` in processes forked from this one, which has torch imported, or in new interpreters."""
 
 import contextlib
+import functools
+import gc
+import importlib
 import multiprocessing
 import os
 import re
@@ -17,6 +20,8 @@ from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from pathlib import Path
 
+import typer
+
 from sngm import cli
 
 from . import Wrong
@@ -28,6 +33,18 @@ CODES = (0, 1, 2, 3, 4, 130)
 SOURCE = Path(cli.__file__).parents[1]
 CLOSED = "http://127.0.0.1:9"  # a proxy that nobody listens on: nothing is downloaded
 SETTINGS = {"OMP_NUM_THREADS": "1", "SNGM_COMMIT": "campaign", "http_proxy": CLOSED, "https_proxy": CLOSED}
+WARM = (
+    "train digits --epochs 1 --set width=2 --batch 512 --out r",
+    "report r",
+    "compare digits --epochs 1 --set width=2 --seeds 1 --methods sngm --batches 512 --dry-run",
+    "probe digits --steps 1 --points 2 --samples 8 --iterations 2 --batch 512 --set width=2",
+    "advise --gradients 8e6 --gap 2.3 --L 20 --sigma 15",
+    "check-theory --only nobody",
+    "paper list",
+    "doctor",
+    "data check",
+    "--help",
+)
 CLEARED = re.compile("SNGM_|WORLD_SIZE|RANK|LOCAL_|MASTER_|PYTEST|COLUMNS")
 
 
@@ -47,7 +64,7 @@ class Ended:
             raise Wrong(f"exit code {self.code}: {self.err[-300:]!r}")
         if "Traceback (most recent call last)" in self.err and not (own_file and own_file in self.err):
             raise Wrong(f"traceback, the last line: {self.err.strip().splitlines()[-1][:300]!r}")
-        if self.code in (2, 3, 130) and not re.search("^(sngm: | *Usage: )", self.err, re.MULTILINE):
+        if self.code in (2, 3, 130) and not re.search("^(sngm: | *Usage: )", self.err + self.out, re.MULTILINE):
             raise Wrong(f"exit code {self.code} without an error line: {self.err[-300:]!r}")
         return self
 
@@ -102,6 +119,20 @@ def sngm(
         return Ended(code if ended else None, texts[0], texts[1], seconds, texts[2].splitlines())
 
 
+def warm_up() -> None:
+    """Import what commands import, and keep the parser, so that forked processes start at once."""
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    typer.main.get_command(cli.app)
+    with tempfile.TemporaryDirectory() as folder:
+        for line in WARM:
+            log = sngm(line.split(), Path(folder), environment={"MODULES": "1"}).log
+            for name in [line.split()[1] for line in log if line.startswith("module ")]:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy every page
+
+
 def _limit() -> None:
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
@@ -117,7 +148,8 @@ def _become(words: Sequence[str], folder: Path, settings: dict[str, str], fault:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.dup2(streams[0], 1)
         os.dup2(streams[1], 2)
-        sys.stdout, sys.stderr = (open(number, "w", closefd=False, errors="backslashreplace") for number in (1, 2))
+        for number, name in ((1, "stdout"), (2, "stderr")):
+            setattr(sys, name, os.fdopen(number, "w", closefd=False, errors="backslashreplace"))
         os.environ.clear()
         os.environ.update(settings)
         os.chdir(folder)
@@ -140,4 +172,5 @@ def _become(words: Sequence[str], folder: Path, settings: dict[str, str], fault:
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
+        os.write(streams[2], "".join(f"module {name}\n" for name in sys.modules if settings.get("MODULES")).encode())
         os._exit(code if isinstance(code, int) else int(code is not None))

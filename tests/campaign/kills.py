@@ -11,16 +11,14 @@ from .faults import Fault
 from .records import COMMANDS, STUDY, check_finished, check_progress, progress, reference, run
 
 
-def case(draw: random.Random, folder: Path) -> Counter[str]:
+def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     command = STUDY if draw.random() < 0.08 else draw.choice(COMMANDS)
-    counted: Counter[str] = Counter()
     for _ in range(draw.randint(1, 5)):
         before = progress(folder / "run")
         ended, killed = disturb(command, folder, draw)
-        counted["kills"] += killed
+        counted["killed processes"] += killed
         check_progress(folder / "run", before, ended)
     check_finished(command, folder)
-    return counted
 
 
 def disturb(command: tuple[str, ...], folder: Path, draw: random.Random) -> tuple[Ended, bool]:

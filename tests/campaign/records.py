@@ -15,6 +15,7 @@ from . import Wrong
 from .commands import Ended, sngm
 from .faults import Fault
 
+GRID = "--methods msgd,sngm --batches 256 --lrs 0.1,0.3 --seeds 2 --epochs 1 --jobs 2"
 TINY = "train digits --set width=4 --checkpoint-every 2"
 COMMANDS = tuple(
     tuple(f"{TINY} {rest}".split())
@@ -27,9 +28,7 @@ COMMANDS = tuple(
         "--method msgd --lr 1e30 --batch 128 --epochs 3",  # diverges
     )
 )
-STUDY = tuple(
-    "compare digits --set width=4 --methods msgd,sngm --batches 256 --lrs 0.1,0.3 --seeds 2 --epochs 1 --jobs 2".split()
-)
+STUDY = tuple(f"compare digits --set width=4 {GRID}".split())
 ROOT = Path(tempfile.gettempdir())  # the driver names a folder of its own
 
 
@@ -77,7 +76,9 @@ def copied(there: Path, folder: Path) -> None:
 def shown(ended: Ended) -> Any:
     """What a command printed about its result, without what depends on when and where it ran."""
     document = json.loads(ended.out)
-    return document["cells"] if "cells" in document else (document.get("status"), document.get("result"))
+    if "cells" not in document:
+        return document.get("status"), document.get("result")
+    return [{key: value for key, value in cell.items() if key != "seconds"} for cell in document["cells"]]
 
 
 def results(folder: Path) -> dict[str, Any]:
