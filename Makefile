@@ -11,7 +11,7 @@ TOOLS := build/tools
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --hypothesis-profile=ci
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
-.PHONY: help setup demo test test-quick test-slow lint bench dist fresh matrix resolve clean
+.PHONY: help setup demo test test-quick test-slow lint campaign bench dist fresh matrix resolve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -47,6 +47,12 @@ lint: $(READY)  ## ruff and mypy --strict
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+
+MINUTES ?= 10
+SEED ?= 0
+campaign: $(READY)  ## inject faults into runs for MINUTES=10, with SEED=0: kills, broken files, hostile arguments, full disks
+	@echo "==> fault injection for $(MINUTES) minutes"
+	@PYTHONPATH=tests $(BIN)/python -m campaign --minutes $(MINUTES) --seed $(SEED)
 
 bench: $(READY)  ## time one optimizer step against torch and pytorch_optimizer
 	@$(BIN)/python benchmarks/optim_step.py

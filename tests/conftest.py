@@ -6,6 +6,8 @@ import pytest
 import torch
 from waiting import end_all
 
+collect_ignore = ["campaign"]  # a program of its own, which test_campaign.py runs
+
 # Waking a second thread for small tensors takes longer than the work; the cores are for other tests meanwhile.
 torch.set_num_threads(1)
 

@@ -66,7 +66,8 @@ def damage(draw: random.Random, command: tuple[str, ...], folder: Path) -> list[
     else:
         path.write_bytes(other.read_bytes())
         other.write_bytes(content)
-    return [path, other]
+        return [path, other]
+    return [path]
 
 
 def edit(draw: random.Random, command: tuple[str, ...], folder: Path) -> list[Path]:
