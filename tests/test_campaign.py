@@ -24,6 +24,7 @@ def test_a_campaign_of_two_minutes_finds_nothing():
     assert all(kind["cases"] for kind in found["kinds"].values())
 
 
+@pytest.mark.slow
 def test_a_case_can_be_run_again_by_its_name(tmp_path):
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     words = [sys.executable, "-m", "campaign", "--case", "arguments-1"]

@@ -37,22 +37,23 @@ BASES = [
     *["advise --gradients 8e6 --gap 2.3 --L 20 --sigma 15"] * 2,
     "advise digits --from-sgd lr=0.03,batch=32 --to-batch 512 --pilot-steps 1 --set width=2",
     "train mine.py:Mine --epochs 1 --batch 512 --out r", "probe run --samples 8 --iterations 2", "eval run",
-    "report run", "tasks", "methods", "doctor", "data", "data get cifar10 --data-dir d", "data check cifar10 --data-dir d",
-    "check-theory --only lars --seeds 2", "paper list", "paper show table-2", "paper add run",
-    "paper run table-2 --cells SNGM@8192 --dry-run", "paper report --results folder",
+    "report run", "tasks", "methods", "doctor", "data", "data get cifar10 --data-dir d",
+    "data check cifar10 --data-dir d", "check-theory --only lars --seeds 2", "paper list", "paper show table-2",
+    "paper add run", "paper run table-2 --cells SNGM@8192 --dry-run", "paper report --results folder",
 ]
 HUGE = ["99999999999", str(2**31), str(2**63), str(2**64), str(2**70), str(-(2**70))]
 WORDS = [
     "", " ", "\x1b[31m", "\n", "é", "𝒳", "\udcff", "a" * 5000, "--", "-", "%s%n", "{}", ":", ",", "..:X", "a:b:c",
     "(" * 400, "[" * 400, "sngm(", "sngm(lr=", "sngm(momentum={[]:1})", "x(y=1)(z)", "msgd,msgd", "__import__('os')",
     "digits", "meta", "missing.py:X", "mine.py:Nobody", "mine.py:Raises", "mine.py:Odd", "sngm:Task", "SNGM@",
-    "lr=nan,batch=0", "cuda:99", "polynomial(power=[])", "polynomial(power=1e400)", "plateau(factor={[]:1})", "1,2,nan", "0.1,0.1",
+    "lr=nan,batch=0", "cuda:99", "polynomial(power=[])", "polynomial(power=1e400)", "plateau(factor={[]:1})",
+    "1,2,nan", "0.1,0.1",
 ]
 VALUES: dict[type, list[str]] = {
     int: ["0", "-1", "1", "2", "3", "1.5", "nan", "inf", "", "٣", "0x10", "1e3", " 1", "-0", *HUGE],
     float: ["nan", "inf", "-inf", "-0.0", "0", "1e-400", "1e400", "1e308", "5e-324", "-1", "", "½", "0x1p3", "1e30"],
     str: WORDS,
-    Path: [".", "/proc/nowhere", "/dev/null", "/dev/full", "file", "missing/deep", "folder", "a" * 300, "\n", "~", "run"],
+    Path: [".", "/proc/nowhere", "/dev/null", "/dev/full", "file", "missing/deep", "folder", "a" * 300, "\n", "run"],
 }
 NAMES = ["width", "momentum", "weight_decay", "betas", "foreach", "é", "lr", ""]
 LITERALS = ["", "0", "-1", "nan", "1e400", "[]", "{[]:1}", "{}", "None", "(0,1)", "True", "[" * 400, "2**9", *HUGE]
@@ -60,7 +61,8 @@ ENVIRONMENT = {
     "WORLD_SIZE": ["", "abc", "0", "-1", "1", "2", "1e3", HUGE[-2]], "RANK": ["", "x", "-1", "7"],
     "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", HUGE[-2]],
     "SNGM_DATA": ["", "/dev/null", "\n", "missing"], "SNGM_COMMIT": ["", "\n", "é" * 999],
-    "SNGM_COMMAND": ["", "\udcff"],    "SNGM_MIRRORS": ["http://", "http://[", "ftp://x", "x://y"], "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"],
+    "SNGM_COMMAND": ["", "\udcff"],
+    "SNGM_MIRRORS": ["http://", "http://[", "ftp://x", "x://y"], "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"],
 }
 # fmt: on
 # a large number of these means long work, which is no fault, or processes, which are not safe to try

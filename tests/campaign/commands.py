@@ -27,7 +27,7 @@ from sngm import cli
 from . import Wrong
 from .faults import Fault, Operations
 
-LIMIT = 60.0  # seconds until a command counts as one that does not end
+LIMIT = 120.0  # seconds until a command counts as one that does not end
 MEMORY = 12 << 30  # address space: an absurd size must not take the machine's memory
 CODES = (0, 1, 2, 3, 4, 130)
 SOURCE = Path(cli.__file__).parents[1]
@@ -134,8 +134,9 @@ def warm_up() -> None:
 
 
 def _limit() -> None:
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(ValueError, OSError):  # not on every system
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -100,6 +100,3 @@ class Written:
 
     def __exit__(self, *_: Any) -> None:
         self.file.close()
-
-    def __iter__(self) -> Any:
-        return iter(self.file)
