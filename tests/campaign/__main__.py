@@ -156,7 +156,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m campaign", description="Disturb sngm, and check what it promises.")
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0, help="other seeds make other cases")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="cases at a time")
+    parser.add_argument("--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="cases at a time")
     parser.add_argument("--kind", choices=[*KINDS], help="this kind of cases only")
     parser.add_argument("--case", help="one case again, such as kills-17; its folder is kept")
     parser.add_argument("--write-docs", action="store_true", help="fill the table of docs/reliability.md")

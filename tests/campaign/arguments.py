@@ -59,7 +59,7 @@ NAMES = ["width", "momentum", "weight_decay", "betas", "foreach", "é", "lr", ""
 LITERALS = ["", "0", "-1", "nan", "1e400", "[]", "{[]:1}", "{}", "None", "(0,1)", "True", "[" * 400, "2**9", *HUGE]
 ENVIRONMENT = {
     "WORLD_SIZE": ["", "abc", "0", "-1", "1", "2", "1e3", HUGE[-2]], "RANK": ["", "x", "-1", "7"],
-    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", HUGE[-2]],
+    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", "1"],
     "SNGM_DATA": ["", "/dev/null", "\n", "missing"], "SNGM_COMMIT": ["", "\n", "é" * 999],
     "SNGM_COMMAND": ["", "\udcff"],
     "SNGM_MIRRORS": ["http://", "http://[", "ftp://x", "x://y"], "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"],
