@@ -79,7 +79,11 @@ def options(app: typer.Typer, verb: tuple[str, ...] = ()) -> dict[tuple[str, ...
         for parameter, hint in hints.items():
             kinds, *notes = typing.get_args(hint) or (hint,)
             if notes and isinstance(notes[0], typer.models.OptionInfo):
-                long = [word for word in notes[0].param_decls or () if word.startswith("--")]
+                given = (
+                    notes[0].default,
+                    *(notes[0].param_decls or ()),
+                )  # inside Annotated the first name comes as default
+                long = [word for word in given if isinstance(word, str) and word.startswith("--")]
                 text = str(kinds)
                 kind = next((k for k in (bool, float, int, Path) if k.__name__ in text), str)
                 own[long[0] if long else "--" + parameter.replace("_", "-")] = kind
