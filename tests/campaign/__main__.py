@@ -163,6 +163,7 @@ def main() -> int:
     given = parser.parse_args()
     sys.stdout.reconfigure(errors="backslashreplace")
     torch.set_num_threads(1)
+    commit()  # cached: the code as it is now, whatever is committed meanwhile
     commands.warm_up()
     records.ROOT = Path(tempfile.mkdtemp(prefix="campaign-"))
     if given.case:
