@@ -125,12 +125,8 @@ def _check(
         raise UsageError("--from-sgd needs a task, whose gradient is measured")
     if missing := [option for option in ("--gap", "--L", "--sigma") if option not in given]:
         raise UsageError(f"without a task {' and '.join(missing)} {'are' if missing[1:] else 'is'} needed")
-    for option in ("--gap", "--L"):
-        # with L = 0 or gap = 0 the bounds have no best rate; relaxed smoothness limits it where L is 0
-        if numbers[option] == 0 and not (option == "--L" and (numbers["--lam"] or 0) > 0):
-            raise UsageError(
-                f"{option} must be a number > 0, got {numbers[option]:g}: no learning rate follows from it"
-            )
+    if numbers["--L"] == 0 and numbers["--gap"] != 0 and not (numbers["--lam"] or 0) > 0:  # -0 too
+        raise UsageError("--L must be a number > 0 where --gap is above 0 and --lam is 0, got 0: any rate would do")
     if pilot_steps is not None:
         raise UsageError("--pilot-steps: without a task there is no pilot")
 
