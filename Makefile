@@ -1,8 +1,12 @@
 # Everything starts here: `make demo` and `make test` set themselves up. `make help` lists the rest.
 
 # Python 3.11 where it is there, else the newest that is. A name on the PATH may be a stub, so each is run.
-suitable = $(1) -c 'import sys; sys.version_info >= (3, 11) and print(sys.executable)' 2>/dev/null
+suitable = $(1) -c 'import sys, venv, ensurepip; sys.version_info >= (3, 11) and print(sys.executable)' 2>/dev/null
 PYTHON ?= $(shell for p in python3.11 python3.14 python3.13 python3.12 python3; do $(call suitable,$$p); done | head -n 1)
+new_venv = if [ -n "$$($(call suitable,"$(PYTHON)"))" ]; then "$(PYTHON)" -m venv $(1); \
+	elif [ "$(origin PYTHON)" = file ] && command -v uv >/dev/null; then \
+	uv venv --quiet --seed --allow-existing --python '>=3.11' $(1); \
+	else echo "sngm needs Python 3.11 or newer, with venv: install it, or run make PYTHON=/path/to/python3.11"; exit 1; fi
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
@@ -20,9 +24,7 @@ setup: $(READY)  ## create .venv and install what constraints.txt pins
 
 $(READY): pyproject.toml constraints.txt
 	@echo "==> creating $(VENV) and installing sngm (a minute or two, once)"
-	@if [ -n "$$($(call suitable,"$(PYTHON)"))" ]; then "$(PYTHON)" -m venv $(VENV); \
-	elif [ "$(origin PYTHON)" = file ] && command -v uv >/dev/null; then uv venv --quiet --seed --python '>=3.11' $(VENV); \
-	else echo "sngm needs Python 3.11 or newer: install it, or run make PYTHON=/path/to/python3.11"; exit 1; fi
+	@$(call new_venv,$(VENV))
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
@@ -58,7 +60,7 @@ bench: $(READY)  ## time one optimizer step against torch and pytorch_optimizer
 	@$(BIN)/python benchmarks/optim_step.py
 
 $(TOOLS)/.ready: Makefile
-	@"$(PYTHON)" -m venv $(TOOLS)
+	@$(call new_venv,$(TOOLS))
 	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 uv==0.13.7
 	@touch $@
 
@@ -66,7 +68,7 @@ dist: $(TOOLS)/.ready  ## build sdist and wheel, and try each in an empty enviro
 	@tools/dist.sh $(TOOLS)/bin/python
 
 fresh:  ## set up a fresh clone with a bare environment, and run demo and test-quick there
-	@tools/fresh.sh test-quick
+	@tools/fresh.sh test-quick $(if $(filter file,$(origin PYTHON)),,"$(PYTHON)")
 
 matrix: $(READY)  ## test the oldest and the newest torch, on every Python found (half an hour)
 	@$(BIN)/python tools/matrix.py

@@ -23,6 +23,7 @@ from waiting import PATIENCE, endings
 from sngm.tasks import Splits, Task, Tensors
 from sngm.train import Options, RunConfig, resolve, train
 from sngm.train import checkpoint as checkpoints
+from sngm.train.record import LASTING
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -137,6 +138,8 @@ def assert_same_end(ours: Path, theirs: Path) -> None:
     a, b = state(ours), state(theirs)
     for part in (a, b):
         part["run"].pop("seconds")
+        for key in LASTING:
+            part.pop(key, None)
     assert_same(a, b)
     assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()
     assert record(ours)["result"] == record(theirs)["result"]

@@ -754,6 +754,7 @@ def archive_with(path, *entries):
         "C:/outside",
         "cifar-10-batches-bin\\..\\..\\outside",
         "cifar-10-batches-bin/" + "outside/" * 1500,
+        "cifar-10-batches-bin/" + "outside" * 40,
     ],
 )
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE])
@@ -775,7 +776,7 @@ def test_links_and_devices_in_an_archive_are_refused(tmp_path, kind):
         fetch.unpack(path, "cifar-10-batches-bin", tmp_path)
 
 
-@pytest.mark.parametrize("second", ["a/b", "a/b/c/d"])
+@pytest.mark.parametrize("second", ["a/b", "a/b/c/d", "a/b/c/d/e"])
 def test_a_file_in_place_of_a_folder_in_an_archive_is_refused(tmp_path, second):
     path = archive_with(tmp_path / "odd.tar.gz", ("a/b/c", tarfile.REGTYPE), (second, tarfile.REGTYPE))
     with pytest.raises(Failed, match=r"odd\.tar\.gz cannot be unpacked"):

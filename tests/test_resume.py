@@ -253,10 +253,6 @@ def test_a_finished_run_whose_last_checkpoint_is_broken_is_trained_to_its_end_ag
     last = max(stopped.glob("*.pt"))
     before = last.read_bytes()
     damage(last)
-    if damage is Path.unlink:  # to have the room
-        run(stopped, config("adam"))
-        assert not last.exists()
-        return
     with pytest.raises(UsageError, match="the command that made it trains it to its end again"):
         load(stopped)
     with pytest.warns(UserWarning, match="taking an older one"):
@@ -370,7 +366,7 @@ def test_checkpoints_that_do_not_say_whose_they_are_need_a_record(stopped):
     checkpoint.save(stopped, 8, old)
     kept = (stopped / "run.json").read_bytes()
     (stopped / "run.json").unlink()
-    with pytest.raises(UsageError, match=r"holds checkpoints of an older version and no run\.json"):
+    with pytest.raises(UsageError, match=r"holds checkpoints of an older version and no readable run\.json"):
         run(stopped, config("adam"))
     (stopped / "run.json").write_bytes(kept)
     assert run(stopped, config("adam"))["status"] == "finished"
@@ -412,10 +408,9 @@ def test_a_broken_record_is_made_again_from_the_checkpoint(damage, finished, who
     damage(finished / "run.json")
     for path in finished.glob("*.pt"):
         path.unlink()
-    with pytest.raises(UsageError, match="no checkpoint is left to make it from, so train again with --restart"):
+    with pytest.raises(UsageError, match="no checkpoint is left to make it from; train again with --restart"):
         run(finished, config("adam"))
-    with pytest.warns(UserWarning, match="it is written anew"):
-        run(finished, config("adam"), restart=True)
+    run(finished, config("adam"), restart=True)
     assert_same_end(finished, whole)
 
 

@@ -3,7 +3,7 @@
 # Usage: tools/dist.sh PYTHON    a Python that has build and twine
 set -euo pipefail
 cd "$(git rev-parse --show-toplevel)"
-python=$PWD/$1
+python=$(cd "$(dirname "$1")" && pwd)/$(basename "$1")
 # builds of one commit give the same files
 SOURCE_DATE_EPOCH=$(git log -1 --format=%ct)
 export SOURCE_DATE_EPOCH
@@ -32,4 +32,4 @@ done
 try dist/*.whl "" wheel --core
 try dist/*.whl "[train]" wheel
 try dist/*.tar.gz "[train]" sdist
-(cd dist && sha256sum -- *)
+"$python" -m pip hash dist/*

@@ -6,7 +6,9 @@ set -euo pipefail
 target=$1
 shift
 root=$(git rev-parse --show-toplevel)
-[[ $# -gt 0 ]] || mapfile -t found < <("$root/tools/pythons.sh" | sed -n '1p;$p' | uniq)
+if [[ $# -eq 0 ]]; then
+  while read -r python; do set -- "$@" "$python"; done < <("$root/tools/pythons.sh" | sed -n '1p;$p' | uniq)
+fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 
@@ -22,13 +24,13 @@ check() {  # PYTHON FOLDER
   for goal in demo "$target"; do
     echo "==> make $goal in a fresh clone with $("$1" --version) and an empty environment"
     env -i HOME="$2/home" PATH=/usr/local/bin:/usr/bin:/bin LANG=C.UTF-8 PIP_CONFIG_FILE=/dev/null \
-      "${network[@]}" make --no-print-directory -C "$2/sngm" "$goal" PYTHON="$1"
+      ${network[@]+"${network[@]}"} make --no-print-directory -C "$2/sngm" "$goal" PYTHON="$1"
   done
 }
 
 # Set-up mostly waits for packages, so all go side by side; each one's output is shown when it ends.
 running=()
-for python in "${@:-${found[@]}}"; do
+for python in "$@"; do
   check "$python" "$work/${#running[@]}" >"$work/${#running[@]}.log" 2>&1 &
   running+=($!)
 done

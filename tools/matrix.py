@@ -27,11 +27,11 @@ NEEDS = ["pytest", "pytest-xdist", "hypothesis", "tensorboard", "pillow", "trito
 
 def pythons() -> list[str]:
     """The oldest Python of each minor version."""
-    found = subprocess.run([ROOT / "tools/pythons.sh"], capture_output=True, text=True, check=True).stdout.split()
-    return list({said(python, "sys.version_info[:2]"): python for python in reversed(found)}.values())[::-1]
+    found = subprocess.run([ROOT / "tools/pythons.sh"], capture_output=True, text=True, check=True).stdout.splitlines()
+    return list({ask(python, "sys.version_info[:2]"): python for python in reversed(found)}.values())[::-1]
 
 
-def said(python: str | Path, expression: str, imports: str = "sys") -> str:
+def ask(python: str | Path, expression: str, imports: str = "sys") -> str:
     command = [python, "-c", f"import {imports}; print({expression})"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -53,15 +53,17 @@ def run_tests(python: str, wanted: list[str]) -> list[str]:
     report = folder / "report.xml"
     tests = [f"tests/test_{name}.py" for name in TESTS]
     options = ["-q", "-m", "not slow", "-n", "auto", "--hypothesis-profile=ci", f"--junitxml={report}"]
-    subprocess.run([own, "-m", "pytest", *options, *tests], cwd=ROOT, env=bare)
+    code = subprocess.run([own, "-m", "pytest", *options, *tests], cwd=ROOT, env=bare).returncode
+    if code not in (0, 1):  # 1: tests failed
+        sys.exit(f"pytest ended with {code}")
     suite = ET.parse(report).getroot()[0]
     total, failed, skipped = (
         int(suite.get("tests", 0)),
         int(suite.get("failures", 0)) + int(suite.get("errors", 0)),
         int(suite.get("skipped", 0)),
     )
-    versions = [said(own, "platform.python_version()", "platform"), said(own, "torch.__version__", "torch")]
-    return [*versions, said(own, "numpy.__version__", "numpy"), *map(str, (total - failed - skipped, skipped, failed))]
+    versions = [ask(own, "platform.python_version()", "platform"), ask(own, "torch.__version__", "torch")]
+    return [*versions, ask(own, "numpy.__version__", "numpy"), *map(str, (total - failed - skipped, skipped, failed))]
 
 
 def write(rows: list[list[str]]) -> None:
@@ -69,9 +71,9 @@ def write(rows: list[list[str]]) -> None:
     table = ["| Python | torch | numpy | passed | skipped | failed |", "|---|---|---|---|---|---|"]
     table += [f"| {' | '.join(row)} |" for row in rows]
     table += ["", f"`make matrix`, commit {commit.strip()}, {platform.system()} {platform.machine()}."]
-    begin, end = "<!-- matrix: begin -->\n", "\n<!-- matrix: end -->"
-    before, _, rest = PAGE.read_text().partition(begin)
-    PAGE.write_text(before + begin + "\n".join(table) + end + rest.partition(end)[2])
+    begin, end = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1])
 
 
 def main() -> None:

@@ -2,16 +2,18 @@
 
 import os
 import sys
+from importlib.util import find_spec
+
+NEEDS = {"filelock": "filelock", "rich": "rich", "sklearn": "scikit-learn", "scipy": "scipy", "typer": "typer"}
 
 
 def main() -> None:
     """Run the command line, or say how to install it where only the optimizers are."""
-    try:
-        from .cli import main as run
-    except ModuleNotFoundError as error:
-        if error.name not in ("filelock", "typer"):
-            raise
-        sys.exit(f"sngm: {error.name} is not installed; the command line comes with pip install 'sngm[train]'")
+    lacking = [package for module, package in NEEDS.items() if find_spec(module) is None]
+    if lacking:
+        sys.exit(f"sngm: {', '.join(lacking)} not installed; the command line comes with pip install 'sngm[train]'")
+    from .cli import main as run
+
     run()
 
 

@@ -1,8 +1,18 @@
 """What can go wrong, by what the user can do about it. The command line maps each to its exit code."""
 
+from typing import Any
+
 
 class UsageError(ValueError):
     """Something asked for does not exist or does not fit: mend the command."""
+
+
+class BrokenRecord(UsageError):
+    """A record is not as it was written: cut short, or changed. `record` is what it says, where that is JSON."""
+
+    def __init__(self, message: str, record: dict[str, Any] | None = None) -> None:
+        super().__init__(f"{message}; the command that made it writes it again")
+        self.record = record
 
 
 class DataMissing(FileNotFoundError):

@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,9 @@ from typing import Any
 
 from filelock import FileLock, Timeout
 
-from .errors import UsageError
+from .errors import BrokenRecord, UsageError
+
+LEFTOVER = re.compile(r"\.(run|study|checkpoints)\.json\.\d+\.tmp|\.(metrics\.jsonl|checkpoint-\d+\.pt)\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -52,37 +55,42 @@ def read_record(path: Path) -> dict[str, Any]:
     """Return a record as it was written; those of older versions have no digest.
 
     Raises:
-        UsageError: the file is no JSON object, or was changed after it was written.
+        UsageError: the file is no JSON object.
+        BrokenRecord: it is no JSON, or was changed after it was written; the second argument is then what it says.
     """
     record = read_json(path)
     if not isinstance(record, dict):
-        raise UsageError(f"{path} is not a record of sngm")
+        raise UsageError(f"{path} is not a record of sngm; name another folder")
     if record.pop("digest", None) not in (None, digest(record)):
-        raise UsageError(f"{path} was changed after it was written: its digest does not match")
+        raise BrokenRecord(f"{path} was changed after it was written: its digest does not match", record)
     return record
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Return the SHA256 of a record's values, whatever their order."""
-    return hashlib.sha256(json.dumps(finite(record), sort_keys=True).encode()).hexdigest()
+    """Return the SHA256 of a record's values as JSON has them, whatever their order."""
+    plain = json.loads(json.dumps(finite(record)))
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 @contextlib.contextmanager
 def results_in(folder: Path) -> Iterator[None]:
     """Make a folder for results; if nothing could be written into it, it is removed again."""
+    new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
-        with contextlib.suppress(OSError):  # it is not empty
-            folder.rmdir()
+        if new:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
         raise
 
 
 def remove_leftovers(folder: Path) -> None:
     """Remove temporary files of processes that were killed; call it with the folder's lock held."""
     for path in folder.glob(".*.tmp"):
-        path.unlink(missing_ok=True)
+        if LEFTOVER.fullmatch(path.name) and path.is_file():
+            path.unlink(missing_ok=True)
 
 
 def check_folder(folder: Path, mark: str) -> None:
@@ -120,7 +128,7 @@ def read_json(path: Path) -> Any:
         value = json.loads(path.read_bytes())  # bytes: JSON is UTF-8 in any locale
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
-        raise UsageError(f"{path} is not readable as JSON ({why})") from error
+        raise BrokenRecord(f"{path} is not readable as JSON ({why})") from error
     level: list[Any] = [value]
     for _ in range(MOST_LEVELS):
         level = [

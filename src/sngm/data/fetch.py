@@ -26,7 +26,8 @@ from ..files import locked
 CHUNK = 1 << 16  # bytes a read: small enough that progress shows on a slow line
 TIMEOUT = 30.0  # seconds without a byte
 TRIES = 3  # of a mirror, without a byte gained
-MOST_LEVELS = 32  # folders of a path in an archive
+MOST_LEVELS, LONGEST = 32, 200  # folders of a path in an archive; letters of each
+ODD_PATHS = (FileExistsError, IsADirectoryError, NotADirectoryError)  # a file in place of a folder
 BACKOFF = 1.0  # seconds before the second try, doubled for each after it
 
 Show = Callable[[int, int], None]  # how many so far, and of how many
@@ -287,7 +288,7 @@ def unpack(archive: Path, folder: str, root: Path, files: Iterable[str] = ()) ->
         try:
             with tarfile.open(archive) as tar:
                 _extract(tar, aside)
-        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, FileExistsError, IsADirectoryError) as error:
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, *ODD_PATHS) as error:
             raise Failed(f"{archive} cannot be unpacked: {error}") from error
         absent = [name for name in files if not (aside / folder / name).is_file()]
         if absent or not (aside / folder).is_dir():
@@ -310,7 +311,12 @@ def _extract(tar: tarfile.TarFile, root: Path) -> None:
     for member in tar:
         parts = PurePosixPath(member.name).parts
         # a Windows path has a drive or backslashes, which would count there
-        if {"/", ".."} & set(parts) or set("\\:") & set(member.name) or len(parts) > MOST_LEVELS:
+        if (
+            {"/", ".."} & set(parts)
+            or set("\\:") & set(member.name)
+            or len(parts) > MOST_LEVELS
+            or max(map(len, parts), default=0) > LONGEST
+        ):
             raise tarfile.TarError(f"its path {member.name[:100]!r} is not allowed")
         if not (member.isreg() or member.isdir()):
             raise tarfile.TarError(f"{member.name[:100]!r} is neither a file nor a folder")

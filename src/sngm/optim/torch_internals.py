@@ -19,7 +19,7 @@ def _always(*_: Any) -> bool:
     return True
 
 
-# Whether a profiler records; unknown counts as yes, which costs microseconds.
+# Whether a profiler records; unknown counts as yes: every step is then marked for it, and launches its kernels singly.
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
 
 # The hooks of all optimizers; unknown counts as some, so that every step runs them.

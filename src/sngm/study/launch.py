@@ -10,11 +10,10 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +21,15 @@ import torch
 
 from .. import tasks
 from ..environment import ranks
-from ..errors import Failed, Interrupted, UsageError
+from ..errors import BrokenRecord, Failed, Interrupted, UsageError
 from ..files import locked, read_record, remove_leftovers, write_record
 from ..tasks import Splits
 from ..train.config import RunConfig
 from ..train.loop import Options, train
 from ..train.processes import Processes, choose_device, cores
-from ..train.record import FINISHED, RunFolder, command, differences
+from ..train.record import FINISHED, NothingLeft, RunFolder, command, differences
 from ..train.setup import prepare
+from ..train.validation import config_of
 from .grid import Cell, Study, run_name
 
 MOST_JOBS = 1024
@@ -78,7 +78,7 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         remove_leftovers(folder)
-        _claim(folder, study)
+        _claim(folder, study, cells)
         return _Launcher(study, cells, folder, options, jobs, show, data, known).run()
 
 
@@ -134,26 +134,37 @@ def mps_runs() -> bool:
     return True
 
 
-def _claim(folder: Path, study: Study) -> None:
+def _claim(folder: Path, study: Study, cells: list[Cell]) -> None:
+    """Refuse a folder that belongs to another study, or to a run."""
     path = folder / "study.json"
-    if not path.exists():
-        if (folder / "run.json").exists():
-            raise UsageError(f"{folder} holds a run; name another folder with --out")
-    else:
-        try:
-            there = read_record(path).get("study")
-            if not isinstance(there, dict):
-                raise UsageError(f"{path} is not the record of a study")
-        except UsageError as error:
+    if (folder / "run.json").exists() and not path.exists():
+        raise UsageError(f"{folder} holds a run; name another folder with --out")
+    try:
+        there = read_record(path).get("study")
+        if not isinstance(there, dict):
+            raise UsageError(f"{path} is not the record of a study; name another folder with --out")
+    except (FileNotFoundError, BrokenRecord) as error:  # it is made again from the runs, if they are this study's
+        if isinstance(error, BrokenRecord):
             if not (folder / "runs").is_dir():
-                raise UsageError(f"{error}; name another folder with --out") from None
-            # the runs have records of their own, and this one is made from them
-            warnings.warn(f"{error}; it is written anew", stacklevel=2)
-            return
-        if lines := differences(there, study.identity()):
-            raise UsageError(
-                f"{folder} holds another study; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
-            )
+                raise UsageError(f"{path} is broken; name another folder with --out") from None
+            warnings.warn(f"{path} is broken, or was changed since written; it is written anew", stacklevel=2)
+        _check_runs(folder, cells)
+        return
+    if lines := differences(there, study.identity()):
+        raise UsageError(
+            f"{folder} holds another study; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
+        )
+
+
+def _check_runs(folder: Path, cells: list[Cell]) -> None:
+    """Refuse runs of another study: a report would count them in."""
+    for file in sorted(folder.glob("runs/*/run.json")):
+        try:
+            config = config_of(RunFolder(file.parent).read(), file)
+        except BrokenRecord:  # it is made again
+            continue
+        if all(cell.config(config.lr, config.part, config.seed) != config for cell in cells):
+            raise UsageError(f"{folder} holds runs of another study, such as {file.parent.name}; name another folder")
 
 
 class _Launcher:
@@ -180,8 +191,11 @@ class _Launcher:
 
     def run(self) -> Progress:
         # a server process that has torch loaded forks the workers: they start in no time
-        context = multiprocessing.get_context("spawn" if self.on_gpu else "forkserver")
-        if not self.on_gpu:
+        forks = not self.on_gpu and "forkserver" in multiprocessing.get_all_start_methods()
+        context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
+        if forks:
+            from multiprocessing import forkserver
+
             context.set_forkserver_preload(["sngm.study.launch"])
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits it: Ctrl-C is not for it
             forkserver.ensure_running()
@@ -273,12 +287,21 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     if not folder.file.exists():
         return None
     read_record(folder.file)
-    record = folder.open(config)
+    try:
+        record = folder.open(config)
+    except NothingLeft:  # in a folder with this run's hash in its name
+        folder.discard()
+        return None
     folder.check_data(record, data)
     return record if record.get("status") in FINISHED else None
 
 
-INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+# Windows has neither SIGALRM nor masks of signals
+INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+
+
+def _mask(how: str, signals: Iterable[int]) -> set[Any]:
+    return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
 
 
 @contextlib.contextmanager
@@ -287,11 +310,11 @@ def _undisturbed() -> Iterator[None]:
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
     # for the processes: other threads of this one hear them
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, INTERRUPTS)
+    mask = _mask("SIG_BLOCK", INTERRUPTS)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        _mask("SIG_SETMASK", mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     for late in came:
@@ -321,7 +344,7 @@ def _warm_up() -> None:
     torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
     signal.signal(signal.SIGINT, _ask_to_stop)
     signal.signal(signal.SIGTERM, _ask_to_stop)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, INTERRUPTS)
+    _mask("SIG_UNBLOCK", INTERRUPTS)
 
 
 def _end_with_parent() -> None:

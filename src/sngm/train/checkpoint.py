@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import re
 import warnings
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
     kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
-    for old in folder.glob("checkpoint-*.pt"):
+    for old in _files(folder):
         if old.name not in kept:
             old.unlink(missing_ok=True)
     return path
@@ -36,23 +38,13 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 def discard(folder: Path) -> None:
     """Remove all checkpoints of a folder; its index last, so that no part of them is taken for a whole."""
-    for path in [*folder.glob("checkpoint-*.pt"), folder / INDEX]:
+    for path in [*_files(folder), folder / INDEX]:
         path.unlink(missing_ok=True)
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
     """The newest checkpoint that is whole, or None. A broken one gets a warning."""
-    for name, checksum in sorted(_index(folder).items(), reverse=True):
-        path = folder / name
-        try:
-            content = path.read_bytes()
-            if hashlib.sha256(content).hexdigest() != checksum:
-                raise ValueError("its checksum is wrong")
-        except (OSError, ValueError) as error:
-            warnings.warn(
-                f"checkpoint {path} cannot be used ({error}); taking an older one, or beginning anew", stacklevel=2
-            )
-            continue
+    for content in _whole(folder):
         # weights_only: a checkpoint is data, and must not be able to run code
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
         return state
@@ -61,13 +53,45 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
 
 def whole(folder: Path) -> bool:
     """Whether any checkpoint is as it was written."""
-    return any(_checksum(folder / name) == checksum for name, checksum in _index(folder).items())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they come when it is loaded
+        return any(True for _ in _whole(folder))
 
 
 def is_broken(folder: Path) -> bool:
-    """Whether the last checkpoint is there, and is not what was written; one that was deleted is not broken."""
-    name, checksum = max(_index(folder).items(), default=("", ""))
-    return _checksum(folder / name) not in (None, checksum)
+    """Whether the last checkpoint is not what was written, or is gone while one before it is there.
+
+    Where all were deleted, nothing is broken: a finished run does not need them.
+    """
+    index = _index(folder)
+    return bool(index) and _checksum(folder / max(index)) != index[max(index)]
+
+
+def _whole(folder: Path) -> Iterator[bytes]:
+    """The contents of checkpoints as they were written, the newest first.
+
+    Where the index vouches for none of those that are there, those that can be read are taken.
+    """
+    index, found = _index(folder), False
+    for name in sorted(index, reverse=True):
+        path = folder / name
+        if _checksum(path) == index[name]:
+            found = True
+            yield path.read_bytes()
+        else:
+            why = "its checksum is wrong" if path.is_file() else "it is gone"
+            warnings.warn(
+                f"checkpoint {path} cannot be used ({why}); taking an older one, or beginning anew", stacklevel=3
+            )
+    if not found:
+        for path in sorted(_files(folder), reverse=True):
+            content = path.read_bytes()
+            if _loads(content):
+                yield content
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*.pt") if re.fullmatch(r"checkpoint-\d{8,}\.pt", path.name)]
 
 
 def _checksum(path: Path) -> str | None:
@@ -76,28 +100,23 @@ def _checksum(path: Path) -> str | None:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The checksums of checkpoints by name.
-
-    An index that is missing, broken or of other files is made again from the checkpoints that load.
-    """
+    """The checksums of checkpoints by name, as they were noted; none if those are all gone, or the index is broken."""
     path = folder / INDEX
     try:
-        index = read_json(path)
-        if any((folder / name).is_file() for name in index):
-            return {str(name): str(checksum) for name, checksum in index.items()}
+        index = {str(name): str(checksum) for name, checksum in read_json(path).items()}
+        return index if any((folder / name).is_file() for name in index) else {}
     except FileNotFoundError:
-        pass
+        return {}
     except (ValueError, TypeError, AttributeError):
-        warnings.warn(f"{path} is broken; the checkpoints that can be read are taken", stacklevel=3)
-    contents = {path.name: path.read_bytes() for path in folder.glob("checkpoint-*.pt")}
-    return {name: hashlib.sha256(content).hexdigest() for name, content in contents.items() if _loads(content)}
+        warnings.warn(f"{path} is broken; the checkpoints that can be read are taken", stacklevel=4)
+        return {}
 
 
 def _loads(content: bytes) -> bool:
     """Whether this is a checkpoint whose parts all have the CRC-32 that was written beside them."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
-            if parts.testzip() is not None:  # torch.load does not look
+            if parts.testzip() is not None:  # torch.load checks no CRC
                 return False
         return isinstance(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), dict)
     except Exception:  # of many kinds: the content may be anything

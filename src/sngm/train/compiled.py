@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -85,8 +86,7 @@ def _loss_of_batch(task: Task, model: nn.Module, batch: Batch, carried: Batch) -
 
 @functools.cache
 def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tuple[Tensor, Batch]]:
-    import torch._dynamo.config as dynamo
-
+    dynamo: Any = importlib.import_module("torch._dynamo").config
     if hasattr(dynamo, "allow_rnn"):
         dynamo.allow_rnn = True
     if hasattr(dynamo, "recompile_limit"):

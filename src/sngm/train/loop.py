@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import math
+import os
 import traceback
 import warnings
 from collections.abc import Callable
@@ -25,7 +27,7 @@ from .evaluate import data_of, evaluate, order_of, samples_of
 from .feed import place
 from .optimizer import set_rates
 from .processes import Processes, join, set_numerics
-from .record import FINISHED, RunFolder, describe, final, goes_on
+from .record import FINISHED, LASTING, RunFolder, describe, final, goes_on
 from .setup import Setup, prepare
 from .sinks import open_sink
 
@@ -73,10 +75,11 @@ class State:
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
-    def pack(self, config: RunConfig, setup: Setup, carried: list[Tensor]) -> Record:
+    def pack(self, record: Record, setup: Setup, carried: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
-        whose = {"config": config.as_dict(), "data": setup.data}
+        # plain values: a checkpoint can hold no others
+        whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *LASTING) if key in record}))
         return {"run": own, **lasting, "best_model": self.best_model, **whose}
 
     @classmethod
@@ -99,7 +102,9 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
     options = options or Options()
     with join(options.device) as processes:
         folder = RunFolder(path)
-        record, whole = processes.share(_look(config, folder, options) if processes.first else None)
+        # a process that torchrun starts again goes on from what it has reached since
+        restart = options.restart and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
+        record, whole = processes.share(_find(config, folder, restart) if processes.first else None)
         if whole:
             with contextlib.suppress(DataMissing):  # which a finished run can do without
                 folder.check_data(record, data_of(*samples_of(config.build_task(options.data_dir), config)))
@@ -109,20 +114,23 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         setup = prepare(config, processes, options.data_dir, **how)  # type: ignore[arg-type]
         processes.any(False, step=0)  # all are ready: one that failed before would leave an empty folder
         if not processes.first:
-            return _run(config, setup, folder, options, processes)
+            return _run(config, setup, folder, options, processes, restart)
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
             remove_leftovers(path)
-            return _run(config, setup, folder, options, processes)
+            return _run(config, setup, folder, options, processes, restart)
 
 
-def _look(config: RunConfig, folder: RunFolder, options: Options) -> tuple[Record, bool]:
+def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
     """The record of this run as it is in the folder, and whether nothing is left to do."""
-    record = folder.open(config, options.restart)
-    if record.get("status") in FINISHED and not options.restart and not checkpoint.is_broken(folder.path):
+    record = folder.open(config, restart)
+    if record.get("status") in FINISHED and not restart and not checkpoint.is_broken(folder.path):
         if not folder.metrics.exists() and (state := checkpoint.load(folder.path)):
-            with contextlib.suppress(OSError):  # a folder that is only for reading
-                folder.rewrite(state["run"]["history"])
+            folder.check_checkpoint(state, record, config)
+            history = state["run"]["history"]
+            if history and history[-1]["epoch"] == config.epochs:
+                with contextlib.suppress(OSError):  # a folder that is only for reading
+                    folder.rewrite(history)
         return record, True
     check_writable(folder.path)
     return record, False
@@ -131,22 +139,24 @@ def _look(config: RunConfig, folder: RunFolder, options: Options) -> tuple[Recor
 def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) -> tuple[Record, Record | None]:
     """The record and the checkpoint that this run goes on from, read with the lock held."""
     record, state = folder.open(config, restart), checkpoint.load(folder.path)
-    if not record and folder.file.exists():
-        warnings.warn(f"{folder.file} is broken, or was changed since written; it is written anew", stacklevel=2)
-    if state is not None:
+    if state is not None and ("config" in state or not restart):
         folder.check_checkpoint(state, record, config)
     if restart:
         folder.discard()
         return {}, None
     for there in (record, state or {}):
         folder.check_data(there, setup.data)
-    return record, state
+    if not record and folder.file.exists():
+        warnings.warn(f"{folder.file} is broken, or was changed since written; it is written anew", stacklevel=2)
+    return record or {key: state[key] for key in LASTING if state and key in state}, state
 
 
-def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes) -> Record:
+def _run(
+    config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes, restart: bool
+) -> Record:
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
-    before, packed = processes.share(_begin(config, setup, folder, options.restart) if processes.first else None)
+    before, packed = processes.share(_begin(config, setup, folder, restart) if processes.first else None)
     state = State.unpack(packed, setup)
     record = describe(config, model, processes, setup.data, task.metric)
     if before:
@@ -166,7 +176,7 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
         state.seconds = clock.pack()
         carried = setup.carried.pack()
         if journal:
-            checkpoint.save(folder.path, state.step, state.pack(config, setup, carried))
+            checkpoint.save(folder.path, state.step, state.pack(record, setup, carried))
         clock.wrote()
 
     def due() -> bool:
@@ -222,7 +232,8 @@ def _run(config: RunConfig, setup: Setup, folder: RunFolder, options: Options, p
                     save()
                     close("interrupted")
                     raise Interrupted(
-                        f"stopped at step {state.step} of {setup.steps}; the same command goes on from there"
+                        f"stopped at step {state.step} of {setup.steps}; the same command"
+                        f"{' without --restart' if options.restart else ''} goes on from there"
                     )
                 if state.step == setup.steps or due():
                     save()

@@ -17,7 +17,7 @@ from torch import nn
 
 import sngm
 
-from ..errors import UsageError
+from ..errors import BrokenRecord, UsageError
 from ..files import finite, read_record, write_atomically, write_record
 from . import checkpoint
 from .config import RunConfig, completed
@@ -25,6 +25,10 @@ from .processes import Processes
 from .validation import check_record
 
 FINISHED = ("finished", "diverged")
+
+
+class NothingLeft(UsageError):
+    """Of a run's record and checkpoints none can be read."""
 
 
 class RunFolder:
@@ -47,11 +51,13 @@ class RunFolder:
             return {}
         try:
             record = self.read()
-        except UsageError as error:
+        except BrokenRecord as error:
+            if error.record is not None and isinstance(there := error.record.get("config"), dict):
+                self._check_same("another run", completed(there), config.as_dict())
             if not restart and not checkpoint.whole(self.path):
-                raise UsageError(
-                    f"{error}; no checkpoint is left to make it from, so train again with --restart, or name another "
-                    "folder with --out"
+                raise NothingLeft(
+                    f"{self.file} is broken, or was changed since written, and no checkpoint is left to make it from; "
+                    "train again with --restart, or name another folder with --out"
                 ) from None
             return {}
         self._check_same("another run", completed(record["config"]), config.as_dict())
@@ -62,8 +68,8 @@ class RunFolder:
         there = state.get("config", record.get("config"))
         if there is None:
             raise UsageError(
-                f"{self.path} holds checkpoints of an older version and no run.json that says of which run they are; "
-                "name another folder with --out"
+                f"{self.path} holds checkpoints of an older version and no readable run.json that says of which run "
+                "they are; name another folder with --out"
             )
         self._check_same("another run", completed(there), config.as_dict())
 
@@ -138,6 +144,9 @@ def describe(
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         **provenance(processes.device),
     }
+
+
+LASTING = ("started", "commit", "hardware", "versions", "made_before")  # what `goes_on` needs of a record
 
 
 def goes_on(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
