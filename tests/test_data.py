@@ -642,7 +642,7 @@ def test_a_folder_is_a_mirror(server, archive, tmp_path, monkeypatch):
 @pytest.mark.parametrize("mirror", ["here", "ftp://example.org", "javascript:1"])
 def test_a_mirror_that_is_no_address_is_refused(archive, monkeypatch, mirror):
     monkeypatch.setenv("SNGM_MIRRORS", mirror)
-    with pytest.raises(UsageError, match="SNGM_MIRRORS wants base URLs"):
+    with pytest.raises(UsageError, match="SNGM_MIRRORS must hold base URLs"):
         fetch.get(archive, Path("data"))
     assert not Path("data").exists()
 

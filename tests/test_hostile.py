@@ -14,7 +14,7 @@ from sngm.errors import UsageError
 from sngm.files import MOST_LEVELS, read_json
 from sngm.spec import value_of
 from sngm.study.grid import Study
-from sngm.train import resolve
+from sngm.train import checkpoint, resolve
 
 QUICK = "--batch 128 --epochs 1 --set width=2 --device cpu"
 STUDY = "compare --methods msgd --lrs 0.1 --batches 512 --seeds 1 --epochs 1 --set width=2 --device cpu"
@@ -191,6 +191,9 @@ def test_a_recorded_model_larger_than_the_memory_is_refused():
     record["config"]["task_settings"]["width"] = 99999999999
     del record["digest"]
     Path("run/run.json").write_text(json.dumps(record))
+    state = checkpoint.load(Path("run"))
+    del state["config"]  # as in checkpoints of before
+    checkpoint.save(Path("run"), state["run"]["step"], state)
     refused(sngm("eval run"), "run/run.json", "GB of memory")
 
 

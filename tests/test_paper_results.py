@@ -272,7 +272,7 @@ def test_a_folder_of_results_that_is_not_there_is_refused(tmp_path):
 
 @pytest.mark.parametrize("cells", [",", "SNGM@8192,", ",8192", "@"])
 def test_an_empty_part_of_cells_is_not_everything(cells):
-    refused(sngm(f"paper run table-2 --dry-run --cells {cells}"), "--cells has an empty part")
+    refused(sngm(f"paper run table-2 --dry-run --cells {cells}"), "--cells")
 
 
 @pytest.mark.slow
@@ -914,7 +914,7 @@ def test_runs_without_a_commit_are_refused(tiny, monkeypatch):
         ("run table-2 --cells nosuch@8192", ["rows MSGD"]),
         ("run table-2 --cells SNGM@77", ["batches 8192"]),
         ("run table-2 --seeds 0", ["at least 1"]),
-        ("run table-2 --jobs 0", ["at least 1"]),
+        ("run table-2 --jobs 0", ["from 1 to"]),
         ("run table-2 --seeds 100000000 --dry-run", ["seeds", "at most"]),
         *((f"run table-2 --budget {text}", ["25m"]) for text in ("soon", "0", "-5m", "nan", "inf", "m", "1e99h")),
         ("report --results nowhere", ["no folder nowhere"]),

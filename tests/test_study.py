@@ -337,7 +337,7 @@ def test_broken_records_of_a_study_are_made_again(whole):
         path.write_text(path.read_text()[:100])
     again = sngm(f"{TINY} --out {folder}")
     assert again.out == shown.out
-    assert f"sngm: {folder}/study.json is not readable as JSON" in again.err
+    assert f"sngm: {folder}/study.json is broken, or was changed since written; it is written anew" in again.err
     assert results(folder) == before
 
 

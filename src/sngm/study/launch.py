@@ -286,7 +286,6 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     folder = RunFolder(path)
     if not folder.file.exists():
         return None
-    read_record(folder.file)
     try:
         record = folder.open(config)
     except NothingLeft:  # in a folder with this run's hash in its name
