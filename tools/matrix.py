@@ -85,7 +85,7 @@ def main() -> None:
         print(f"==> {python} with {' '.join(wanted)}", flush=True)
         rows.append(run_tests(python, wanted))
         print(*rows[-1], flush=True)
-    write(rows)
+        write(rows)
     sys.exit(any(row[-1] != "0" for row in rows))
 
 
