@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
 from .errors import BrokenRecord, UsageError
 
 LEFTOVER = re.compile(r"\.(run|study|checkpoints)\.json\.\d+\.tmp|\.(metrics\.jsonl|checkpoint-\d+\.pt)\.\d+\.tmp")
@@ -160,6 +158,8 @@ def locked(folder: Path, name: str = ".lock", waiting: Callable[[], None] | None
     Raises:
         UsageError: another process holds the lock, and `waiting` is None.
     """
+    from filelock import FileLock, Timeout  # here: --help does not wait for it
+
     lock = FileLock(folder / name)
     try:
         held = lock.acquire(timeout=0)
