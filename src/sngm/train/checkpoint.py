@@ -52,34 +52,36 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
 
 
 def whole(folder: Path) -> bool:
-    """Whether any checkpoint is as it was written."""
+    """Return whether any checkpoint is whole."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # they come when it is loaded
+        warnings.simplefilter("ignore")  # `load` warns of broken ones
         return any(True for _ in _whole(folder))
 
 
 def is_broken(folder: Path) -> bool:
-    """Whether the last checkpoint is not what was written, or is gone while one before it is there.
+    """Return whether the last checkpoint is corrupt, or missing while the one before it is there.
 
-    Where all were deleted, nothing is broken: a finished run does not need them.
+    If all were deleted, nothing is broken: a finished run does not need them.
     """
     index = _index(folder)
-    return bool(index) and _checksum(folder / max(index)) != index[max(index)]
+    last = folder / max(index, default="")
+    return bool(index) and (not last.is_file() or hashlib.sha256(last.read_bytes()).hexdigest() != index[last.name])
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """The contents of checkpoints as they were written, the newest first.
+    """Yield the contents of whole checkpoints, newest first.
 
-    Where the index vouches for none of those that are there, those that can be read are taken.
+    If no file matches its checksum in the index, yield those that can be loaded.
     """
     index, found = _index(folder), False
     for name in sorted(index, reverse=True):
         path = folder / name
-        if _checksum(path) == index[name]:
+        content = path.read_bytes() if path.is_file() else None
+        if content is not None and hashlib.sha256(content).hexdigest() == index[name]:
             found = True
-            yield path.read_bytes()
+            yield content
         else:
-            why = "its checksum is wrong" if path.is_file() else "it is gone"
+            why = "it is gone" if content is None else "its checksum is wrong"
             warnings.warn(
                 f"checkpoint {path} cannot be used ({why}); taking an older one, or beginning anew", stacklevel=3
             )
@@ -92,11 +94,6 @@ def _whole(folder: Path) -> Iterator[bytes]:
 
 def _files(folder: Path) -> list[Path]:
     return [path for path in folder.glob("checkpoint-*.pt") if re.fullmatch(r"checkpoint-\d{8,}\.pt", path.name)]
-
-
-def _checksum(path: Path) -> str | None:
-    """The SHA256 of a file's content; None if there is no such file."""
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
 
 
 def _index(folder: Path) -> dict[str, str]:
