@@ -28,6 +28,7 @@ from waiting import launch, wait_for
 
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
+from sngm.report.records import read as read_records
 from sngm.train import checkpoint, load, loop
 from sngm.train.checkpoint import KEEP
 
@@ -428,10 +429,32 @@ def test_a_finished_run_without_its_checkpoint_is_trained_again_with_restart(fin
     load(finished)
 
 
-def test_lost_metrics_of_a_finished_run_come_back(finished, whole):
-    (finished / "metrics.jsonl").unlink()
+def lose(path):
+    path.unlink()
+
+
+def edit(path):
+    text = path.read_text()
+    path.write_text(text.replace('"test_accuracy": 0.', '"test_accuracy": 0.9'))
+    assert path.read_text() != text
+
+
+@pytest.mark.parametrize("harm", [lose, edit])
+def test_metrics_of_a_finished_run_that_were_lost_or_edited_come_back(harm, finished, whole):
+    harm(finished / "metrics.jsonl")
     run(finished, config("adam"))
     assert metrics(finished) == metrics(whole)
+
+
+def test_edited_metrics_that_no_checkpoint_can_mend_are_named_and_not_drawn(finished):
+    edit(finished / "metrics.jsonl")
+    for path in finished.glob("checkpoint*"):
+        path.unlink()
+    with pytest.warns(UserWarning, match="metrics.jsonl was lost, or changed after it was written"):
+        run(finished, config("adam"))
+    found = read_records(finished)
+    assert found.runs[0].curve == []
+    assert found.unreadable == [f"{finished.name}/metrics.jsonl"]
 
 
 def test_a_finished_run_is_shown_without_writing(finished, monkeypatch):

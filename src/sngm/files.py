@@ -70,6 +70,19 @@ def digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
+def metrics_digest(folder: Path) -> str | None:
+    """Return the SHA256 of the metrics.jsonl of a run; None without one."""
+    try:
+        return hashlib.sha256((folder / "metrics.jsonl").read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def metrics_changed(folder: Path, record: dict[str, Any]) -> bool:
+    """Return whether metrics.jsonl is other than when the run ended; records of older versions do not say."""
+    return "metrics_digest" in record and record["metrics_digest"] != metrics_digest(folder)
+
+
 @contextlib.contextmanager
 def results_in(folder: Path) -> Iterator[None]:
     """Make a folder for results; if nothing could be written into it, it is removed again."""

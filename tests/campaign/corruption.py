@@ -123,6 +123,8 @@ def check_answer(command: tuple[str, ...], folder: Path, ended: Ended, hurt: lis
         return
     if ended.code != there.code or shown(ended) != there.shown:
         raise Wrong(f"wrong result after {hurt[0].name} was changed: {shown(ended)} and not {there.shown}")
+    if command == STUDY and all(path.name.startswith("checkpoint") for path in hurt):
+        return  # its runs have finished: their weights are looked at when they are read
     try:
         same = results(folder / "run") == there.results
     except Exception:  # of files that are broken still

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from .. import tasks
 from ..errors import UsageError
-from ..files import finite, locked, read_record, write_atomically
+from ..files import finite, locked, metrics_changed, read_record, write_atomically
 from ..report.records import BROKEN
 from ..train.config import RunConfig, resolve
 from ..train.record import FINISHED, differences
@@ -205,6 +205,8 @@ def of_folder(path: Path) -> Line:
     if why := unnamed(commit):
         raise UsageError(f"{path}: {why}, so nobody could repeat it; make it again in another folder, {NAMED}")
     try:
+        if metrics_changed(path, record):
+            raise ValueError("metrics.jsonl was changed")
         epochs = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
         columns = [key for key in epochs[0] if key not in NOT_OF_A_CURVE] if epochs else []
         kept = {key: record[key] for key in KEPT if key in record}

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import UsageError
-from ..files import read_record
+from ..files import metrics_changed, read_record
 from ..spec import format_call
 
 
@@ -119,7 +119,10 @@ def read(folder: Path) -> Records:
             unreadable.append("study.json")
     for place in places:
         try:
-            runs.append(_run(place))
+            run, whole = _run(place)
+            runs.append(run)
+            if not whole:
+                unreadable.append(f"{run.name}/metrics.jsonl")
         except BROKEN:
             unreadable.append(clean(place.resolve().name))
     if not study and not runs:
@@ -137,11 +140,13 @@ def clean(value: object) -> str:
     return "".join(" " if ord(c) < 32 or 127 <= ord(c) < 160 or c in "\ufffe\uffff" else c for c in text)
 
 
-def _run(place: Path) -> Run:
+def _run(place: Path) -> tuple[Run, bool]:
+    """Return a run, and whether its metrics are those that it wrote; others are left out."""
     record = read_record(place / "run.json")
+    whole = not metrics_changed(place, record)
     config = record["config"]
     timing = _numbers(record.get("timing") or {})
-    return Run(
+    run = Run(
         name=clean(place.resolve().name),
         status=clean(record["status"]),
         task=clean(config["task"]),
@@ -155,13 +160,14 @@ def _run(place: Path) -> Run:
         metric=clean(record.get("metric") or ""),
         result=_numbers(record.get("result") or {}),
         result_of=clean(record.get("result_of") or "last"),
-        curve=_curve(place / "metrics.jsonl"),
+        curve=_curve(place / "metrics.jsonl") if whole else [],
         seconds=timing.get("seconds"),
         versions=_texts(record.get("versions")),
         hardware=_texts(record.get("hardware")),
         commit=clean(record["commit"]) if record.get("commit") else None,
         command=clean(record["command"]) if record.get("command") else None,
     )
+    return run, whole
 
 
 def _curve(path: Path) -> list[dict[str, float]]:

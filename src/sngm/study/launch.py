@@ -292,7 +292,10 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
         folder.discard()
         return None
     folder.check_data(record, data)
-    return record if record.get("status") in FINISHED else None
+    if record.get("status") not in FINISHED:
+        return None
+    folder.mend_metrics(record, config)
+    return record
 
 
 # Windows has neither SIGALRM nor masks of signals

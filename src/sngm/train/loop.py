@@ -125,12 +125,7 @@ def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, 
     """The record of this run as it is in the folder, and whether nothing is left to do."""
     record = folder.open(config, restart)
     if record.get("status") in FINISHED and not restart and not checkpoint.is_broken(folder.path):
-        if not folder.metrics.exists() and (state := checkpoint.load(folder.path)):
-            folder.check_checkpoint(state, record, config)
-            history = state["run"]["history"]
-            if history and history[-1]["epoch"] == config.epochs:
-                with contextlib.suppress(OSError):  # a folder that is only for reading
-                    folder.rewrite(history)
+        folder.mend_metrics(record, config)
         return record, True
     check_writable(folder.path)
     return record, False
@@ -267,6 +262,6 @@ class Journal:
             self.sink.log(metrics)
 
     def close(self) -> None:
-        self.folder.write(self.record)
+        self.folder.close(self.record)
         if self.sink:
             self.sink.close()

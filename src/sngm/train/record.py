@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import hashlib
 import json
 import os
 import platform
 import subprocess
 import sys
+import warnings
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -18,7 +21,7 @@ from torch import nn
 import sngm
 
 from ..errors import BrokenRecord, UsageError
-from ..files import finite, read_record, write_atomically, write_record
+from ..files import finite, metrics_changed, metrics_digest, read_record, write_atomically, write_record
 from . import checkpoint
 from .config import RunConfig, completed
 from .processes import Processes
@@ -100,13 +103,34 @@ class RunFolder:
     def append(self, metrics: dict[str, Any]) -> None:
         """One line of metrics.jsonl, handed to the system before the next step."""
         with open(self.metrics, "a") as file:
-            file.write(json.dumps(finite(metrics), allow_nan=False) + "\n")
+            file.write(_lines([metrics]).decode())
             file.flush()
+
+    def close(self, record: dict[str, Any]) -> None:
+        """Write the record of a run that ended, with a digest of its metrics."""
+        self.write(record | {"metrics_digest": metrics_digest(self.path)})
+
+    def mend_metrics(self, record: dict[str, Any], config: RunConfig) -> None:
+        """Write the metrics of a finished run anew, if they were lost or changed and its checkpoint has them."""
+        if self.metrics.exists() and not metrics_changed(self.path, record):
+            return
+        state = checkpoint.load(self.path)
+        history = state["run"]["history"] if state else []
+        made = hashlib.sha256(_lines(history)).hexdigest()
+        if state and record.get("metrics_digest", made) == made:
+            self.check_checkpoint(state, record, config)
+            with contextlib.suppress(OSError):  # a folder that is only for reading
+                self.rewrite(history)
+        else:
+            warnings.warn(f"{self.metrics} was lost, or changed after it was written", stacklevel=2)
 
     def rewrite(self, history: list[dict[str, Any]]) -> None:
         """Cut metrics.jsonl back to what a checkpoint knows of."""
-        lines = [json.dumps(finite(metrics), allow_nan=False) + "\n" for metrics in history]
-        write_atomically(self.metrics, "".join(lines).encode())
+        write_atomically(self.metrics, _lines(history))
+
+
+def _lines(history: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(finite(metrics), allow_nan=False) + "\n" for metrics in history).encode()
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
