@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from arena import commit, make_folder, progress
 
-from sngm.train import Options, resolve, train
+from sngm.training import Options, resolve, train
 
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"

@@ -36,9 +36,9 @@ from sngm.data.criteo_made import CriteoLike, cardinalities
 from sngm.data.criteo_text import CATEGORIES, INTEGERS
 from sngm.models.deepfm import fm, parameter_count
 from sngm.tasks.criteo import CriteoDeepFM
-from sngm.train import Options, resolve, train
-from sngm.train.processes import Processes, set_numerics
-from sngm.train.setup import prepare
+from sngm.training import Options, resolve, train
+from sngm.training.build import prepare
+from sngm.training.distributed import Processes, set_numerics
 
 EXAMPLES = """examples:
   python benchmarks/criteo_epoch.py --out build/bench                        all of it, some minutes on one GPU

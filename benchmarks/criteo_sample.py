@@ -23,7 +23,7 @@ from sngm.models.deepfm import log_scaled
 from sngm.report import summarise
 from sngm.study import Study, launch, select
 from sngm.tasks.criteo import INITS, INTEGERS, REDUCTIONS, CriteoDeepFM
-from sngm.train import Options
+from sngm.training import Options
 
 EXAMPLES = """examples:
   python benchmarks/criteo_sample.py --data-dir ~/datasets --out runs/criteo-sample     60 runs, then 60 to test

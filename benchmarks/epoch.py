@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, Dataset
 
-import sngm.kernels
+import sngm.triton_support
 from sngm.data.augment import crop_flip, normalise
 from sngm.data.cifar import load_cifar
 from sngm.models.kernels import conv
@@ -213,11 +213,11 @@ def plain_shortcut(block: Any, x: Tensor) -> Tensor:
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
     """By torch's own operations."""
-    before, sngm.kernels.DEVICES = sngm.kernels.DEVICES, ()
+    before, sngm.triton_support.DEVICES = sngm.triton_support.DEVICES, ()
     try:
         yield
     finally:
-        sngm.kernels.DEVICES = before
+        sngm.triton_support.DEVICES = before
 
 
 def convolutions(images: int = 4096) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sngm.data.wikitext import WORDS, Windows, load_wikitext2, streams
-from sngm.train import resolve
-from sngm.train.processes import Processes, set_numerics
-from sngm.train.setup import prepare
+from sngm.training import resolve
+from sngm.training.build import prepare
+from sngm.training.distributed import Processes, set_numerics
 
 EXAMPLES = """examples:
   python benchmarks/language_epoch.py --data-dir .data --out build/bench       all of it, some minutes on one GPU

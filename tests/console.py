@@ -92,7 +92,7 @@ def sngm(line: str) -> Result:
             mock.patch.object(sys, "argv", ["sngm", *shlex.split(line)]),
             contextlib.redirect_stdout(out),
             contextlib.redirect_stderr(err),
-            mock.patch("sngm.cli_exit.fail", comes_out),
+            mock.patch("sngm.cli.exit_codes.fail", comes_out),
         ):
             cli.main()
     except SystemExit as end:

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-import sngm.kernels
+import sngm.triton_support
 
 
 def unload(ours):
@@ -21,7 +21,7 @@ def unload(ours):
 
 
 @contextlib.contextmanager
-def interpreted(*ours, chooser=sngm.kernels):
+def interpreted(*ours, chooser=sngm.triton_support):
     """These modules over a Triton of their own that interprets: other tests of this process see neither.
 
     `chooser` is the module that says which devices kernels serve.

@@ -21,9 +21,9 @@ from torch import Tensor, nn
 from waiting import PATIENCE, endings
 
 from sngm.tasks import Splits, Task, Tensors
-from sngm.train import Options, RunConfig, resolve, train
-from sngm.train import checkpoint as checkpoints
-from sngm.train.record import LASTING
+from sngm.training import Options, RunConfig, resolve, train
+from sngm.training import checkpoint as checkpoints
+from sngm.training.run_folder import LASTING
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(

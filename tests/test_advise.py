@@ -12,10 +12,10 @@ from console import OWN_TASK, refused, sngm
 from runs import strict_json
 
 from sngm import SNGM, probes, theory
-from sngm.advise import Constants, Recipe, bearable, carry_over
-from sngm.advise.budget import NEAR_LOWEST, advise_budget
+from sngm.advice import Constants, Recipe, bearable, carry_over
+from sngm.advice.budget import NEAR_LOWEST, advise_budget
 from sngm.errors import UsageError
-from sngm.train import resolve, train
+from sngm.training import resolve, train
 
 SUMMED = OWN_TASK + "\n    def scale(self, batch):\n        return float(batch)\n"
 ZERO = OWN_TASK.replace('return self.scores(model, batch)["loss"].mean()', "return 0.0 * model(batch[0]).sum()")

@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from sngm.errors import UsageError
-from sngm.train import BatchPlan
+from sngm.training import BatchPlan
 
 small = st.integers(1, 12)
 maybe = st.none() | small

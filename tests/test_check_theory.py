@@ -12,9 +12,10 @@ import pytest
 import torch
 from console import refused, sngm
 
-from sngm import LARS, SNGM, check_theory, theory
-from sngm.check_theory import batches, bounds, corollaries, findings, lemmas, problems
-from sngm.check_theory.problems import Phi, simulate
+from sngm import LARS, SNGM, theory
+from sngm.paper import theory_checks
+from sngm.paper.theory_checks import batches, bounds, corollaries, findings, lemmas, problems
+from sngm.paper.theory_checks.problems import Phi, simulate
 from sngm.report.stats import half_width
 
 FOUND = [*vars(problems).values(), *vars(batches).values(), corollaries.sharp(16.0)]
@@ -189,13 +190,13 @@ def without(part, right):
 )
 def test_a_bound_without_one_of_its_parts_fails(name, bound, part, verdict, at_batch_1, monkeypatch):
     monkeypatch.setattr(theory, bound, without(part, getattr(theory, bound)))
-    (finding,) = check_theory.check([name], seeds=10)
+    (finding,) = theory_checks.check([name], seeds=10)
     assert finding.verdict == verdict
 
 
 @pytest.mark.parametrize("name", ["theorem-1", "theorem-2", "theorem-3", "msgd-bound", "lars-bound"])
 def test_a_theorem_says_how_much_of_each_part_is_needed(name, at_batch_1):
-    (finding,) = check_theory.check([name], seeds=10)
+    (finding,) = theory_checks.check([name], seeds=10)
     told = finding.measured.split("needed of each part: ")[1].split(";")[0].split(", ")
     needed = {part: float(share) for part, share in (each.rsplit(" ", 1) for each in told)}
     unseen = {"msgd-bound": {"term 3"}, "lars-bound": {"γ_u/γ_l of the noise"}}  # docs/theory.md says why
@@ -207,7 +208,7 @@ def test_theorem_1_and_msgd_are_met_with_equality_so_nothing_smaller_passes(at_b
     for name, bound in (("theorem-1", "smooth_bound"), ("msgd-bound", "msgd_bound")):
         right = getattr(theory, bound)
         monkeypatch.setattr(theory, bound, lambda *args, right=right, **kwargs: 0.999 * right(*args, **kwargs))
-        assert check_theory.check([name], seeds=10)[0].verdict == "fails"
+        assert theory_checks.check([name], seeds=10)[0].verdict == "fails"
 
 
 def test_a_failed_verdict_is_exit_code_1(monkeypatch, tmp_path):
@@ -239,13 +240,13 @@ class Growing(SNGM):
 
 def test_a_function_that_is_not_as_smooth_as_it_claims_makes_lemma_1_fail(monkeypatch):
     monkeypatch.setattr(lemmas, "EXP", replace(problems.EXP, lam=0.9))
-    assert check_theory.check(["lemma-1"], seeds=2)[0].verdict == "fails"
+    assert theory_checks.check(["lemma-1"], seeds=2)[0].verdict == "fails"
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("lemma-2", Growing), ("lemma-3", Decaying), ("lars", Decaying)])
 def test_an_optimizer_that_is_not_the_papers_makes_the_check_fail(name, optimizer, monkeypatch):
     monkeypatch.setattr(lemmas, "SNGM", optimizer)
-    assert check_theory.check([name], seeds=2)[0].verdict == "fails"
+    assert theory_checks.check([name], seeds=2)[0].verdict == "fails"
 
 
 def test_a_lars_that_reaches_the_minimum_makes_the_check_fail(monkeypatch):
@@ -253,7 +254,7 @@ def test_a_lars_that_reaches_the_minimum_makes_the_check_fail(monkeypatch):
         return SNGM([p for group in groups for p in group["params"]], lr=lr, momentum=momentum)
 
     monkeypatch.setattr(lemmas, "LARS", bounded)
-    (finding,) = check_theory.check(["lars"], seeds=2)
+    (finding,) = theory_checks.check(["lars"], seeds=2)
     assert finding.verdict == "fails"
     assert finding.measured.startswith("0 of 9 runs of LARS end at 0")
 
@@ -472,7 +473,7 @@ def test_what_cannot_be_run_is_refused(tmp_path):
 
 
 def test_the_theory_still_needs_no_torch():
-    code = "import sys, sngm.theory, sngm.cli; sys.exit('torch' in sys.modules or 'sngm.check_theory' in sys.modules)"
+    code = "import sys, sngm.theory, sngm.cli; sys.exit(bool({'torch', 'sngm.paper.theory_checks'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
@@ -483,7 +484,7 @@ def documented():
 
 
 def test_every_check_is_documented():
-    assert list(documented()) == list(check_theory.CHECKS)
+    assert list(documented()) == list(theory_checks.CHECKS)
 
 
 @pytest.mark.slow

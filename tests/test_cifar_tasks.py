@@ -12,8 +12,8 @@ from test_image_tasks import write_cifar
 from sngm import tasks
 from sngm.data.augment import crop_flip
 from sngm.errors import Interrupted
-from sngm.train import Options, resolve, train
-from sngm.train.evaluate import Part
+from sngm.training import Options, resolve, train
+from sngm.training.evaluate import Part
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official records")
 NET = "train cifar10-convnet --device cpu --method sngm --lr 0.05 --batch 16 --workers 4 --data-dir {}"

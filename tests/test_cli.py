@@ -16,10 +16,10 @@ from console import OWN_TASK, SCRIPT, finish, refused, sngm, start
 
 import sngm as package
 from sngm import tasks
-from sngm.cli_exit import within_verb
+from sngm.cli.exit_codes import within_verb
 from sngm.errors import UsageError
 from sngm.optim import kernels
-from sngm.spec import format_call, parse_call, parse_settings, split_list, value_of
+from sngm.parsing import format_call, parse_call, parse_settings, split_list, value_of
 
 VERBS = (
     "train", "eval", "compare", "report", "probe", "advise", "check-theory", "tasks", "methods", "data", "doctor",
@@ -211,7 +211,7 @@ def test_a_dry_run_of_compare_says_how_long_it_takes(monkeypatch):
         def epoch_seconds(self, setup):
             return 3200.0 / setup.plan.batch
 
-    monkeypatch.setattr("sngm.train.measure.measure", Known)
+    monkeypatch.setattr("sngm.training.cost.measure", Known)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     line = "compare --methods msgd,sngm --batches 32,512 --seeds 2 --epochs 3 --dry-run"
     threads = torch.get_num_threads()
@@ -622,9 +622,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_the_same(monkeypatch):
     line = f"train digits {QUICK} --out"
     whole = sngm(f"{line} whole --json").json
     asked = iter([False, False, True])
-    monkeypatch.setattr("sngm.show.stop_on_signal", lambda: lambda: next(asked))
+    monkeypatch.setattr("sngm.cli.console.stop_on_signal", lambda: lambda: next(asked))
     refused(sngm(f"{line} run"), "interrupted; stopped at step 3 of 10; the same command goes on", code=130)
-    monkeypatch.setattr("sngm.show.stop_on_signal", lambda: lambda: False)
+    monkeypatch.setattr("sngm.cli.console.stop_on_signal", lambda: lambda: False)
     assert sngm(f"{line} run --json").json["result"] == whole["result"]
 
 

@@ -8,7 +8,7 @@ import torch
 from methods import CASES, Twin, make_params
 
 import sngm
-import sngm.kernels
+import sngm.triton_support
 from sngm.models.lstm import Layer
 from sngm.models.resnet_cifar import resnet20
 from sngm.optim import kernels
@@ -48,7 +48,7 @@ def compiled(monkeypatch, tmp_path):
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # as it will be, and must not change what is computed
-    for module in (kernels, sngm.kernels):
+    for module in (kernels, sngm.triton_support):
         monkeypatch.setattr(module, "DEVICES", ("cpu",))
     monkeypatch.setattr(JITFunction, "run", compile_only)
     return use

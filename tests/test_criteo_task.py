@@ -13,7 +13,7 @@ from sngm import tasks
 from sngm.data.criteo_made import CriteoLike
 from sngm.errors import Interrupted
 from sngm.models.deepfm import DeepFM
-from sngm.train import Options, resolve, train
+from sngm.training import Options, resolve, train
 
 LINE = "train criteo-deepfm --device cpu --data-dir data --set files=rows.tsv"
 

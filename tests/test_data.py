@@ -25,8 +25,9 @@ import torch
 from console import Result, finish, refused, sngm, start, until
 from waiting import PATIENCE, launch, next_line
 
-from sngm import cli_data, tasks
-from sngm.data import check, cifar, fetch, imagenet, places, wikitext
+from sngm import tasks
+from sngm.cli import data as cli_data
+from sngm.data import check, cifar, data_dirs, fetch, imagenet, wikitext
 from sngm.data.cifar import find_cifar, load_cifar
 from sngm.data.criteo_made import CriteoLike
 from sngm.data.fetch import Archive
@@ -378,12 +379,12 @@ def test_a_folder_named_before_the_verb_goes_over_the_environment(monkeypatch):
 @small
 def test_the_folder_chosen_comes_first_then_the_environment_then_the_usual_places(monkeypatch, tmp_path):
     home = tmp_path / "home" / ".cache" / "sngm"
-    assert places.data_root() == home, "where nothing exists, new data is shared by all folders"
+    assert data_dirs.data_root() == home, "where nothing exists, new data is shared by all folders"
     make(home)
     assert find_cifar(None)[1] == home / "cifar-10-batches-bin"
     make(".data/other")
     assert find_cifar(None)[1] == home / "cifar-10-batches-bin", ".data has other datasets"
-    assert places.data_root() == Path(".data")
+    assert data_dirs.data_root() == Path(".data")
     make(".data")
     assert find_cifar(None)[1] == Path(".data/cifar-10-batches-bin")
     make("env")

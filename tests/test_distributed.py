@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from waiting import PATIENCE
 
-from sngm.train import rng
-from sngm.train.optimizer import build_optimizer
+from sngm.training import rng
+from sngm.training.optimizer import build_optimizer
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

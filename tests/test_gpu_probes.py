@@ -8,7 +8,7 @@ from console import sngm
 
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.probes import along, curvature
-from sngm.train import resolve
+from sngm.training import resolve
 
 pytestmark = [
     pytest.mark.gpu,

@@ -15,11 +15,11 @@ from sngm.data.hashing import mix
 from sngm.errors import Failed, Interrupted
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.tasks import Splits, Task, Tensors
-from sngm.train import Options, checkpoint, load, resolve, rng, train
-from sngm.train.captured import WARM_UP
-from sngm.train.feed import Loader
-from sngm.train.processes import Processes
-from sngm.train.setup import prepare
+from sngm.training import Options, checkpoint, load, resolve, rng, train
+from sngm.training.build import prepare
+from sngm.training.cuda_graph_step import WARM_UP
+from sngm.training.data_loading import Loader
+from sngm.training.distributed import Processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 METHODS = {"msgd": 0.1, "sngm": 0.1, "lars": 30.0, "clars": 3.0, "extrap-sgd": 0.1, "adam": 0.01, "lamb": 0.03}

@@ -12,9 +12,9 @@ from console import OWN_TASK, refused, sngm
 from sngm import environment, memory
 from sngm.errors import UsageError
 from sngm.files import MOST_LEVELS, read_json
-from sngm.spec import value_of
+from sngm.parsing import value_of
 from sngm.study.grid import Study
-from sngm.train import checkpoint, resolve
+from sngm.training import checkpoint, resolve
 
 QUICK = "--batch 128 --epochs 1 --set width=2 --device cpu"
 STUDY = "compare --methods msgd --lrs 0.1 --batches 512 --seeds 1 --epochs 1 --set width=2 --device cpu"

@@ -109,7 +109,7 @@ def test_training_pictures_are_augmented_by_seed_epoch_and_sample(pictures):
 
 
 def test_a_part_of_the_pictures_is_augmented_as_the_whole_is(pictures):
-    from sngm.train.evaluate import Part
+    from sngm.training.evaluate import Part
 
     task = imagenet(pictures)
     train = task.data().train

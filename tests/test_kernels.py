@@ -21,7 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.testing._internal.two_tensor import TwoTensor
 
 from sngm import CLARS, SNGM
-from sngm.optim import base, checks, kernels, shards
+from sngm.optim import base, checks, kernels, sharded_norms
 from sngm.optim.kernels import memory, replay
 from sngm.optim.kernels.look import look_one_by_one
 
@@ -651,8 +651,10 @@ def test_a_process_group_given_after_a_step_is_used(monkeypatch):
     optimizer = build("sngm", params, weight_decay=0.0)
     run(optimizer, params, 2)
     norm, plan = float(optimizer.grad_norm), optimizer._plan
-    monkeypatch.setattr(shards.dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(shards.dist, "all_reduce", lambda sums, group: sums.mul_(2.0))  # the other rank has the same
+    monkeypatch.setattr(sharded_norms.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(
+        sharded_norms.dist, "all_reduce", lambda sums, group: sums.mul_(2.0)
+    )  # the other rank has the same
     for group, ratio in ((object(), 2.0), (None, 1.0)):
         optimizer.norm_group = group
         optimizer.step()
@@ -661,7 +663,7 @@ def test_a_process_group_given_after_a_step_is_used(monkeypatch):
 
 
 def test_a_copy_of_an_optimizer_knows_its_process_group_before_any_step(monkeypatch):
-    monkeypatch.setattr(shards.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(sharded_norms.dist, "get_process_group_ranks", lambda group: [0, 1])
     optimizer = build("sngm", make_params())
     optimizer.norm_group = object()
     twin = copy.deepcopy(optimizer)
@@ -1216,8 +1218,8 @@ def test_steps_under_a_profiler_and_steps_with_exchanges_are_launched(monkeypatc
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         run(optimizer, params, 2)
     assert replayed(optimizer) == [1]
-    monkeypatch.setattr(shards.dist, "get_process_group_ranks", lambda group: [0, 1])
-    monkeypatch.setattr(shards.dist, "all_reduce", lambda sums, group: sums.mul_(2.0))
+    monkeypatch.setattr(sharded_norms.dist, "get_process_group_ranks", lambda group: [0, 1])
+    monkeypatch.setattr(sharded_norms.dist, "all_reduce", lambda sums, group: sums.mul_(2.0))
     optimizer.norm_group = object()
     run(optimizer, params, 4)
     assert replayed(optimizer) == []

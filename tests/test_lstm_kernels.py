@@ -8,7 +8,7 @@ from interpreter import close, on_devices
 from torch import nn
 from torch.nn.functional import linear
 
-import sngm.kernels
+import sngm.triton_support
 from sngm.models.lstm import Layer, WordLSTM
 from sngm.models.vocabulary_loss import vocabulary_loss
 
@@ -304,7 +304,7 @@ def test_the_model_with_kernels_learns_what_it_learns_without(device, monkeypatc
 
     found = losses(model)
     found.backward()
-    monkeypatch.setattr(sngm.kernels, "DEVICES", ())
+    monkeypatch.setattr(sngm.triton_support, "DEVICES", ())
     wanted = losses(exact)
     wanted.backward()
     close(found, wanted, 1e-6)

@@ -7,7 +7,7 @@ import torch
 from interpreter import close, on_devices
 from torch.nn.functional import conv2d, pad
 
-import sngm.kernels
+import sngm.triton_support
 from sngm.data import augment
 from sngm.models.conv import Conv3x3
 from sngm.models.ghost_norm import GhostBatchNorm2d, one_after_another
@@ -261,8 +261,8 @@ def test_resnet20_with_kernels_learns_what_it_learns_without(device, monkeypatch
     twin = resnet20().to(device)
     twin.load_state_dict(model.state_dict())
     x = draw(4, 3, 16, 16, device=device, grad=False)
-    for net, devices in ((model, sngm.kernels.DEVICES), (twin, ())):
-        monkeypatch.setattr(sngm.kernels, "DEVICES", devices)
+    for net, devices in ((model, sngm.triton_support.DEVICES), (twin, ())):
+        monkeypatch.setattr(sngm.triton_support, "DEVICES", devices)
         for norm in (m for m in net.modules() if isinstance(m, GhostBatchNorm2d)):
             norm.group = 2
         net(x).square().sum().backward()
@@ -284,7 +284,7 @@ def test_a_large_pass_in_bfloat16_is_as_exact_as_torchs_own(monkeypatch):
     labels = torch.randint(0, 10, (2048,), device="cuda")
 
     def gradients(devices, low=True):
-        monkeypatch.setattr(sngm.kernels, "DEVICES", devices)
+        monkeypatch.setattr(sngm.triton_support, "DEVICES", devices)
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16, enabled=low):
             torch.nn.functional.cross_entropy(model(x).float(), labels).backward()

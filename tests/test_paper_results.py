@@ -16,14 +16,14 @@ from console import refused, sngm
 from sngm import tasks
 from sngm.cli import parse_settings
 from sngm.errors import UsageError
-from sngm.paper import document, drawing, items, results, verdicts
+from sngm.paper import document, drawing, experiments, results, verdicts
 from sngm.paper import run as making
-from sngm.paper.items import Item, Row
+from sngm.paper.experiments import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
-from sngm.report.paper import CLAIMS, FIGURES, TABLES, Claim
+from sngm.paper.tables import CLAIMS, FIGURES, TABLES, Claim
 from sngm.study.grid import run_name
-from sngm.train import RunConfig, resolve
-from sngm.train.record import commit, provenance
+from sngm.training import RunConfig, resolve
+from sngm.training.run_folder import commit, provenance
 
 HERE = Path(__file__).parent.parent
 
@@ -64,20 +64,20 @@ def test_the_paper_s_claims_hold_of_its_own_numbers():
 
 
 def test_every_table_and_figure_has_runs_planned_and_every_number_a_cell():
-    assert {table.name for table in TABLES} <= {item.name for item in items.ITEMS}
-    for item in items.ITEMS:
+    assert {table.name for table in TABLES} <= {item.name for item in experiments.ITEMS}
+    for item in experiments.ITEMS:
         held = {(p.row.paper, p.batch) for p in item.cells() if p.row.paper}
         assert held == {(row, batch) for row, numbers in item.numbers.items() for batch in numbers}, item.name
     for figure in FIGURES:
-        rows = {row.name for row in items.find(figure.item).rows}
-        assert items.find(figure.name).name == figure.item
+        rows = {row.name for row in experiments.find(figure.item).rows}
+        assert experiments.find(figure.name).name == figure.item
         assert set(figure.methods) <= rows
 
 
 def test_methods_of_a_table_get_as_many_rates():
-    for item in items.ITEMS:
+    for item in experiments.ITEMS:
         assert len({len(planned.study().lrs) for planned in item.cells()}) == 1, item.name
-    advised = next(p for p in items.find("table-2").cells() if p.name == "SNGM with advised decay@8192")
+    advised = next(p for p in experiments.find("table-2").cells() if p.name == "SNGM with advised decay@8192")
     assert advised.cell().config(0.8, "full", 0).method_settings["weight_decay"] == pytest.approx(8e-4)
 
 
@@ -284,7 +284,7 @@ def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
     for words in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "a"]):
         subprocess.run([*git, *words], check=True)
     monkeypatch.delenv("SNGM_COMMIT")
-    ask = [sys.executable, "-c", "from sngm.train.record import commit; print(commit())"]
+    ask = [sys.executable, "-c", "from sngm.training.run_folder import commit; print(commit())"]
     own = {**os.environ, "PYTHONPATH": str(root), "PYTHONDONTWRITEBYTECODE": "1"}
 
     def name():
@@ -363,7 +363,7 @@ def test_printed_commands_make_the_runs_they_stand_beside():
     for kept in there.lines.values():
         assert kept.record["command"] == command_of(kept.config)
         assert from_command(kept.record["command"]).hash == kept.hash
-    for item in items.ITEMS:
+    for item in experiments.ITEMS:
         for planned in item.cells():
             cell = planned.cell()
             for part in ("select", "full"):
@@ -424,7 +424,7 @@ def test_the_best_rate_on_test_data_is_found_among_full_runs():
 
 
 def test_a_seed_with_two_inner_rates_is_not_two_seeds():
-    (cell,) = [p for p in items.find("table-2").cells() if p.name == "EXTRAP-SGD@8192"]
+    (cell,) = [p for p in experiments.find("table-2").cells() if p.name == "EXTRAP-SGD@8192"]
     like = cell.cell().config(0.2, "full", 0)
 
     def of(**settings):
@@ -629,7 +629,7 @@ def test_a_claim_about_training_loss_looks_at_that_of_the_last_epoch_too():
 
 
 def test_a_claim_is_tested_on_the_mean_loss_too_where_that_was_run():
-    claims = document.as_data(items.find("table-8"), read(HERE / "results"))["claims"]
+    claims = document.as_data(experiments.find("table-8"), read(HERE / "results"))["claims"]
     assert [claim["note"] for claim in claims] == ["On the sum.", "On the mean."]
     assert [claim["from"].count("SNGM on the mean loss at") for claim in claims] == [0, 8]
 
@@ -782,7 +782,7 @@ def test_the_papers_numbers_are_shown_where_we_have_none(tmp_path, monkeypatch):
     assert "no run is known" in shown.err
     named = sngm("paper list").out
     assert "figure-2 from those of table-2" in named
-    assert all(item.name in named for item in items.ITEMS)
+    assert all(item.name in named for item in experiments.ITEMS)
 
 
 def test_links_lead_to_headings_that_are_there(copied):
@@ -798,7 +798,7 @@ def test_links_lead_to_headings_that_are_there(copied):
 
 @pytest.fixture
 def tiny(monkeypatch):
-    monkeypatch.setattr(items, "ITEMS", (small(),))
+    monkeypatch.setattr(experiments, "ITEMS", (small(),))
     monkeypatch.setattr(document, "ITEMS", (small(),))
     for module in (document, drawing):
         monkeypatch.setattr(module, "FIGURES", ())

@@ -19,11 +19,11 @@ from sngm.data.hashing import mix
 from sngm.errors import Failed, Interrupted, UsageError
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.tasks import Splits, Task, Tensors
-from sngm.train import Options, compiled, train
-from sngm.train.captured import choose
-from sngm.train.feed import Loader, loaders_of
-from sngm.train.processes import Processes
-from sngm.train.setup import prepare
+from sngm.training import Options, compiled_step, train
+from sngm.training.build import prepare
+from sngm.training.cuda_graph_step import choose
+from sngm.training.data_loading import Loader, loaders_of
+from sngm.training.distributed import Processes
 
 TASK = "test_passes:Pictures"
 EXACT = 1e-12
@@ -201,7 +201,7 @@ def test_loaders_end_with_a_run_that_diverges(tmp_path):
 
 
 def endless(folder: str) -> None:
-    from sngm.show import stop_on_signal
+    from sngm.cli.console import stop_on_signal
 
     slow = wanted(task="test_passes:Streaming", epochs=1000, settings={"slow": 0.01})
     with pytest.raises(Interrupted):
@@ -252,13 +252,13 @@ def test_there_are_no_more_loaders_than_cores():
 @pytest.fixture
 def _traced(monkeypatch):
     """torch.compile without the code generator, whose work takes seconds."""
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
+    monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
     torch._dynamo.reset()
-    compiled._compile.cache_clear()
+    compiled_step._compile.cache_clear()
     counters.clear()
     yield
     torch._dynamo.reset()
-    compiled._compile.cache_clear()
+    compiled_step._compile.cache_clear()
 
 
 def compilations() -> int:
@@ -308,7 +308,7 @@ def test_a_task_that_cannot_be_compiled_is_refused_or_goes_on_eagerly(tmp_path, 
         made(tmp_path / "asked", opaque, step="compiled")
     assert "\n" not in str(refusal.value)
     made(tmp_path / "eager", opaque)
-    monkeypatch.setattr("sngm.train.setup.choose", lambda *_: "compiled")
+    monkeypatch.setattr("sngm.training.build.choose", lambda *_: "compiled")
     with pytest.warns(UserWarning, match="cannot be compiled, going on without"):
         found = made(tmp_path / "auto", opaque)
     assert found["timing"]["step"] == "eager"
@@ -317,7 +317,7 @@ def test_a_task_that_cannot_be_compiled_is_refused_or_goes_on_eagerly(tmp_path, 
 
 @pytest.mark.slow
 def test_the_code_generator_gives_the_same_numbers(tmp_path):
-    compiled._compile.cache_clear()
+    compiled_step._compile.cache_clear()
     for step in ("eager", "compiled"):
         made(tmp_path / step, wanted(), step=step)
     assert_near_end(tmp_path / "compiled", tmp_path / "eager", 1e-10)

@@ -13,14 +13,15 @@ from runs import config, metrics, run, strict_json
 from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
-from sngm import cli_probe, probes, tasks
+from sngm import probes, tasks
+from sngm.cli import probe as cli_probe
 from sngm.errors import UsageError
 from sngm.files import finite
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.models.lstm import WordLSTM
 from sngm.probes.sample import Sample, chains
 from sngm.tasks import Splits, Task, Tensors
-from sngm.train import Options, resolve, rng, train
+from sngm.training import Options, resolve, rng, train
 
 
 @pytest.fixture(autouse=True)

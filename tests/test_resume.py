@@ -29,8 +29,8 @@ from waiting import launch, wait_for
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
 from sngm.report.records import read as read_records
-from sngm.train import checkpoint, load, loop
-from sngm.train.checkpoint import KEEP
+from sngm.training import checkpoint, load, loop
+from sngm.training.checkpoint import KEEP
 
 PLATEAU = ["--method", "adam", "--lr", 0.02, "--schedule", "plateau(factor=2)"]
 WARM = ["--method", "sngm", "--lr", 0.1, "--warmup", 2.5, "--set", "norm=true", "--set", "dropout=0.3"]

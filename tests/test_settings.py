@@ -12,17 +12,17 @@ from console import refused, sngm
 from runs import Blobs, config, record, run, state
 from torch import nn
 
-from sngm import show
+from sngm.cli import console
 from sngm.errors import UsageError
 from sngm.study import Study, launch
 from sngm.tasks import Moment, Schedule, Tensors
-from sngm.train import Options, RunConfig, RunFolder, load, resolve, train
-from sngm.train.config import usual_precision
-from sngm.train.evaluate import Part, batches, evaluate
-from sngm.train.measure import measure
-from sngm.train.optimizer import RATES, build_optimizer, captures, set_rates
-from sngm.train.processes import Processes
-from sngm.train.setup import prepare
+from sngm.training import Options, RunConfig, RunFolder, load, resolve, train
+from sngm.training.build import prepare
+from sngm.training.config import usual_precision
+from sngm.training.cost import measure
+from sngm.training.distributed import Processes
+from sngm.training.evaluate import Part, batches, evaluate
+from sngm.training.optimizer import RATES, build_optimizer, captures, set_rates
 
 CPU = torch.device("cpu")
 PAPER = "test_settings:Paper"
@@ -537,7 +537,7 @@ class Time:
 
 def play(clock, steps, seconds, first=1, **given):
     """Call progress for every step; `seconds(step)` is what each took."""
-    show_step = show.step_progress(clock=clock, **given)
+    show_step = console.step_progress(clock=clock, **given)
     for step in range(first, steps + 1):
         clock.now += seconds(step)
         show_step(step, steps, {"epoch": 1, "test_accuracy": 0.5} if step > steps // 2 else {})
@@ -553,7 +553,7 @@ def test_progress_says_what_time_is_left(capsys):
 
 
 def test_the_pace_is_that_of_late(capsys):
-    pace = show.Pace(clock := Time())
+    pace = console.Pace(clock := Time())
     for step in range(1, 2001):
         clock.now += 10.0 if step < 1000 else 1.0
         left = pace.left(step, 4000)
@@ -561,7 +561,7 @@ def test_the_pace_is_that_of_late(capsys):
 
 
 def test_a_resumed_run_counts_its_own_steps_alone():
-    pace = show.Pace(clock := Time())
+    pace = console.Pace(clock := Time())
     found = []
     for step in range(501, 508):
         clock.now += 2.0

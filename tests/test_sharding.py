@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from waiting import PATIENCE
 
 import sngm
-from sngm.optim.shards import local
+from sngm.optim.sharded_norms import local
 
 STEPS = 5
 POISONED = 2  # the step on which one rank's gradient has an inf: all must skip it

@@ -19,7 +19,7 @@ from sngm.study import Cell, Study, launch
 from sngm.study.grid import check_types, run_name, split_settings
 from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
-from sngm.train import Options
+from sngm.training import Options
 
 TINY = "compare --methods msgd,sngm --batches 128 --lrs 0.03,0.1 --epochs 1 --seeds 2 --set width=2 --jobs 2"
 LONG = "compare --methods msgd,sngm --batches 16 --lrs 0.03,0.1 --epochs 4 --seeds 2 --jobs 2"

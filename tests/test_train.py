@@ -17,10 +17,10 @@ import sngm
 from sngm.errors import Interrupted, UsageError
 from sngm.optim import reference
 from sngm.tasks import Moment, Schedule, Splits, Tensors
-from sngm.train import Options, RunConfig, load, rng, score, train
-from sngm.train.evaluate import samples_of
-from sngm.train.loop import CHECK_EVERY
-from sngm.train.optimizer import build_optimizer, set_rates
+from sngm.training import Options, RunConfig, load, rng, score, train
+from sngm.training.evaluate import samples_of
+from sngm.training.loop import CHECK_EVERY
+from sngm.training.optimizer import build_optimizer, set_rates
 
 EXACT = 1e-10
 RATES = {"msgd": 0.1, "sngm": 0.1, "lars": 30.0, "lamb": 0.01, "adam": 0.01, "clars": 3.0, "extrap-sgd": 0.1}
@@ -643,6 +643,6 @@ def test_an_unfinished_run_is_loaded_only_when_that_is_asked_for(tmp_path):
 
 def test_the_inner_rate_of_extrap_sgd_follows_the_schedule():
     model = nn.Linear(2, 2)
-    optimizer = build_optimizer(sngm.train.resolve("digits", "extrap-sgd", lr=0.8), model)
+    optimizer = build_optimizer(sngm.training.resolve("digits", "extrap-sgd", lr=0.8), model)
     set_rates(optimizer, 0.5)
     assert [(group["lr"], group["inner_lr"]) for group in optimizer.param_groups] == [(0.4, 0.05)] * 2

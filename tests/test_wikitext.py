@@ -15,9 +15,9 @@ from sngm.data.wikitext import Windows, find_wikitext2, load_wikitext2, streams,
 from sngm.errors import DataMissing, UsageError
 from sngm.models.lstm import WordLSTM
 from sngm.models.vocabulary_loss import vocabulary_loss
-from sngm.train import rng
-from sngm.train.batch import BatchPlan
-from sngm.train.statistics import draws
+from sngm.training import rng
+from sngm.training.batch_plan import BatchPlan
+from sngm.training.batchnorm_stats import draws
 
 # a CPU without bfloat16 says so, once
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")

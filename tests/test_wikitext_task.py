@@ -15,8 +15,8 @@ from sngm import tasks
 from sngm.data.wikitext import load_wikitext2
 from sngm.errors import Interrupted
 from sngm.models.lstm import WordLSTM
-from sngm.train import BatchPlan, Options, clock, compiled, resolve, rng, train
-from sngm.train.carried import Carried
+from sngm.training import BatchPlan, Options, compiled_step, resolve, rng, timing, train
+from sngm.training.recurrent_state import Carried
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official words")
 SMALL = {"width": 6, "bptt": 7}
@@ -171,7 +171,7 @@ def test_carried_rows_lie_as_an_exchange_between_gpus_wants_them():
 
 def checkpoints_all_the_time(folder):
     """In one of several processes, each with a clock of its own."""
-    clock.SECONDS_BETWEEN_CHECKPOINTS = 0.0
+    timing.SECONDS_BETWEEN_CHECKPOINTS = 0.0
     made(Path(folder) / "often", config("sngm", workers=2), data_dir=Path(folder) / "data")
 
 
@@ -237,12 +237,12 @@ def test_an_extrapolation_without_length_is_msgd(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler makes an object of an autograd function
 def test_compiled_steps_compute_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled, "BACKEND", "aot_eager")
-    compiled._compile.cache_clear()
+    monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
+    compiled_step._compile.cache_clear()
     for step in ("eager", "compiled"):
         found = made(tmp_path / step, config(epochs=1), step=step, data_dir=tmp_path / "data")
         assert found["timing"]["step"] == step
-    compiled._compile.cache_clear()
+    compiled_step._compile.cache_clear()
     assert_near_end(tmp_path / "compiled", tmp_path / "eager", 1e-11)
 
 

@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from . import optim
     from .optim import CLARS, LAMB, LARS, SNGM, ExtrapSGD
     from .tasks import Task
-    from .train import load
+    from .training import load
 
 # Where names come from, once they are asked for: the command line answers --help without waiting for torch.
 _HOMES = dict.fromkeys(("CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD"), ".optim") | {
     "Task": ".tasks",
-    "load": ".train",
+    "load": ".training",
 }
 
 

@@ -21,7 +21,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # a process
 
 import torch
 
-from sngm.train.record import commit, cpu_name
+from sngm.training.run_folder import commit, cpu_name
 
 from . import Wrong, arguments, commands, corruption, disks, kills, records
 

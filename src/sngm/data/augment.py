@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..kernels import serve
+from ..triton_support import serve
 from .hashing import mix
 
 PAD = 4  # pixels of black around an image, from which a crop of its own size is taken

@@ -10,9 +10,9 @@ from pathlib import Path
 from ..errors import DataMissing, UsageError
 from .cifar import Layout, find_cifar, layouts, read
 from .criteo import find_criteo, load_criteo, verify
+from .data_dirs import data_roots
 from .fetch import Show, digest
 from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
-from .places import data_roots
 from .wikitext import FOLDER, TOKENS, WORDS, find_wikitext2, load_wikitext2
 
 NAMES = ("cifar10", "cifar100", "imagenet", "wikitext2", "criteo")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, UsageError
-from .places import data_roots, missing
+from .data_dirs import data_roots, missing
 
 Array = np.ndarray[Any, np.dtype[Any]]
 
@@ -87,7 +87,7 @@ def load_cifar(root: Path | None = None, classes: int = 10) -> tuple[tuple[Tenso
     trial. A file that ends within a record is refused.
 
     Args:
-        root: the folder that holds cifar-10-batches-bin and the like; None: see :func:`sngm.data.places.data_roots`.
+        root: the folder that holds cifar-10-batches-bin and the like; None: see :func:`sngm.data.data_dirs.data_roots`.
         classes: 10, or 100 for the fine labels of CIFAR-100.
     """
     layout, folder = find_cifar(root, classes)

@@ -30,8 +30,8 @@ from torch import Tensor
 from ..errors import DataMissing, Failed, UsageError
 from ..files import locked, write_json
 from .criteo_convert import FACTS, SETTLED, SPLITS, VERSION, Show, convert, say
+from .data_dirs import data_roots, missing
 from .fetch import digest
-from .places import data_roots, missing
 from .tensors import Tensors
 
 DEFAULT = ("dac_sample_80k.tsv",)
@@ -124,7 +124,7 @@ def load_criteo(
     are left out, with a warning; a file with more of them than of good ones is refused.
 
     Args:
-        root: the data folder; None: see :func:`sngm.data.places.data_roots`.
+        root: the data folder; None: see :func:`sngm.data.data_dirs.data_roots`.
         files: names of files, plain or gzip, in the folder criteo there, or paths; None: the sample of 80,000 rows.
         split_seed: of the random split; the default gives the rows that DeepCTR-Torch's example has.
         show: gets a line of progress now and then; None: they go to stderr.

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..errors import DataMissing, UsageError
 from ..files import write_atomically
+from .data_dirs import data_roots, missing
 from .hashing import BITS, mix
-from .places import data_roots, missing
 
 if TYPE_CHECKING:
     from PIL.Image import Image

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, UsageError
+from .data_dirs import data_roots, missing
 from .fingerprint import fingerprint
-from .places import data_roots, missing
 
 FOLDER = "wikitext-2"
 SPLITS = ("train", "valid", "test")
@@ -74,7 +74,7 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
     a warning: they may be a sample made for a trial, or the raw form, which is another dataset.
 
     Args:
-        root: the folder that holds wikitext-2, or its files; None: see :func:`sngm.data.places.data_roots`.
+        root: the folder that holds wikitext-2, or its files; None: see :func:`sngm.data.data_dirs.data_roots`.
     """
     paths = find_wikitext2(root)
     return _load(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
@@ -121,7 +121,7 @@ def streams(tokens: Tensor, batch: int) -> Tensor:
 
     Row b holds the tokens from b * length on. The last ``len(tokens) % batch`` are dropped. Where workers share a
     batch each holds neighbouring rows, so ``streams(tokens, batch)[piece]`` is what a piece of a
-    :class:`sngm.train.batch.BatchPlan` reads, at all steps of an epoch.
+    :class:`sngm.training.batch_plan.BatchPlan` reads, at all steps of an epoch.
 
     >>> streams(torch.arange(11), 3)
     tensor([[0, 1, 2],

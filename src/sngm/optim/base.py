@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, kernels
+from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 from .hooks import unwatched
-from .shards import local, local_gradient
+from .sharded_norms import local, local_gradient
 from .state import KeepsState
-from .work import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 
 grad_of = attrgetter("grad")
 

@@ -15,9 +15,9 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
+from .buckets import Closure, Work, evaluate
 from .heavy_ball import heavy_ball
 from .lars import adapted_rate, most_ratio, plain_momentum
-from .work import Closure, Work, evaluate
 
 
 class CLARS(LargeBatchOptimizer):

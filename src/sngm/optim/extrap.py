@@ -13,11 +13,11 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
+from .buckets import as_dense, evaluate, lr_of, state_dtype
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
 from .norms import wide
-from .shards import aligned, local
-from .work import as_dense, evaluate, lr_of, state_dtype
+from .sharded_norms import aligned, local
 
 
 class ExtrapSGD(LargeBatchOptimizer):

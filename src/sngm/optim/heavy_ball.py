@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .buckets import Bucket
 from .norms import wide
 from .torch_internals import fused_sgd_
-from .work import Bucket
 
 Coefficient = float | Tensor
 Tensors = list[Tensor]

@@ -12,11 +12,11 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
+from .buckets import Bucket, lr_of
 from .heavy_ball import Coefficient, axpy_, lie_alike, move
 from .lars import bounds, clip
 from .norms import wide
 from .torch_internals import fused_adam_
-from .work import Bucket, lr_of
 
 SLICE = 1 << 22  # elements whose direction is held at a time, to bound the memory of a step
 

@@ -13,9 +13,9 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
+from .buckets import Bucket, Work, lr_of
 from .heavy_ball import Rule, heavy_ball, move
 from .kernels.layout import VARIANTS
-from .work import Bucket, Work, lr_of
 
 LARGEST = 1e35  # a ratio that leaves room in float32 for a learning rate beside it
 

@@ -11,9 +11,9 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
+from .buckets import Bucket, Work, lr_of
 from .heavy_ball import Rule, heavy_ball
 from .kernels.layout import MODES
-from .work import Bucket, Work, lr_of
 
 SCOPES = ("global", "group", "tensor")
 TINY = 1e-19  # the least eps: squares of smaller norms would not be float32 any more

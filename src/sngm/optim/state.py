@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
-from .shards import Shards, like
-from .work import state_dtype
+from .buckets import state_dtype
+from .sharded_norms import Shards, like
 
 HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
 

@@ -17,12 +17,12 @@ from ..durations import duration
 from ..errors import UsageError
 from ..files import write_atomically
 from ..report import figures
-from ..report.paper import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from ..report.stats import half_width
-from ..train.config import RunConfig
+from ..training.config import RunConfig
 from .drawing import by_batch, drawn
-from .items import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
+from .experiments import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, REPEATED, Line, Results, command_of, read
+from .tables import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from .verdicts import NOT_REPRODUCED, RULES, Outcome, by_cell, look, of_claim, of_number, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from statistics import fmean
 
 from ..report import figures
-from ..report.paper import ADAM, CLARS, EXTRAP, FIGURES, LAMB, LARS, MSGD, SNGM
 from ..report.stats import half_width
-from .items import ON_MEAN, Item
+from .experiments import ON_MEAN, Item
 from .results import Line
+from .tables import ADAM, CLARS, EXTRAP, FIGURES, LAMB, LARS, MSGD, SNGM
 from .verdicts import SEEDS, Outcome, by_cell
 
 AXES = {

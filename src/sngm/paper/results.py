@@ -15,8 +15,8 @@ from .. import tasks
 from ..errors import UsageError
 from ..files import finite, locked, metrics_changed, read_record, write_atomically
 from ..report.records import BROKEN
-from ..train.config import RunConfig, resolve
-from ..train.record import FINISHED, differences
+from ..training.config import RunConfig, resolve
+from ..training.run_folder import FINISHED, differences
 
 FOLDER = Path("results")
 FILE, REPEATED = "runs.jsonl", "repeated.jsonl"

@@ -17,11 +17,11 @@ from ..errors import UsageError
 from ..files import check_writable
 from ..study import launch
 from ..study.grid import Study, run_name
-from ..train.config import RunConfig
-from ..train.loop import Options
-from ..train.processes import choose_device
-from ..train.record import FINISHED, RunFolder, commit, provenance
-from .items import Item, Planned
+from ..training.config import RunConfig
+from ..training.distributed import choose_device
+from ..training.loop import Options
+from ..training.run_folder import FINISHED, RunFolder, commit, provenance
+from .experiments import Item, Planned
 from .results import FOLDER, NAMED, keep, of_folder, read
 from .verdicts import Outcome, look
 

@@ -7,12 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
-from ..report.paper import Claim
 from ..report.stats import contrast, difference, half_width
 from ..study.grid import Cell
-from ..train.config import RunConfig
-from .items import Item, Planned
+from ..training.config import RunConfig
+from .experiments import Item, Planned
 from .results import Line, Results
+from .tables import Claim
 
 REPRODUCED, NOT_REPRODUCED, HOLDS, CONTRADICTED, OPEN = (
     "reproduced", "not reproduced", "holds", "contradicted", "open",

@@ -5,9 +5,9 @@ relaxed smoothness, `blocks` the norms of a gradient's tensors with rho and cos.
 `along` trains a task for a while and measures on the way, `of_runs` measures where runs have come to.
 """
 
-from .along import along, of_runs
 from .blocks import Blocks, blocks, frontier
 from .curvature import Curvature, curvature
 from .noise import Noise, noise
+from .pilot import along, of_runs
 
 __all__ = ["Blocks", "Curvature", "Noise", "along", "blocks", "curvature", "frontier", "noise", "of_runs"]

@@ -15,14 +15,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..durations import duration
 from ..errors import UsageError
 from ..tasks import Batch, Samples, Task
-from ..train import rng
-from ..train.feed import to_device
-from ..train.statistics import track
+from ..training import rng
+from ..training.batchnorm_stats import track
+from ..training.data_loading import to_device
 from .blocks import of_norms
 from .curvature import PRODUCT, curvature
 from .noise import noise
 
-PROBE = 4  # what a stream of random numbers is for, beside those of sngm.train.rng
+PROBE = 4  # what a stream of random numbers is for, beside those of sngm.training.rng
 GROUPS = 16  # batches whose gradients are compared, where any size will do
 PASS = 64  # samples that go through a model at once, where groups may be merged
 LEAST = 4  # such batches, where BatchNorm makes them large

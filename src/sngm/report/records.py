@@ -15,7 +15,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
-from ..spec import format_call
+from ..parsing import format_call
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ from typing import Any
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
-from ..spec import parse_call
-from ..train.config import RunConfig, method_settings_of, resolve
+from ..parsing import parse_call
+from ..training.config import RunConfig, method_settings_of, resolve
 from .select import Scores, at_edge, best_rate, next_rate
 
 MOST_SEEDS = 10_000

@@ -24,12 +24,12 @@ from ..environment import ranks
 from ..errors import BrokenRecord, Failed, Interrupted, UsageError
 from ..files import locked, read_record, remove_leftovers, write_record
 from ..tasks import Splits
-from ..train.config import RunConfig
-from ..train.loop import Options, train
-from ..train.processes import Processes, choose_device, cores
-from ..train.record import FINISHED, NothingLeft, RunFolder, command, differences
-from ..train.setup import prepare
-from ..train.validation import config_of
+from ..training.build import prepare
+from ..training.config import RunConfig
+from ..training.distributed import Processes, choose_device, cores
+from ..training.loop import Options, train
+from ..training.run_folder import FINISHED, NothingLeft, RunFolder, command, differences
+from ..training.validation import config_of
 from .grid import Cell, Study, run_name
 
 MOST_JOBS = 1024

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import UsageError
 from ..optim.registry import nearest
-from ..spec import parse_call
+from ..parsing import parse_call
 
 
 @dataclass(frozen=True, slots=True)

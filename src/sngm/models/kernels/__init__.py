@@ -1,5 +1,5 @@
 """Triton kernels for what small networks spend their time on; imported where Triton is."""
 
-from ...kernels import serve
+from ...triton_support import serve
 
 __all__ = ["serve"]

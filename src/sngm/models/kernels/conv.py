@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels import LARGEST, ONE_ROUNDING
+from ...triton_support import LARGEST, ONE_ROUNDING
 
 CHANNELS = (16, 32, 64)
 

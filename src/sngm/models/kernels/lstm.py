@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels import LARGEST, ONE_ROUNDING
+from ...triton_support import LARGEST, ONE_ROUNDING
 from ..vocabulary_loss import wide_product
 
 WIDEST = 256  # hidden units: the gates of all of them are in registers at once

@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ...kernels import ONE_ROUNDING
+from ...triton_support import ONE_ROUNDING
 
 
 @triton.jit

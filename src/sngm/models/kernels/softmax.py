@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ...kernels import ONE_ROUNDING
+from ...triton_support import ONE_ROUNDING
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 BLOCK = 4096  # logits at once: 32 bytes a thread in bfloat16

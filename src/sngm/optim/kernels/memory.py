@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import shards
-from ..work import as_dense
+from .. import sharded_norms
+from ..buckets import as_dense
 
 SAMPLE = (None, struct, ctypes)
 
@@ -35,7 +35,7 @@ def on_host(value: Any) -> bool:
 
 def address(tensor: Tensor | None) -> int:
     """Where the piece of a tensor that lies here begins; 0 for none."""
-    return 0 if tensor is None else shards.local(tensor).data_ptr()
+    return 0 if tensor is None else sharded_norms.local(tensor).data_ptr()
 
 
 def numbers(addresses: bytes) -> memoryview:
@@ -55,7 +55,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 def laid_out_as(layout: Tensor, tensor: Any) -> Any:
     """A copy of a tensor with its elements in the order of `layout`."""
-    if shards.is_dtensor(tensor):
+    if sharded_norms.is_dtensor(tensor):
         tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
         return tensor
     return torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
@@ -64,5 +64,5 @@ def laid_out_as(layout: Tensor, tensor: Any) -> Any:
 @torch.no_grad()
 def usable(layout: Tensor, grad: Tensor) -> Tensor:
     """The gradient as the kernels can read it: dense, in the order of `layout`, with nothing left to be done lazily."""
-    grad = as_dense(shards.arrived(grad)).resolve_conj()
+    grad = as_dense(sharded_norms.arrived(grad)).resolve_conj()
     return grad if dense(grad) and alike(grad, layout) else laid_out_as(layout, grad)

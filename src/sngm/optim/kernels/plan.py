@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import checks, shards
+from .. import checks, sharded_norms
 from ..torch_internals import profiler_enabled
 from . import device as kernels
 from .layout import FIELDS, ROWS, SETTINGS, VARIANTS
@@ -52,8 +52,8 @@ class Plan:
         self.norm_group = optimizer.norm_group
         self.positions = [position for position, group in enumerate(groups) for _ in group["params"]]
         self.lengths = list(map(len, map(params_of, groups)))
-        pieces = [shards.local(p) for p in params]
-        self.sharded = any(map(shards.is_dtensor, params))
+        pieces = [sharded_norms.local(p) for p in params]
+        self.sharded = any(map(sharded_norms.is_dtensor, params))
         self.complex = any(p.is_complex() for p in params)
         self.look = look(pieces)
         self.addresses = numbers(self.look[0])
@@ -115,7 +115,7 @@ class Plan:
         for layout, p, position in zip(self.layouts, self.params, self.positions, strict=True):
             state = optimizer._make_state(p, optimizer.param_groups[position])
             for key in optimizer.BUFFERS:
-                if key in state and not alike(shards.local(state[key]), layout):
+                if key in state and not alike(sharded_norms.local(state[key]), layout):
                     state[key] = laid_out_as(layout, state[key])
         states = optimizer.state.values()
         self.entries = len(states)
@@ -138,7 +138,7 @@ class Plan:
             return False
         if optimizer.norm_group is not self.norm_group or list(map(len, map(params_of, groups))) != self.lengths:
             return False
-        pieces = [shards.local(p) for p in params] if self.sharded else params
+        pieces = [sharded_norms.local(p) for p in params] if self.sharded else params
         try:
             if look(pieces) != self.look:  # elsewhere, or there in another shape, order or dtype
                 return False
@@ -285,10 +285,10 @@ class Plan:
         first.pool["norm"], first.pool["skipped"] = optimizer._grad_norm, optimizer._skipped
         self._count_roundings(optimizer)
         for i, twin in self.staged.items():
-            twin.copy_(shards.local(self.params[i]).detach())
+            twin.copy_(sharded_norms.local(self.params[i]).detach())
         self._work(optimizer)
         for i, twin in self.staged.items():
-            shards.local(self.params[i]).detach().copy_(twin)
+            sharded_norms.local(self.params[i]).detach().copy_(twin)
         self._note_for_empty_tensors(optimizer)
         # Autograd must see that a graph of before the step is no longer good, as where torch's own operations change
         # the parameters.

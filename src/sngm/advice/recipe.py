@@ -1,0 +1,295 @@
+"""An SGD recipe carried over to SNGM at a larger batch, by one rule for all tasks."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import shlex
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import UsageError
+from ..parsing import parse_settings, split_list
+from ..probes.pilot import Norms, alone, training
+from ..training import RunConfig, resolve
+from ..training.build import Setup, prepare
+from ..training.distributed import Processes
+from ..training.evaluate import in_streams, samples_of, steps_per_epoch
+from ..training.run_folder import provenance
+from .facts import GIVEN, MEASURED, RULE, Fact
+
+STILL = 1.05  # steps that are so much longer than an epoch before are still growing
+DIGITS = 3  # of an advised number: more would claim a precision that no rule of thumb has
+MAY_DIFFER = ("schedule", "warmup", "clip")  # what a task may set by batch or method, and the rule takes to be alike
+WITHOUT_NORMALISATION = (
+    "The model has no normalisation layer, and on such nets this rule did badly: cifar10-convnet came to 39.75 % at "
+    "batch 8192; wikitext2-lstm to a perplexity of 184.4 at batch 2000, where a search found 117.8; three linear "
+    "layers on digits lost 1.8 to 8.4 points from batch 32 to 512. Take the rate as a place to begin a search."
+)
+Record = dict[str, Any]
+
+
+class Carried(NamedTuple):
+    """What SNGM is to be given."""
+
+    lr: float
+    weight_decay: float
+
+
+def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Carried:
+    """SNGM's learning rate and coupled weight decay, for a batch that is `growth` times that of an SGD recipe.
+
+    - An epoch of SGD has n steps of length ``lr * norm``, one of SNGM n / growth steps, whose length is its own lr.
+      Steps of random direction lead as far as the root of the sum of their squares, which is the same for
+      ``lr * norm * sqrt(growth)``. Momentum and schedule change both alike.
+    - A step of SGD shrinks the weights by its lr times weight decay, one of SNGM by this product over the norm of the
+      gradient. Over an epoch that is the same for ``weight_decay * sqrt(growth)``, if the norm is.
+
+    Args:
+        lr, weight_decay: of the SGD recipe.
+        norm: of its gradient, as the optimizer gets it: root mean square of an epoch.
+        growth: the new batch over the old one.
+
+    >>> carry_over(lr=0.1, weight_decay=1e-4, norm=1.5, growth=64)
+    Carried(lr=1.2, weight_decay=0.0008)
+    """
+    return Carried(_rounded(lr * norm * math.sqrt(growth)), _rounded(weight_decay * math.sqrt(growth)))
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What the user trains with SGD now; None is the task's default."""
+
+    lr: float
+    batch: int
+    weight_decay: float | None = None
+    momentum: float = 0.9
+    epochs: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Recipe:
+        """As the command line has it.
+
+        >>> Recipe.parse("lr=0.1,batch=128,weight_decay=1e-4")
+        Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None)
+        """
+        given = parse_settings(split_list(text))
+        known = [field.name for field in dataclasses.fields(cls)]
+        for key, value in given.items():
+            if key not in known:
+                raise UsageError(f"--from-sgd knows no {key!r}; it takes {', '.join(known)}")
+            if isinstance(value, bool) or not isinstance(value, (int, float)):
+                raise UsageError(f"--from-sgd: {key} must be a number, got {value!r}")
+            if key in ("batch", "epochs") and not isinstance(value, int):
+                raise UsageError(f"--from-sgd: {key} must be a whole number, got {value!r}")
+        if missing := [key for key in ("lr", "batch") if key not in given]:
+            raise UsageError(f"--from-sgd needs {' and '.join(missing)}, as in lr=0.1,batch=128")
+        return cls(**given)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.momentum < 1:
+            raise UsageError(f"--from-sgd: momentum must be at least 0 and less than 1, got {self.momentum}")
+        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
+            raise UsageError(f"--from-sgd: weight_decay must be a number of at least 0, got {self.weight_decay}")
+
+
+class Epoch(NamedTuple):
+    """An epoch of the pilot: root mean squares over its steps."""
+
+    step: float
+    """Of SGD's steps: the rate they had times the norm of their gradient."""
+    norm: float
+    """Of the gradient: steps count as much as their rate."""
+
+
+def carry_recipe(
+    task: str,
+    recipe: Recipe,
+    to_batch: int,
+    *,
+    task_settings: Record | None = None,
+    pilot_steps: int | None = None,
+    device: str | None = None,
+    data_dir: Path | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
+) -> Record:
+    """Measure the steps of the recipe in a short run of it, and say what SNGM needs at the larger batch.
+
+    Args:
+        task: by name, or the user's own.
+        recipe: what is trained with SGD.
+        to_batch: SNGM's batch.
+        task_settings: those of the task that differ from its defaults.
+        pilot_steps: to end the pilot after, where it would take more.
+        device, data_dir, say, progress: as in :func:`sngm.probes.pilot`.
+
+    Returns:
+        "facts", with the source of each number; "command", to train by; "notes"; the norm of each step's gradient.
+    """
+    if to_batch < recipe.batch:
+        raise UsageError(f"--to-batch {to_batch} is below the recipe's batch of {recipe.batch}; it is to grow")
+    own = {"momentum": recipe.momentum}
+    if recipe.weight_decay is not None:
+        own["weight_decay"] = recipe.weight_decay
+    where = alone(device)
+    common: Record = {
+        "lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own,
+        "task_settings": task_settings,
+    }  # fmt: skip
+    small = resolve(task, "msgd", batch=recipe.batch, **common)
+    large = resolve(task, "sngm", batch=to_batch, **common)
+    setup = prepare(small, Processes(0, 1, where), data_dir, step="eager")
+    samples = samples_of(setup.task, small)[0]
+    steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # refused now, if ever
+    weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
+    norms, epochs = _pilot(small, setup, where, pilot_steps, say, progress)
+    peak = max(epochs, key=lambda epoch: epoch.step)
+    part = len(norms) if len(norms) < setup.per_epoch else None  # steps, where no epoch was finished
+    decay = small.method_settings["weight_decay"]
+    # A loss that is summed over the batch has a gradient that grows with it, which decay must keep up with.
+    sums = setup.task.scale(to_batch) / setup.task.scale(recipe.batch)
+    carried = carry_over(recipe.lr, decay * sums, peak.norm, to_batch / recipe.batch)
+    growth = f"sqrt({to_batch} / {recipe.batch})"
+    summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    in_turn = ", ".join(f"{epoch.norm:.3g}" for epoch in epochs)
+    which = f"in epoch {epochs.index(peak) + 1}, whose steps are the longest; by epoch {in_turn}"
+    if part is not None:
+        which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
+    facts = [
+        Fact("gradient norm", peak.norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}"),
+        Fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
+        Fact("learning rate", carried.lr, RULE, f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"),
+        Fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike"),
+        Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{summed}: shrinks as much an epoch"),
+        Fact("epochs", small.epochs, GIVEN, "as before"),
+        Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before"),
+    ]
+    return {
+        "format": 1,
+        "kind": "recipe",
+        "task": task,
+        "recipe": {**dataclasses.asdict(recipe), "weight_decay": decay, "epochs": small.epochs},
+        "facts": facts,
+        "command": _command(task, recipe, carried, large, data_dir),
+        "warnings": _warnings(setup, small, large, epochs, part),
+        "notes": _notes(setup.model, small, large, weights, carried.lr),
+        "norms": norms,
+        **{key: value for key, value in provenance(where).items() if key != "command"},
+    }
+
+
+def _pilot(
+    config: RunConfig,
+    setup: Setup,
+    device: torch.device,
+    most: int | None,
+    say: Callable[[str], None],
+    progress: Callable[[int, int, Record], None],
+) -> tuple[list[float], list[Epoch]]:
+    """Train as `config` says, until an epoch's steps are hardly longer than those of the one before.
+
+    Steps grow at first where there is warm-up, and where a net has to leave a plateau; SNGM's rate, the highest of its
+    run, belongs to the time when they are longest.
+    """
+    steps = setup.steps if most is None else min(most, setup.steps)
+    each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
+    say(f"pilot: SGD at batch {config.batch} and lr {config.lr:g}, as a rule 2 epochs of {each}")
+    taken, epochs = Norms(setup.model, 1.0), list[Epoch]()
+    walk = training(config, setup, device, taken)
+    try:
+        for step in range(1, steps + 1):
+            next(walk)
+            progress(step, min(steps, (len(epochs) + 1) * setup.per_epoch), {})
+            if step % setup.per_epoch and (step < steps or epochs):  # a part counts where there is no whole one
+                continue
+            first = len(epochs) * setup.per_epoch
+            norms, rates = torch.stack(taken.rows[first:]).norm(dim=1).tolist(), taken.rates[first:]
+            if not all(map(math.isfinite, norms)):
+                raise UsageError("the pilot met gradients that are not finite; is the recipe's lr right?")
+            length = _rms([lr * norm for lr, norm in zip(rates, norms, strict=True)])
+            epochs.append(Epoch(length, length / _rms(rates)))
+            if len(epochs) > 1 and epochs[-1].step < STILL * epochs[-2].step:
+                break
+    finally:
+        walk.close()
+        setup.feed.close()
+    if not any(epoch.step for epoch in epochs):
+        raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
+    return torch.stack(taken.rows).norm(dim=1).tolist(), epochs
+
+
+def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
+    words = ["sngm", "train", task, "--method", "sngm", "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
+    words += ["--set", f"weight_decay={carried.weight_decay:g}"]
+    if recipe.momentum != 0.9:
+        words += ["--set", f"momentum={recipe.momentum:g}"]
+    if recipe.epochs is not None:
+        words += ["--epochs", str(recipe.epochs)]
+    for key, value in large.task_settings.items():
+        words += ["--set", f"{key}={value}"]
+    if data_dir is not None:
+        words += ["--data-dir", str(data_dir)]
+    return shlex.join(words)
+
+
+def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None) -> list[str]:
+    """Where the rule is known to fail, or what it takes for granted is not so."""
+    found = []
+    # by name, since nets have normalisation layers of their own
+    if not any("norm" in type(module).__name__.lower() for module in setup.model.modules()):
+        found.append(WITHOUT_NORMALISATION)
+    pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
+    if differ := [f"{name} {_said(old)} before, {_said(new)} now" for name, old, new in pairs if old != new]:
+        found.append(
+            f"The task does not train both alike: {'; '.join(differ)}. The rule takes them to be the same, and where "
+            "they are not it has hardly been tried."
+        )
+    cut = "--pilot-steps ended the pilot" if len(epochs) < small.epochs else "the recipe ended"
+    if part is not None:
+        found.append(
+            f"--pilot-steps ended the pilot after {part} of an epoch's {setup.per_epoch:,} steps: the norm is theirs "
+            "alone, and may be far from an epoch's. Without --pilot-steps it is measured as the rule has it."
+        )
+    elif len(epochs) == 1:
+        found.append(f"{cut.capitalize()} after one epoch: whether its steps are the longest is not known.")
+    elif epochs[-1].step >= STILL * epochs[-2].step:
+        found.append(f"Steps were still growing when {cut}, after {len(epochs)} epochs: the rate may be too small.")
+    return found
+
+
+def _said(value: float | str | None) -> str:
+    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, lr: float) -> list[str]:
+    """What the rule cannot know."""
+    notes = [f"The rule is no search: if there is time for more runs, try lr {lr / 2:.3g} and {lr * 2:.3g} too."]
+    if any(isinstance(m, _BatchNorm) for m in model.modules()) and small.bn_group != large.bn_group:
+        notes.append(
+            f"BatchNorm takes {large.bn_group} samples together at batch {large.batch}, and {small.bn_group} in the "
+            f"recipe; --bn-group {small.bn_group} keeps that."
+        )
+    longest = lr / (1 - large.method_settings["momentum"])
+    if longest > weights:
+        notes.append(
+            f"A step may be as long as lr / (1 - momentum) = {longest:.3g}, and all weights together are {weights:.3g} "
+            "at the start: if the loss jumps about, take a smaller lr."
+        )
+    if large.schedule == "constant":
+        notes.append("The schedule is constant, but SNGM's steps do not shrink by themselves: try --schedule cosine.")
+    return notes
+
+
+def _rms(values: Sequence[float]) -> float:
+    return math.hypot(*values) / math.sqrt(len(values))
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.{DIGITS}g}")

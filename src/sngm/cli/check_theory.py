@@ -1,0 +1,112 @@
+"""The verb `sngm check-theory`: the paper's statements as experiments."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..errors import Failed, UsageError
+from ..parsing import split_list
+from .options import JSON
+
+if TYPE_CHECKING:
+    from ..paper.theory_checks import Finding
+
+SEEDS = 20
+EXAMPLES = (
+    "sngm check-theory",
+    "sngm check-theory --only theorem-1,lars",
+    "sngm check-theory --seeds 50 --out runs/theory",
+)
+
+
+def check_theory(
+    only: Annotated[str | None, typer.Option(help="Names of checks, by commas. Default: all.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", "-o", help="Folder for the page. Default: runs/check-theory, and what of it."),
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = SEEDS,
+    as_json: JSON = False,
+) -> None:
+    """Check the paper's statements by experiment. Each gets a verdict from what was measured: holds, fails or open. The
+    exit code is 1 if a verdict contradicts the one in docs/theory.md, which also explains each known failure.
+    """
+    import torch
+
+    from ..files import check_folder, finite
+    from ..optim.registry import nearest
+    from ..paper.theory_checks import CHECKS, check
+    from ..paper.theory_checks.page import summary, write
+    from ..training.run_folder import provenance
+
+    names = list(CHECKS) if only is None else split_list(only)
+    for name in names:
+        if name not in CHECKS:
+            raise UsageError(f"no check is called {name!r}{nearest(name, list(CHECKS))}; there are {', '.join(CHECKS)}")
+    if seeds < 2:
+        raise UsageError(f"--seeds must be at least 2, for intervals; got {seeds}")
+    part = "" if only is None else "-" + "-".join(names)
+    folder = out or Path("runs") / f"check-theory{part}{'' if seeds == SEEDS else f'-{seeds}-seeds'}"
+    check_folder(folder, "findings.json")
+    with _progress(len(names)) as show:
+        found = check(names, seeds, show)
+    seconds = round(sum(finding.seconds for finding in found), 1)
+    facts = {"seeds": seeds, "seconds": seconds, **provenance(torch.device("cpu"))}
+    page = write(folder, found, facts)
+    if as_json:
+        findings = [finding.as_dict() for finding in found]
+        print(json.dumps(finite({"findings": findings, **facts, "report": str(page)}), indent=2))
+    else:
+        _print(found)
+        print(f"\n{summary(found)}\n\nReport: {page}")
+    if odd := [finding.name for finding in found if finding.surprising]:
+        raise Failed(f"against what is proved or documented: {', '.join(odd)}")
+
+
+def _print(found: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    colours = {"holds": "green", "fails": "red", "open": "yellow"}
+    table = Table("check", "verdict", "measured")
+    for finding in found:
+        known = " (known)" if finding.verdict == finding.expected == "fails" else ""
+        # as text: brackets are no markup here
+        verdict, measured = Text(f"{finding.verdict}{known}", style=colours[finding.verdict]), Text(finding.measured)
+        table.add_row(finding.name, verdict, measured)
+    Console(file=sys.stdout).print(table)
+
+
+@contextlib.contextmanager
+def _progress(count: int) -> Iterator[Callable[[str, Finding | None], None]]:
+    """What shows which check is under way: a bar with a clock on a terminal, a line for each verdict elsewhere."""
+    done: list[str] = []
+    if not sys.stderr.isatty():
+
+        def tell(name: str, finding: Finding | None) -> None:
+            if finding is None:
+                done.append(name)
+                print(f"[{len(done)}/{count}] {name}: ", end="", file=sys.stderr, flush=True)
+            else:
+                print(f"{finding.verdict} ({finding.seconds:.1f} s)", file=sys.stderr, flush=True)
+
+        yield tell
+        return
+    from rich import progress
+    from rich.console import Console
+
+    columns = (
+        progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
+        progress.TextColumn("{task.description}"),
+    )  # fmt: skip
+    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task("", total=count)
+        yield lambda name, finding: bar.update(task, description=name, advance=0 if finding is None else 1)

@@ -1,0 +1,102 @@
+"""The verbs that say what there is: `sngm tasks`, `sngm methods` and `sngm doctor`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from .options import JSON
+
+HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")  # not what is computed
+
+
+def tasks(as_json: JSON = False) -> None:
+    """List the tasks that come with sngm."""
+    from .. import tasks as room
+
+    found: list[dict[str, Any]] = []
+    for name in room.names():
+        cls = room.find(name)
+        about = (cls.__doc__ or "").strip().splitlines()[0]
+        batches, settings = list(cls.batches), room.build(name).settings()
+        found.append({"name": name, "about": about, "epochs": cls.epochs, "batches": batches, "settings": settings})
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for task in found:
+        print(f"{task['name']}: {task['about']}")
+        chosen = ", ".join(f"{k}={v}" for k, v in task["settings"].items()) or "none"
+        print(f"  {task['epochs']} epochs, batches {', '.join(map(str, task['batches']))}; settings: {chosen}")
+    print("\nYour own: file.py:Class, see docs/your-own-task.md")
+
+
+def methods(as_json: JSON = False) -> None:
+    """List the methods, with the settings each has."""
+    import inspect
+
+    from ..optim import registry
+
+    found: list[dict[str, Any]] = []
+    for name, method in sorted(registry.METHODS.items()):
+        defaults = {
+            key: method.settings.get(key, None if p.default is p.empty else p.default)
+            for key, p in inspect.signature(method.build).parameters.items()
+            if key not in ("self", "params")
+        }
+        found.append({"name": name, "class": method.build.__name__, "settings": defaults})
+    if as_json:
+        print(json.dumps(found, indent=2, default=str))
+        return
+    for entry in found:
+        chosen = ", ".join(f"{k}={v}" for k, v in entry["settings"].items() if k != "lr" and k not in HOW)
+        print(f"{entry['name']} ({entry['class']}): {chosen}")
+    print("\nAny other optimizer: package.module:Class, such as torch.optim:RMSprop")
+
+
+def doctor(as_json: JSON = False) -> None:
+    """Say what this installation has, and whether it can train."""
+    import shutil
+    import tempfile
+
+    import torch
+
+    from ..training import resolve
+    from ..training import train as run
+    from ..training.run_folder import provenance
+    from ..training.trackers import TRACKERS
+
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    found = provenance(device)
+    found.pop("command")
+    found["disk_free_gb"] = round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
+    found["gpu_kernels"] = _gpu_kernels()
+    found["trackers"] = [name for name in TRACKERS if _installed(name)]
+    with tempfile.TemporaryDirectory() as folder:
+        record = run(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
+    found["trains"] = record["status"] == "finished"
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for key, value in found.items():
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key.replace('_', ' ')}: {', '.join(text) or 'none' if isinstance(text, list) else text}")
+
+
+def _gpu_kernels() -> str:
+    """Whether steps on a GPU can take the kernels, and how the host looks at tensors then."""
+    from ..optim import kernels
+
+    if not kernels.installed():
+        return "none, for want of Triton"
+    from ..optim.kernels import look
+
+    slowly = look.look is look.look_one_by_one
+    needs = "from Python; in C they need a C compiler, Python's headers, and a Triton cache that can be written"
+    return "Triton's, look-ups " + (needs if slowly else "in C")
+
+
+def _installed(module: str) -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec(module) is not None

@@ -1,0 +1,283 @@
+"""The verbs of `sngm paper`: the paper's tables as data, the runs behind ours, and both side by side."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from ..durations import duration
+from ..errors import Failed, Interrupted, UsageError
+from .options import DATA, DEVICE, DRY, JSON, examples, verbs
+
+if TYPE_CHECKING:
+    from ..paper.experiments import Item
+
+app = typer.Typer(
+    no_args_is_help=True, short_help="The paper's tables: what they say, what we measured, and the runs to measure it."
+)
+verb = verbs(app)
+
+ITEM = Annotated[str, typer.Argument(help="Such as table-2; sngm paper list has them all.")]
+RESULTS = Annotated[Path, typer.Option("--results", help="Folder of the kept runs.")]
+FOLDER = Path("results")
+UNITS = {"s": 1, "m": 60, "h": 3600}
+
+
+@app.callback(
+    help=examples("sngm paper list", "sngm paper show table-2", "sngm paper run table-2 --cells SNGM@8192 --dry-run")
+    + "\n\nThe tables of the paper, ours beside them, and the runs to fill what is missing."
+)
+def top() -> None:
+    """Before any verb."""
+
+
+@verb("sngm paper list", "sngm paper list --json", name="list")
+def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
+    """List the tables and figures, how much of each has been run, and what the rest would cost."""
+    from ..paper import experiments, verdicts
+    from ..paper.results import read
+    from ..paper.tables import FIGURES
+
+    there = read(_folder(results))
+    _say_if_none_is_here(results)
+    found: list[dict[str, Any]] = []
+    for item in experiments.ITEMS:
+        outcomes = [verdicts.look(planned, there) for planned in item.cells()]
+        left = [(outcome, outcome.to_come) for outcome in outcomes]
+        found.append({
+            "item": item.name, "title": item.title, "task": item.task, "cells": len(outcomes),
+            "complete": sum(1 for _, count in left if not count), "missing_runs": sum(count for _, count in left),
+            "missing_hours": round(sum(count * o.planned.seconds() for o, count in left) / 3600, 4),
+            "needs": item.needs,
+        })  # fmt: skip
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for entry in found:
+        state = f"{entry['complete']} of {entry['cells']} cells"
+        if entry["missing_runs"]:
+            state += f"; {entry['missing_runs']} runs missing, about {duration(3600 * entry['missing_hours'])}"
+        if entry["needs"]:
+            state += f"; needs {entry['needs']}"
+        print(f"{entry['item']}: {entry['title']}\n  {state}")
+    drawn = ", ".join(f"{f.name} from those of {f.item}" for f in FIGURES if f.name != f.item)
+    print(f"\nOther figures are drawn from these runs: {drawn}.")
+    print(f"Times are of {experiments.COSTS_ON}. Table 1 is theory: sngm check-theory, docs/theory.md.")
+
+
+@verb("sngm paper show table-2", "sngm paper show table-6 --json")
+def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
+    """Show a table of the paper with ours beside it: rates, seeds, intervals and verdicts."""
+    from ..paper import document, experiments
+    from ..paper.results import read
+    from ..paper.tables import TABLE_1
+
+    if item == "table-1":
+        print(json.dumps(TABLE_1, indent=2) if as_json else document.theory())
+        return
+    found, there = experiments.find(item), read(_folder(results))
+    _say_if_none_is_here(results)
+    if as_json:
+        print(json.dumps(document.as_data(found, there), indent=2))
+        return
+    print("\n\n".join(part for part in document.section(found, there) if part))
+    if drawn := sorted(path.as_posix() for path in document.pictures_of(found, results)):
+        print("\nDrawn in " + ", ".join(drawn))
+
+
+@verb(
+    "sngm paper run table-2 --dry-run",
+    "sngm paper run table-2 --cells SNGM@8192,MSGD@8192 --budget 25m --data-dir ~/datasets",
+    "sngm paper run table-6 --cells 2000 --seeds 3",
+)
+def run(
+    item: ITEM,
+    cells: Annotated[str | None, typer.Option(help="Rows, batches or ROW@BATCH, by commas. Default: all.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each result. Default: the item's.")] = None,
+    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 25m, and go on later.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/paper"),
+    results: RESULTS = FOLDER,
+    data_dir: DATA = None,
+    device: DEVICE = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs of a cell at a time; of times always one.")] = None,
+    as_json: JSON = False,
+    dry_run: DRY = False,
+) -> None:
+    """Make the runs of an item that are missing, and keep each as soon as it is there. The same command goes on where
+    it stopped; runs of other machines count if their lines are in the results.
+    """
+    from ..paper import experiments
+    from ..paper import run as making
+    from ..paper.results import read
+    from ..paper.verdicts import look
+    from ..study.launch import check_jobs
+
+    found = experiments.find(item)
+    check_jobs(jobs)
+    limit = None if budget is None else duration_of(budget)
+    planned = making.select(found, None if cells is None else cells.split(","))
+    _folder(results)
+    if dry_run:
+        there = read(results)
+        _plan(found, [look(one, there, seeds) for one in planned], as_json)
+        return
+    from ..training.loop import Options
+    from .console import interrupt_on_signal, study_progress
+
+    interrupt_on_signal()
+    try:
+        outcomes, failed = making.run(
+            planned, out=out, options=Options(device=device, data_dir=data_dir), seeds=seeds, jobs=jobs, budget=limit,
+            results=results, show=study_progress,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        raise Interrupted(f"what is done is in {results}; the same command goes on from there") from None
+    left = sum(outcome.to_come for outcome in outcomes)
+    if as_json:
+        print(json.dumps({"item": found.name, "missing_runs": left, "results": str(results)}, indent=2))
+    else:
+        more = f"{left} runs still missing; the same command makes them" if left else "all runs are there"
+        print(f"{found.name}: {more}")
+        print("sngm paper report writes them up")
+    if failed:
+        config, record = failed[0]
+        raise Failed(f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}")
+
+
+@verb("sngm paper add runs/table-2/*", "sngm paper add ../other/results")
+def add(
+    folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs, of studies, or of results.")],
+    results: RESULTS = FOLDER,
+) -> None:
+    """Keep runs that were made elsewhere: of run folders, of studies, or of another machine's results. Runs that have
+    not finished are left out.
+    """
+    from ..files import check_writable
+    from ..paper.results import FILE, REPEATED, keep, of_folder, read_lines
+    from ..training.run_folder import FINISHED
+
+    check_writable(results, "--results")
+    lines, unfinished = [], 0
+    for folder in folders:
+        if not folder.is_dir():
+            raise UsageError(f"no folder {folder}")
+        kept = [*folder.glob(f"*/{FILE}"), *folder.glob(f"*/{REPEATED}")]
+        made = sorted(Path(root) for root, _, files in os.walk(folder) if "run.json" in files)
+        if not kept and not made:
+            raise UsageError(f"{folder} holds no run (run.json) and no results (<task>/{FILE})")
+        for path in kept:
+            lines += read_lines(path)
+        ended = [path for path in made if _status(path / "run.json") in FINISHED]
+        lines += [of_folder(path) for path in ended]
+        unfinished += len(made) - len(ended)
+    if not lines:
+        raise UsageError(f"none of the {unfinished} runs has finished; go on with them first")
+    new, repeated = keep(lines, results)
+    of_these = f", {repeated} of them a repeat of another" if repeated else ""
+    left_out = f"; {unfinished} that have not finished were left out" if unfinished else ""
+    print(f"{new} of {len(lines)} runs are new in {results}{of_these}{left_out}")
+
+
+@verb("sngm paper report", "sngm paper report --check")
+def report(
+    results: RESULTS = FOLDER,
+    readme: Annotated[
+        Path | None,
+        typer.Option(help="A page whose first table is written too. Default: README.md beside the results."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; fail if a page says other than the runs.")
+    ] = False,
+) -> None:
+    """Write up the kept runs: results/README.md, the runs of each task, the figures, and the README's first table."""
+    from ..files import check_writable
+    from ..paper import document
+
+    if readme is not None and not readme.is_file():
+        raise UsageError(f"--readme {readme}: no such file")
+    if not results.is_dir():
+        raise UsageError(f"no folder {results}; run this where results/ is, or say --results")
+    beside = results.parent / "README.md"
+    page = readme if readme is not None else beside if beside.exists() and document.has_block(beside) else None
+    if check:
+        wrong = document.stale(results, page)
+        if wrong:
+            names = ", ".join(map(str, wrong))
+            raise UsageError(
+                f"not what the runs say: {names}; sngm paper report writes them anew, "
+                "if it is not the runs that changed: git diff tells"
+            )
+        print(
+            f"every page says what the runs say{'' if page else '; there is no README.md with a place for the table'}"
+        )
+        return
+    check_writable(results, "--results")
+    changed = document.write(results, page)
+    print("\n".join(f"{'wrote' if path.exists() else 'removed'} {path}" for path in changed) or "nothing has changed")
+
+
+def _folder(results: Path) -> Path:
+    """Refuse a folder that was named and is not there; without one nothing has been run yet, or not here."""
+    if not results.is_dir() and (results != FOLDER or results.exists()):
+        raise UsageError(f"no folder {results}; name that of the kept runs with --results, or make it")
+    return results
+
+
+def _say_if_none_is_here(results: Path) -> None:
+    if not results.exists():
+        print("sngm: no folder results here, so no run is known; a clone of sngm has one", file=sys.stderr)
+
+
+def _status(path: Path) -> Any:
+    from ..files import read_json
+
+    record = read_json(path)
+    if not isinstance(record, dict):
+        raise UsageError(f"{path} is not the record of a run")
+    return record.get("status")
+
+
+def duration_of(text: str) -> float:
+    """Seconds of such as 90, 90s, 25m or 1.5h.
+
+    >>> duration_of("25m"), duration_of("1.5h")
+    (1500.0, 5400.0)
+    """
+    number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
+    try:
+        seconds = float(number) * UNITS[unit]
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < 1e9:
+        raise UsageError(f"--budget {text}: not a time; say such as 90s, 25m or 1.5h")
+    return seconds
+
+
+def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
+    from ..paper.experiments import COSTS_ON
+
+    plan = [
+        {
+            "cell": outcome.planned.name, "grid": list(outcome.rates), "lr": outcome.lr,
+            "runs": outcome.to_come, "seconds_each": round(outcome.planned.seconds(), 1),
+        }
+        for outcome in outcomes
+    ]  # fmt: skip
+    total = sum(entry["runs"] * entry["seconds_each"] for entry in plan)
+    if as_json:
+        print(json.dumps({"item": item.name, "cells": plan, "hours": round(total / 3600, 3)}, indent=2))
+        return
+    for entry in plan:
+        rates = ", ".join(f"{rate:g}" for rate in entry["grid"])
+        chosen = "" if entry["lr"] is None else f", {entry['lr']:g} chosen"
+        what = f"{entry['runs']} runs of {entry['seconds_each']:.0f} s" if entry["runs"] else "complete"
+        print(f"{entry['cell']}: {what} (rates {rates}{chosen})")
+    if not total:
+        print("all runs are there")
+        return
+    print(f"{sum(entry['runs'] for entry in plan)} runs, about {duration(total)} on {COSTS_ON}, one after the other")

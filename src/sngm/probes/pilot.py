@@ -1,0 +1,282 @@
+"""Probes of a task: along a short training, and where runs have come to."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..environment import ranks
+from ..errors import UsageError
+from ..tasks import Moment
+from ..training import RunConfig, RunFolder, checkpoint, load_run, rng
+from ..training.batch_plan import BatchPlan
+from ..training.build import Setup, prepare
+from ..training.data_loading import place
+from ..training.distributed import Processes, choose_device, set_numerics
+from ..training.evaluate import evaluate, in_streams, order_of, samples_of
+from ..training.optimizer import set_rates
+from ..training.run_folder import provenance
+from .blocks import frontier, of_norms
+from .curvature import PRODUCT
+from .gradients import NotFinite, norm
+from .sample import Point, Sample
+
+SAMPLES = 256
+MOST_POINTS = 10_000
+ITERATIONS = 20
+LAMBDAS = (0.0, 0.1, 1.0, 10.0, 100.0)
+Record = dict[str, Any]
+Say = Callable[[str], None]
+
+
+def along(
+    config: RunConfig,
+    *,
+    points: int = 5,
+    steps: int | None = None,
+    samples: int = SAMPLES,
+    iterations: int = ITERATIONS,
+    lambdas: Sequence[float] = LAMBDAS,
+    device: str | None = None,
+    data_dir: Path | None = None,
+    say: Say = lambda text: None,
+    progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
+) -> Record:
+    """Train as `config` says, and measure at the start, at the end and at as many steps between as make `points`.
+
+    The steps are those of ``sngm train``, and nothing that is measured changes them; no run is left behind. Besides
+    what each point has, every step gives the norms of its own batch's gradient, tensor by tensor, as the method gets
+    it: after clipping, and divided by ``task.scale`` so that all figures are of the mean loss. A run that diverges ends
+    at the first point where it shows, with the status "diverged" and the points before.
+
+    Args:
+        config: of the run, as :func:`sngm.training.resolve` makes it.
+        points: at least two.
+        steps: to end after, if the run has more; its schedule stays as it is.
+        samples: that each point looks at, in groups: see :class:`Sample`.
+        iterations: the most Hessian-vector products of a point; each costs about three gradients of all samples.
+        lambdas: of the frontier.
+        device: where; the GPU if there is one.
+        data_dir: the folder that holds datasets.
+        say: is called with words for people: what it will cost, and each point.
+        progress: is called after each step, as that of :class:`sngm.train.Options`, with no metrics.
+
+    Returns:
+        What docs/probes.md lists. NaN and infinity, which JSON has not, are null where the command line writes it.
+    """
+    if not 2 <= points <= MOST_POINTS:
+        raise UsageError(f"points must be at least 2, the start and the end, and at most {MOST_POINTS:,}, got {points}")
+    if steps is not None and steps < 1:
+        raise UsageError(f"steps must be at least 1, got {steps}")
+    frontier([0.0], [0.0], lambdas)  # refused now, if ever
+    where = alone(device)
+    setup = prepare(config, Processes(0, 1, where), data_dir, step="eager")
+    sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, iterations, say)
+    steps = setup.steps if steps is None else min(steps, setup.steps)
+    due = sorted({round(i * steps / (points - 1)) for i in range(points)})
+    taken = Norms(setup.model, setup.task.scale(config.batch))
+    say(cost_in_words(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
+    found: list[Point] = []
+    began, status = time.monotonic(), "finished"
+    walk = training(config, setup, where, taken)
+    try:
+        for step in range(steps + 1):
+            if step in due:
+                found.append({"step": step, **sample.measure(setup.model)})
+                say(f"step {step} of {steps}: {in_words(found[-1])}")
+            if step < steps:
+                next(walk)
+                progress(step + 1, steps, {})
+    except NotFinite:
+        if not found:
+            raise
+        status = "diverged"
+    finally:
+        walk.close()
+        setup.feed.close()
+    curves, slopes = ([p[key] for p in found] for key in ("hessian_norm", "gradient_norm"))
+    each = taken.read(sample.names)
+    known = [row["rho"] for row in each["each"] if row["rho"] == row["rho"]]
+    return {
+        "format": 1,
+        "kind": "pilot",
+        "status": status,
+        "config": config.as_dict(),
+        **_about(sample),
+        # of a text these are windows of its streams, which are what a batch is made of
+        "training_samples": len(setup.training),
+        "scale": setup.task.scale(config.batch),
+        "points": found,
+        "L": max(curves),
+        "L_settled": all(p["settled"] for p in found),
+        "sigma": max(p["sigma"] for p in found),
+        "sigma_high": max(p["sigma_interval"][1] for p in found),
+        "frontier": [{"lambda": lam, "L": L} for lam, L in frontier(curves, slopes, lambdas).items()],
+        "rho": max(known, default=None),
+        "step_blocks": each["names"],
+        "steps": each["each"],
+        "cost": {
+            "gradients": _spent(sample, found),
+            "training": len(each["each"]) * config.batch,
+            "seconds": time.monotonic() - began,
+        },
+        **provenance(where),
+    }
+
+
+def of_runs(
+    folders: Sequence[str | Path],
+    *,
+    samples: int = SAMPLES,
+    iterations: int = ITERATIONS,
+    bn_group: int | None = None,
+    device: str | None = None,
+    data_dir: Path | None = None,
+    say: Say = lambda text: None,
+) -> Record:
+    """Measure the last checkpoint of each run: sharpness, above all, of small- and of large-batch runs.
+
+    Runs of one task are all measured on the same samples: texts are cut into as many streams as the smallest batch
+    among them has, and runs that were trained on different parts of the data are refused. With BatchNorm they are one
+    function of the weights only if groups have the same size, so the default is the smallest `bn_group` among them.
+    """
+    where = alone(device)
+    loaded = [(Path(folder), *load_run(Path(folder), where, data_dir, partial=True)) for folder in folders]
+    if not loaded:
+        raise UsageError("there are no runs to measure")
+    if len(parts := sorted({config.part for _, _, config in loaded})) > 1:
+        raise UsageError(
+            f"these runs were trained on different parts of the data ({' and '.join(parts)}), so that no samples are "
+            "the same for all; measure the runs of each part by themselves"
+        )
+    streams = min(config.batch for _, _, config in loaded)
+    plans = [BatchPlan.of(c.batch, c.workers, c.micro, c.bn_group) for _, _, c in loaded]
+    group = min(plan.bn_group for plan in plans) if bn_group is None else bn_group
+    if group < 1:
+        raise UsageError(f"bn_group must be at least 1, got {group}")
+    runs: list[Record] = []
+    for folder, model, config in loaded:
+        task = config.build_task(data_dir)
+        training = in_streams(samples_of(task, config)[0], streams)
+        sample = Sample(task, model, training, group, samples, iterations, say)
+        if not runs:
+            say(cost_in_words(sample, len(loaded)))
+        record, state = RunFolder(folder).read(), checkpoint.load(folder)
+        assert state is not None
+        try:
+            point = sample.measure(model)
+        except NotFinite as error:
+            raise NotFinite(f"{folder}: {error}") from None
+        say(f"{folder}: {in_words(point)}")
+        about = {"folder": str(folder), "label": record.get("label", config.label), "status": record["status"]}
+        runs.append(
+            {
+                **about,
+                "config": config.as_dict(),
+                "result": record.get("result", {}),
+                **_about(sample),
+                "step": state["run"]["step"],
+                **point,
+            }
+        )
+    return {"format": 1, "kind": "runs", "runs": runs, **provenance(where)}
+
+
+def cost_in_words(sample: Sample, points: int) -> str:
+    """Said before anything is measured."""
+    groups = f"{len(sample.sizes)} groups of {sample.group}"
+    return (
+        f"{points} point{'s' * (points > 1)}, each at most the work of {sample.cost:,} gradients of single samples: "
+        f"{sample.samples} samples in {groups}, {sample.looks} times"
+    )
+
+
+def in_words(point: Point) -> str:
+    """The figures that matter most."""
+    return (
+        f"loss {point['loss']:.4g}, |g| {point['gradient_norm']:.3g}, "
+        f"|H| {'' if point['settled'] else '>'}{point['hessian_norm']:.3g}, sigma {point['sigma']:.3g}"
+    )
+
+
+def _about(sample: Sample) -> Record:
+    return {
+        "parameters": sum(p.numel() for p in sample.twin.parameters()),
+        "blocks": sample.names,
+        "samples": sample.samples,
+        "groups": len(sample.sizes),
+        "group": sample.group,
+        "batchnorm": sample.normalises,
+    }
+
+
+def _spent(sample: Sample, found: list[Point]) -> int:
+    return sum(sample.samples * (1 + PRODUCT * point["products"]) for point in found)
+
+
+def alone(device: str | None) -> torch.device:
+    """The device of a probe, set up for it, where this is the only process."""
+    if ranks() != 1:
+        raise UsageError("a probe is made by one process; start it without torchrun")
+    where = choose_device(device)
+    set_numerics(where)
+    return where
+
+
+class Norms:
+    """The norm of each tensor's gradient at each step, left on the device until all are there."""
+
+    def __init__(self, model: nn.Module, scale: float) -> None:
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.scale = scale
+        self.used: list[int] = []
+        self.rows: list[Tensor] = []
+        self.losses: list[Tensor] = []
+        self.rates: list[float] = []
+
+    def take(self, loss: Tensor, lr: float) -> None:
+        """After a step. EXTRAP-SGD leaves no gradients behind; there are no norms then."""
+        self.losses.append(loss.detach().double().clone())
+        self.rates.append(lr)
+        self.used = self.used or [i for i, p in enumerate(self.params) if p.grad is not None]
+        if self.used:
+            zero = self.losses[-1].new_zeros(())
+            grads = [self.params[i].grad for i in self.used]
+            self.rows.append(torch.stack([zero if g is None else norm(g) / self.scale for g in grads]))
+
+    def read(self, names: list[str]) -> Record:
+        """A record a step, and what its norms are of."""
+        losses = torch.stack(self.losses).tolist() if self.losses else []
+        rows: list[list[float]] = torch.stack(self.rows).tolist() if self.rows else [[]] * len(losses)
+        each = []
+        for step, (lr, loss, row) in enumerate(zip(self.rates, losses, rows, strict=True)):
+            own = of_norms(row)
+            each.append({"step": step, "lr": lr, "loss": loss, "rho": own.rho, "cos": own.cos, "block_norms": row})
+        return {"names": [names[i] for i in self.used], "each": each}
+
+
+def training(config: RunConfig, setup: Setup, device: torch.device, taken: Norms) -> Generator[None, None, None]:
+    """The steps of a run, one each time it is asked."""
+    task, counter = setup.task, itertools.count()
+    scores: list[float] = []
+    held_out = {name: place(samples, device) for name, samples in setup.held_out.items()}
+    for epoch in range(config.epochs):
+        order = setup.feed.begin(order_of(setup.training, config.seed, rng.ORDER, epoch), epoch, 0)
+        setup.carried.begin_epoch()
+        for i in range(setup.per_epoch):
+            step = next(counter)
+            moment = Moment(step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
+            factor = setup.schedule(moment)
+            set_rates(setup.optimizer, factor)
+            batch = order[i * config.batch : (i + 1) * config.batch]
+            taken.take(setup.stepper(batch, epoch=epoch, step=step), config.lr * factor)
+            if i + 1 == setup.per_epoch and setup.schedule.needs_history:
+                found = evaluate(task, setup.model, held_out, config)
+                scores = [*scores, found[f"validation_{task.metric}"]]
+            yield

@@ -1,0 +1,163 @@
+"""BatchNorm's running statistics over a step: whose samples they follow, however the batch is cut into passes."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
+
+from ..models.ghost_norm import GhostBatchNorm2d, one_after_another
+from ..tasks import Task
+from .batch_plan import BatchPlan
+
+
+def may_merge(task: Task, model: nn.Module) -> bool:
+    """Whether a pass may hold several BatchNorm groups: the task says so, and no layer would mix or number them."""
+    if task.pass_size is None or draws(task, model):
+        return False
+    norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
+    return all(isinstance(norm, GhostBatchNorm2d) and norm.momentum is not None for norm in norms)
+
+
+def draws(task: Task, model: nn.Module) -> bool:
+    """Whether the loss may draw random numbers: a model may say so by an attribute `draws`, beside its layers."""
+    dropout = any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in model.modules())
+    return task.pass_size is None or dropout or bool(getattr(model, "draws", False))
+
+
+class OneByOne:
+    """For any BatchNorm, one group a pass: every worker starts from the same statistics and follows its own groups."""
+
+    def __init__(self, model: nn.Module, plan: BatchPlan, policy: str) -> None:
+        self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
+        self.plan, self.mean = plan, policy == "mean"
+        self.before: list[Tensor] = []
+        self.kept: list[list[Tensor]] = []
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.before, self.kept = self._copies(), []
+
+    @contextlib.contextmanager
+    def following(self, worker: int | None) -> Iterator[None]:
+        """Within, statistics follow the worker's passes if they are to be kept; None: stay as they are."""
+        for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
+            b.copy_(old)
+        track(self.norms, worker is not None if self.mean else worker == 0)
+        try:
+            yield
+        finally:
+            track(self.norms, True)
+        if worker is not None:
+            self.kept.append(self._copies())
+
+    def at(self, piece: slice) -> None:
+        """This part of the batch comes next. A pass of one group needs no telling."""
+
+    def end(self) -> None:
+        """All passes are done: keep the mean over workers of the statistics each has come to, if that is asked for."""
+        for i, b in enumerate(self._buffers() if self.mean else []):
+            if not b.is_floating_point():  # the number of batches seen, equal for all
+                continue
+            mean = torch.stack([copies[i] for copies in self.kept]).sum(0) / self.plan.workers
+            if self.plan.ranks > 1:
+                dist.all_reduce(mean)
+            b.copy_(mean)
+
+    def _buffers(self) -> list[Tensor]:
+        return [b for norm in self.norms for b in norm.buffers()]
+
+    def _copies(self) -> list[Tensor]:
+        return [b.clone() for b in self._buffers()] if self.mean else []
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a pass adds to running statistics: see :class:`GhostBatchNorm2d`. Without weights: nothing."""
+
+    weights: Tensor | None
+    keep: float = 1.0
+    batches: int = 0
+
+
+class Ghost:
+    """For GhostBatchNorm2d and passes of many groups: each group has a weight that gives what :class:`OneByOne` gives.
+
+    A worker with groups 1..n moves r to (1-m)^n r + sum_i m (1-m)^(n-i) s_i. The first worker's groups count as
+    there, or all workers' groups, divided by the number of workers: their mean.
+    """
+
+    def __init__(
+        self, model: nn.Module, plan: BatchPlan, policy: str, rank: int, passes: Sequence[slice], dtype: torch.dtype
+    ) -> None:
+        self.norms = [m for m in model.modules() if isinstance(m, GhostBatchNorm2d)]
+        self.tracked = [norm for norm in self.norms if norm.track_running_stats]
+        self.plan, self.mean = plan, policy == "mean"
+        for norm in self.norms:
+            norm.group = plan.bn_group
+        devices = {norm: b.device for norm in self.tracked if (b := norm.running_mean) is not None}
+        momenta = {(float(norm.momentum or 0.0), devices[norm]) for norm in self.tracked}
+        shares = {key: self._shares(key[0], rank, passes, dtype, key[1]) for key in momenta}
+        self.shares = {norm: shares[float(norm.momentum or 0.0), devices[norm]] for norm in self.tracked}
+        self.follows = False
+
+    def _shares(
+        self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
+    ) -> dict[int, Share]:
+        """By the start of each pass. Old statistics fade once a step, at the first pass that counts."""
+        each = self.plan.share // self.plan.bn_group  # groups of a worker
+        weights, keep = one_after_another(each, momentum)
+        if self.mean:  # over the workers here: the mean over processes comes after
+            weights = weights.repeat(self.plan.workers) / len(self.plan.workers_of(rank))
+        else:
+            weights = torch.cat([weights, torch.zeros(each * (self.plan.workers - 1), dtype=weights.dtype)])
+        shares: dict[int, Share] = {}
+        fades = True
+        for piece in passes:
+            own = weights[piece.start // self.plan.bn_group : piece.stop // self.plan.bn_group].to(device, dtype)
+            if not own.any():
+                shares[piece.start] = Share(None)
+                continue
+            shares[piece.start] = Share(own, keep, each) if fades else Share(own)
+            fades = False
+        return shares
+
+    def begin(self) -> None:
+        """A step begins; there is nothing to remember."""
+
+    @contextlib.contextmanager
+    def following(self, worker: int | None) -> Iterator[None]:
+        """Within, statistics follow the passes that count; None: stay as they are."""
+        self.follows = worker is not None
+        try:
+            yield
+        finally:
+            track(self.tracked, True)
+
+    def at(self, piece: slice) -> None:
+        """This part of the batch comes next."""
+        for norm in self.tracked:
+            share = self.shares[norm][piece.start]
+            norm.track_running_stats = self.follows and share.weights is not None
+            norm.weights, norm.keep, norm.batches = share.weights, share.keep, share.batches
+
+    def end(self) -> None:
+        """All passes are done: take the mean over processes, if that is asked for."""
+        if not self.mean or self.plan.ranks == 1:
+            return
+        for norm in self.tracked:
+            for b in norm.buffers():
+                if b.is_floating_point():
+                    dist.all_reduce(b.div_(self.plan.ranks))
+
+
+def track(norms: Sequence[_BatchNorm], follow: bool) -> None:
+    """Let running statistics follow what comes, or not."""
+    for norm in norms:
+        norm.track_running_stats = follow

@@ -1,0 +1,138 @@
+"""Everything a run needs before its first step. What could not be run is refused here, before anything is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ..errors import UsageError
+from ..memory import MemoryLimit
+from ..tasks import Samples, Schedule, Splits, Task
+from . import rng
+from .batch_plan import BatchPlan
+from .batchnorm_stats import Ghost, OneByOne, may_merge
+from .config import RunConfig
+from .cuda_graph_step import Captured, choose, without_capture
+from .data_loading import Resident, Streamed, fits, loaders_of
+from .distributed import Processes
+from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
+from .optimizer import build_optimizer, captures
+from .recurrent_state import Carried
+from .step import Stepper, turns_of
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """A run about to begin. `training` is what it trains on, `held_out` what it is scored on."""
+
+    task: Task
+    training: Samples
+    held_out: HeldOut
+    data: dict[str, Any]  # what the record says of them
+    per_epoch: int  # steps
+    steps: int
+    schedule: Schedule
+    plan: BatchPlan
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    feed: Resident | Streamed
+    carried: Carried
+    stepper: Stepper | Captured
+
+
+def prepare(
+    config: RunConfig,
+    processes: Processes,
+    data_dir: Path | None = None,
+    *,
+    step: str = "auto",
+    loaders: int | None = None,
+    pass_size: int | None = None,
+    splits: Splits | None = None,
+) -> Setup:
+    """Data, batch plan, schedule, model and optimizer of a run, and how its steps are made."""
+    config.check_source()
+    task = config.build_task(data_dir)
+    training, held_out = samples_of(task, config, splits)
+    data = data_of(training, held_out)
+    training = in_streams(training, config.batch)
+    per_epoch = steps_per_epoch(config, len(training))
+    schedule = schedule_of(config, held_out)
+    plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
+    model = build_model(config, task, processes.device)
+    if plan.bn_group == 1 and any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
+        raise UsageError(
+            "BatchNorm over a single sample: take a larger --batch, fewer --workers, or a larger --bn-group"
+        )
+    streams = task.loaders > 0 or bool(loaders)
+    elsewhere = why_elsewhere(training, streams, processes.device)
+    # EXTRAP-SGD looks twice at each worker's samples
+    passes = plan.batch // plan.bn_group * (2 if config.method == "extrap-sgd" else 1)
+    mode = choose(step, task, model, processes.device, processes.ranks, elsewhere, passes)
+    optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
+    if "captured" in mode and not captures(optimizer):
+        if step != "auto":
+            raise UsageError(f"--step {step}: {config.method} cannot be captured")
+        mode = without_capture(mode)
+        optimizer = build_optimizer(config, model)
+    most = most_of_a_pass(task, model, processes.device, pass_size)
+    turns = turns_of(plan, processes.rank, optimizer, most)
+    pieces = [piece for turn in turns for piece in turn.passes]
+    statistics: Ghost | OneByOne = OneByOne(model, plan, config.running_stats)
+    if most is not None:
+        statistics = Ghost(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
+    feed: Resident | Streamed = Resident(training, processes.device)
+    if streams:
+        count = loaders_of(task, loaders)
+        feed = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
+    carried = Carried(task, model, plan, processes.rank)
+    plain = Stepper(
+        config, task, feed, model, optimizer, plan, processes.device, turns, statistics, carried, mode, step != "auto"
+    )
+    stepper = Captured(plain, config.batch, processes.device) if "captured" in mode else plain
+    steps = per_epoch * config.epochs
+    return Setup(
+        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, feed, carried, stepper
+    )
+
+
+def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
+    """The task's model with the weights of the config's seed, where and as it is trained."""
+    rng.seed_torch(config.seed, rng.MODEL)
+    with MemoryLimit(config.task_in_words, copies=1 if device.type == "cuda" else 2):
+        model = task.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
+    model = model.to(device, config.dtype)
+    if device.type == "cuda" and config.precision == "bfloat16":  # the order in which tensor cores read images
+        model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model
+
+
+def why_elsewhere(samples: Samples, streams: bool, device: torch.device) -> str:
+    """What keeps samples from a GPU's memory, in words; empty if nothing does."""
+    if streams:
+        return "batches come from other processes"
+    if getattr(samples, "device", None) is None:
+        return "samples are not tensors in memory"
+    return "" if fits(samples, device) else "samples take more than half of the GPU's free memory"
+
+
+def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
+    """Samples that a pass of many BatchNorm groups may hold; None: a pass is one group."""
+    if asked is not None and asked < 1:
+        raise UsageError(f"pass_size must be at least 1, got {asked}")
+    if may_merge(task, model):
+        usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)
+        return usual if asked is None else asked
+    if asked is not None:
+        raise UsageError(
+            "pass_size is for tasks that set one and models whose samples meet in GhostBatchNorm2d alone; "
+            "this one takes a BatchNorm group at a time"
+        )
+    return None

@@ -1,0 +1,96 @@
+"""The loss of a pass by torch.compile: augmentation, model and loss in one piece."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tasks import Batch, Samples, Task
+from .config import RunConfig
+from .data_loading import to_device
+
+BACKEND = "inductor"
+KINDS_OF_PASS = 64  # that may be compiled in one process: shapes, models and what BatchNorm follows
+
+
+class NotCompiled(Exception):
+    """torch.compile gave up; the reason in one line."""
+
+
+def compiled(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    taken: Tensor | Batch,
+    carried: Batch,
+    config: RunConfig,
+    epoch: int | Tensor,
+    device: torch.device,
+) -> tuple[Tensor, Batch]:
+    """The loss of a pass and what it hands on: of the samples at some indices, or of a batch that is there.
+
+    A model of the same shape finds what was compiled for another: what differs between runs goes in as tensors.
+    """
+    dtype = config.dtype
+    try:
+        if not isinstance(taken, Tensor):
+            return _compile(_loss_of_batch)(task, model, to_device(taken, device, dtype), carried)
+        seed = _number("seed", config.seed, taken.device)
+        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, taken.device)
+        return _compile(_loss_of_samples)(task, model, samples, taken, carried, seed, epoch, device, dtype)
+    except Exception as error:
+        if "TorchDynamoException" not in (cls.__name__ for cls in type(error).__mro__):  # of a private module
+            raise
+        raise NotCompiled(in_one_line(error)) from error
+
+
+def in_one_line(error: Exception) -> str:
+    """What went wrong, without the pages that follow.
+
+    >>> in_one_line(RuntimeError("backend='inductor' raised:\\nTypeError: no\\n\\nSet TORCHDYNAMO_VERBOSE=1"))
+    "backend='inductor' raised: TypeError: no"
+    """
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+@functools.lru_cache(maxsize=8)
+def _number(name: str, value: int, device: torch.device) -> Tensor:
+    """An epoch or a seed as a tensor, sent once; of each its own, since code for two tensors does not serve one."""
+    return torch.tensor(value, device=device)
+
+
+def _loss_of_samples(
+    task: Task,
+    model: nn.Module,
+    samples: Samples,
+    indices: Tensor,
+    carried: Batch,
+    seed: Any,
+    epoch: Any,
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Batch]:
+    batch = to_device(task.batch(samples, indices, seed=seed, epoch=epoch), device, dtype)
+    return task.follow(model, batch, carried)
+
+
+def _loss_of_batch(task: Task, model: nn.Module, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
+    return task.follow(model, batch, carried)
+
+
+@functools.cache
+def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tuple[Tensor, Batch]]:
+    dynamo: Any = importlib.import_module("torch._dynamo").config
+    if hasattr(dynamo, "allow_rnn"):
+        dynamo.allow_rnn = True
+    if hasattr(dynamo, "recompile_limit"):
+        dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
+    # random numbers as in an eager step
+    options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
+    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **options)

@@ -1,0 +1,280 @@
+"""What makes a run the run it is."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args, get_origin, get_type_hints
+
+import torch
+
+from .. import tasks
+from ..errors import UsageError
+from ..optim import registry
+from ..parsing import format_call
+from ..tasks import Schedule, Task
+from .batch_plan import MOST_SAMPLES, BatchPlan
+
+PARTS = ("full", "select")
+RUNNING_STATS = ("first", "mean")
+PRECISIONS = ("float32", "float64", "bfloat16")
+DECAY_ON = ("weights", "all")
+BIAS_LR = ("scaled", "full")
+CHOICES = {
+    "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
+}  # fmt: skip
+LATER = {"decay_on": "weights", "bias_lr": "scaled"}  # fields that older records lack, with what was done then
+RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
+WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
+INNER = 1 / 8  # of lr, EXTRAP-SGD's inner rate: linear scaling for one of eight workers
+
+
+@dataclass(frozen=True, slots=True)
+class RunConfig:
+    """One training, resolved: two runs with equal configs give the same numbers on the same machine.
+
+    Attributes:
+        task, task_settings, task_source: what is trained; a checksum of the user's own file.
+        method, method_settings: the optimizer.
+        part: "full" trains on the whole training set and tests; "select" holds out a validation part and scores that.
+        running_stats: whose BatchNorm statistics a model keeps: of the "first" worker, as DDP does, or their "mean".
+        precision: of weights and of all that is computed. "bfloat16" is autocast: convolutions and matrix products in
+            bfloat16; weights, norms and optimizer state in float32.
+        decay_on: weight decay acts on "weights", which biases and normalisation layers are not, or on "all".
+        bias_lr: LARS and CLARS train biases and normalisation layers at ``trust_coefficient * lr``, "scaled", or at
+            the "full" rate, as the published code does.
+        The others are named as on the command line.
+    """
+
+    task: str
+    method: str
+    lr: float
+    batch: int
+    epochs: int
+    seed: int = 0
+    part: str = "full"
+    workers: int = 1
+    micro: int | None = None
+    bn_group: int | None = None
+    running_stats: str = "first"
+    schedule: str = "cosine"
+    warmup: float = 0.0
+    clip: float | None = None
+    precision: str = "float32"
+    decay_on: str = "weights"
+    bias_lr: str = "scaled"
+    method_settings: dict[str, Any] = field(default_factory=dict)
+    task_settings: dict[str, Any] = field(default_factory=dict)
+    task_source: str | None = None
+
+    def __post_init__(self) -> None:
+        self._check_types()
+        if not 0 < self.lr < math.inf:
+            raise UsageError(f"lr must be a positive number, got {self.lr!r}")
+        for name, (least, most) in RANGES.items():
+            if (value := getattr(self, name)) < least:
+                raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+            if value > most:
+                raise UsageError(f"{name} must be at most {most:,}, got {_short(value)}")
+        for name, allowed in CHOICES.items():
+            if getattr(self, name) not in allowed:
+                raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+        largest = torch.finfo(self.dtype).max  # torch's own optimizers break off beyond it
+        for name, value in {"lr": self.lr, **self.method_settings}.items():
+            for number in value if isinstance(value, (tuple, list)) else (value,):
+                if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
+                    raise UsageError(f"{name} is larger than a number of {self.precision} can be, {largest:.2g}")
+        if self.clip is not None and not 0 < self.clip < math.inf:
+            raise UsageError(f"clip must be a positive number, got {self.clip!r}")
+        if self.warmup > self.epochs:
+            raise UsageError(f"warmup={self.warmup:g} is longer than the run's {self.epochs} epochs")
+        Schedule(self.schedule, self.warmup)
+
+    def _check_types(self) -> None:
+        """Refuse a field of another type than it is annotated with; an int is a float too, a bool is neither."""
+        for name, kind in _field_types().items():
+            value, kinds = getattr(self, name), get_args(kind) or (kind,)
+            if get_origin(kind) is dict:
+                fits, wanted = (
+                    isinstance(value, dict) and all(isinstance(key, str) for key in value),
+                    "a dict of settings",
+                )
+            else:
+                allowed = (*kinds, int) if float in kinds else kinds
+                fits = isinstance(value, allowed) and not isinstance(value, bool)
+                wanted = " or ".join(WORDS[one] for one in kinds)
+            if not fits:
+                raise UsageError(f"{name} must be {wanted}, got {_short(value)}")
+
+    @property
+    def hash(self) -> str:
+        """Short, and the same for the same settings in any order; older runs keep theirs when fields are added."""
+        values = {k: v for k, v in self.as_dict().items() if k not in LATER or v != LATER[k]}
+        return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights and inputs."""
+        return torch.float64 if self.precision == "float64" else torch.float32
+
+    def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
+        """What a model is called in, for this precision."""
+        if self.precision != "bfloat16":
+            return contextlib.nullcontext()
+        if device.type == "cpu":  # one without bfloat16 says so with a page of C++, and then computes all the same
+            warnings.filterwarnings("ignore", "mkldnn_matmul failed")
+        # no cache: it would outlive a captured step, and hold casts of weights that have moved on
+        return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
+
+    @property
+    def label(self) -> str:
+        """What to call the method: its name, with the settings that differ from the task's usual ones."""
+        usual = {"weight_decay": tasks.find(self.task).usual(self.batch)["weight_decay"], "inner_lr": self.lr * INNER}
+        special = {k: v for k, v in self.method_settings.items() if usual.get(k) != v}
+        return format_call(self.method, special)
+
+    @property
+    def task_in_words(self) -> str:
+        """The task with its settings, for messages."""
+        return format_call(f"task {self.task}", self.task_settings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As JSON would give it back."""
+        plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
+        return plain
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> RunConfig:
+        """The inverse of :meth:`as_dict`, of older records too; lists become tuples, as settings like betas are."""
+        values = completed(values)
+        missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
+        if missing:
+            raise UsageError(f"not the config of a run of this version: {', '.join(sorted(missing))} differ")
+        settings = values["method_settings"]
+        if isinstance(settings, dict):
+            settings = {k: tuple(v) if isinstance(v, list) else v for k, v in settings.items()}
+        return cls(**{**values, "method_settings": settings})
+
+    def check_source(self) -> None:
+        """Refuse to go on with a task that is not the one this run began with."""
+        now = tasks.source_of(self.task)
+        if now != self.task_source:
+            raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
+
+    def build_task(self, data_dir: Path | None = None) -> Task:
+        return tasks.build(self.task, self.task_settings, data_dir)
+
+
+@functools.cache
+def _field_types() -> dict[str, Any]:
+    return get_type_hints(RunConfig)
+
+
+def completed(values: dict[str, Any]) -> dict[str, Any]:
+    """The config of an older record with the fields it lacks."""
+    return {**LATER, **values}
+
+
+def resolve(
+    task: str,
+    method: str,
+    *,
+    method_settings: dict[str, Any] | None = None,
+    task_settings: dict[str, Any] | None = None,
+    device: torch.device | str | None = None,
+    processes: int = 1,
+    **given: Any,
+) -> RunConfig:
+    """The config that follows from what the user said and the task's defaults. None means: not said.
+
+    Args:
+        task, method: their names.
+        method_settings, task_settings: those that differ from the defaults.
+        device: what the run will be made on. On a GPU the default precision is the task's `precision_on_gpu`.
+        processes: how many the run will have; the default number of workers can be shared out over them.
+        given: fields of :class:`RunConfig`.
+    """
+    cls = tasks.find(task)
+    settings = {k: v for k, v in given.items() if v is not None}
+    task = tasks.canonical(task)
+    settings["task_source"] = tasks.source_of(task)
+    settings.setdefault("batch", cls.batches[0])
+    usual = cls.usual(settings["batch"])
+    if not isinstance(usual, Mapping):
+        raise UsageError(f"task {task}: usual() must return a dict, got {usual!r}")
+    for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
+        settings.setdefault(name, usual[name])
+    settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
+    clip = usual["clip"]
+    settings.setdefault("clip", clip.get(method) if isinstance(clip, Mapping) else clip)
+    if settings["clip"] == math.inf:  # how to say "no clipping" where the task has it
+        settings["clip"] = None
+    settings.setdefault("precision", usual_precision(task, settings["batch"], device))
+    chosen = dict(method_settings or {})
+    known = method_settings_of(method)
+    if "weight_decay" in known:
+        chosen.setdefault("weight_decay", usual["weight_decay"])
+    if method == "extrap-sgd" and "lr" in settings:
+        chosen.setdefault("inner_lr", settings["lr"] * INNER)
+    settings |= _batch_plan(settings, usual, processes)
+    return RunConfig(
+        task=task, method=method, method_settings=chosen, task_settings=dict(task_settings or {}), **settings
+    )
+
+
+def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int) -> dict[str, int]:
+    """Workers, micro-batches and BatchNorm groups: as said, and else the task's as far as they fit the batch."""
+    batch, micro, bn_group = settings["batch"], settings.get("micro"), settings.get("bn_group")
+    workers = settings.get("workers")
+    if workers is None:
+        workers = math.ceil(usual["workers"] / processes) * processes
+        if batch % workers and processes == 1:
+            below = batch // workers * workers
+            raise UsageError(
+                f"batch={batch} cannot be shared out over the task's {workers} workers; say --workers, "
+                f"or take a batch of {f'{below} or ' if below else ''}{below + workers}"
+            )
+    if micro is None and bn_group is None and usual["micro"] is not None and workers > 0 and batch >= workers:
+        micro = largest_divisor(batch // workers, usual["micro"])
+    plan = BatchPlan.of(batch, workers, micro, bn_group)
+    return {"workers": plan.workers, "micro": plan.micro, "bn_group": plan.bn_group}
+
+
+def _short(value: Any) -> str:
+    """Return a value as text, cut where it is long: Python refuses to print integers of 5,000 digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a value of type {type(value).__name__} that is too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def largest_divisor(value: int, most: int) -> int:
+    """Up to `most`.
+
+    >>> largest_divisor(1024, 128), largest_divisor(100, 64)
+    (128, 50)
+    """
+    return next(d for d in range(min(most, value), 0, -1) if value % d == 0)
+
+
+def usual_precision(task: str, batch: int, device: torch.device | str | None) -> str:
+    """The precision of a task where the user says nothing."""
+    on_gpu = device is not None and torch.device(device).type == "cuda"
+    return str(tasks.find(task).usual(batch)["precision_on_gpu"]) if on_gpu else "float32"
+
+
+def method_settings_of(method: str) -> list[str]:
+    """The settings a method has, besides lr."""
+    try:
+        return [name for name in registry.settings_of(method) if name != "lr"]
+    except (ValueError, TypeError) as error:
+        raise UsageError(str(error)) from error

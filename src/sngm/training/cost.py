@@ -1,0 +1,151 @@
+"""How long a run will take and what memory it needs, from one of its own passes through the model."""
+
+from __future__ import annotations
+
+import copy
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..models.ghost_norm import GhostBatchNorm2d
+from ..optim import CLARS, ExtrapSGD
+from .build import Setup
+from .config import RunConfig
+from .data_loading import loaders_of, place, size_of, to_device
+from .distributed import set_numerics
+from .optimizer import build_optimizer
+
+MOST_ON_CPU = 128  # samples of the pass that is measured there
+SECONDS = 8.0  # that all may take there
+TIMES = 4  # that it is taken: once for the memory, the others for the time
+PROBE = 8  # samples of the pass before it, which warms up and says how many can be afforded
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One pass of a run, and what follows from it for this process. Bytes and seconds.
+
+    Attributes:
+        samples: of the pass that was measured.
+        largest: samples of the run's largest pass.
+        sample_seconds, step_seconds: of a sample's way forward and back; of the optimizer, once a step.
+        memory: what for, and how much at the most.
+    """
+
+    samples: int
+    largest: int
+    sample_seconds: float
+    step_seconds: float
+    memory: dict[str, int]
+
+    def epoch_seconds(self, setup: Setup) -> float:
+        """Of training; evaluation comes on top."""
+        looks = 2 if isinstance(setup.optimizer, ExtrapSGD) else 1
+        samples = setup.plan.batch // setup.plan.ranks * looks
+        return setup.per_epoch * (samples * self.sample_seconds + self.step_seconds)
+
+
+def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int | None = None) -> Measured:
+    """Take one pass of a run that has been prepared, with a copy of its model: the run is left as it is."""
+    set_numerics(device)
+    model = copy.deepcopy(setup.model).train()
+    optimizer = build_optimizer(config, model)
+    on_gpu = device.type == "cuda"
+    training = place(setup.training, device) if on_gpu and not setup.feed.streams else setup.training
+    here = getattr(training, "device", None)
+    task, group = setup.task, setup.plan.bn_group
+    largest = samples = _largest_pass(setup)
+    preparing = [0.0]
+
+    def take(samples: int) -> float:
+        """Seconds of one pass of so many samples."""
+        for norm in model.modules():
+            if isinstance(norm, GhostBatchNorm2d):
+                norm.group, norm.weights = (group if samples % group == 0 else samples), None
+        start = _now(device)
+        with config.autocast(device):
+            batch = task.batch(training, torch.arange(samples, device=here), seed=config.seed, epoch=0)
+            batch = to_device(batch, device, config.dtype)
+            preparing[0] = _now(device) - start
+            loss, _ = task.follow(model, batch, task.start(model, samples))
+        loss.backward()  # type: ignore[no-untyped-call]
+        return _now(device) - start
+
+    probe = largest if on_gpu else min(largest, PROBE)
+    seconds = take(probe)
+    if not on_gpu:
+        samples = max(probe, min(largest, MOST_ON_CPU, int(SECONDS / TIMES / seconds * probe)))
+        samples -= samples % group if samples > group else 0
+    optimizer.zero_grad()
+    activations = _activations(lambda: take(samples), model, device)
+    if samples < largest:  # some are of no sample, such as gradients that a loss keeps
+        few = max(1, samples // 2)
+        of_few = _activations(lambda: take(few), model, device)
+        activations += round((activations - of_few) / max(1, samples - few) * (largest - samples))
+    seconds = statistics.median(take(samples) for _ in range(TIMES - 1))
+    if setup.feed.streams:  # other processes prepare batches while the model works
+        count = loaders_of(task, loaders)
+        work = seconds - preparing[0]
+        seconds = max(work, preparing[0] / count) if count else seconds
+    step_seconds = _step(optimizer, device)
+    memory = {
+        "parameters": _bytes([*model.parameters(), *model.buffers()]),
+        "gradients": _bytes(p.grad for p in model.parameters() if p.grad is not None),
+        "optimizer": _bytes(t for state in optimizer.state.values() for t in state.values() if isinstance(t, Tensor)),
+        "activations": activations,
+        "samples": size_of(training) if on_gpu and here == device else 0,
+    }
+    return Measured(samples, largest, seconds / samples, step_seconds, memory | {"total": sum(memory.values())})
+
+
+def _largest_pass(setup: Setup) -> int:
+    stepper: Any = setup.stepper
+    turns = getattr(stepper, "stepper", stepper).turns  # a captured step has the plain one inside
+    return max(int(piece.stop - piece.start) for turn in turns for piece in turn.passes)
+
+
+def _activations(take: Callable[[], float], model: nn.Module, device: torch.device) -> int:
+    """Bytes that a pass keeps for its way back; on a GPU all that it allocates."""
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        take()
+        gradients = _bytes(p.grad for p in model.parameters() if p.grad is not None)
+        return max(0, torch.cuda.max_memory_allocated(device) - before - gradients)
+    own = {t.untyped_storage().data_ptr() for t in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        take()
+    return sum(kept.values())
+
+
+def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
+    """Seconds of the optimizer's step: the second of two, where it takes no more than the gradient there is."""
+    if isinstance(optimizer, (CLARS, ExtrapSGD)):
+        return 0.0
+    optimizer.step()
+    start = _now(device)
+    optimizer.step()
+    return _now(device) - start
+
+
+def _now(device: torch.device) -> float:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def _bytes(tensors: Any) -> int:
+    return sum(int(t.nbytes) for t in tensors)

@@ -1,0 +1,192 @@
+"""Which samples a run trains on and which it is scored on, and the scoring."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import UsageError
+from ..tasks import Batch, Samples, Schedule, Splits, Task
+from . import rng
+from .config import RunConfig
+from .data_loading import Loader, loaders_of, to_device
+
+EVAL_BATCH = 1024
+LOADED_BATCH = 128
+HeldOut = dict[str, Samples]
+
+
+class Part:
+    """Some of the samples."""
+
+    def __init__(self, samples: Samples, indices: Tensor) -> None:
+        self.samples, self.indices = samples, indices
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the samples are, if they say."""
+        return getattr(self.samples, "device", None)
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return self.samples[self.indices.to(indices.device)[indices]]
+
+    def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
+        """Where samples of tensors lie: see :meth:`sngm.tasks.Tensors.rows`."""
+        found: tuple[Batch, Tensor] = self.samples.rows(self.indices.to(indices.device)[indices])  # type: ignore[attr-defined]
+        return found
+
+    def fingerprint(self) -> str | None:
+        """That of the samples it is a part of, if they have one."""
+        return fingerprint(self.samples)
+
+    def to(self, device: torch.device | str) -> Part:
+        """The same samples on a device, where those they are a part of can be moved."""
+        move = getattr(self.samples, "to", None)
+        return self if move is None else Part(move(device), self.indices.to(device))
+
+
+def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> tuple[Samples, HeldOut]:
+    """What to train on, and what to score, by name. A run that selects a learning rate never sees the test set.
+
+    `splits` are the task's data, if they have been loaded already.
+    """
+    splits = task.data() if splits is None else splits
+    if not isinstance(splits, Splits):
+        raise UsageError(f"task {config.task}: data() must return sngm.tasks.Splits, got {type(splits).__name__}")
+    for part in ("train", "validation", "test"):
+        samples = getattr(splits, part)
+        if samples is not None and not (part == "test" and config.part == "select"):
+            check_samples(f"task {config.task}: data(): {part}", samples)
+    if config.part == "full":
+        return splits.train, ({"validation": splits.validation} if splits.validation else {}) | {"test": splits.test}
+    if splits.validation is not None:
+        return splits.train, {"validation": splits.validation}
+    if hasattr(splits.train, "in_streams"):
+        raise UsageError(
+            f"task {config.task}: samples that follow one another cannot be held out; give it a validation set"
+        )
+    count = len(splits.train)
+    held = max(1, round(count * task.holdout))
+    order = rng.permutation(count, rng.HOLDOUT)  # the same for every seed: all methods choose on the same samples
+    return Part(splits.train, order[:-held]), {"validation": Part(splits.train, order[-held:])}
+
+
+def check_samples(name: str, samples: Any) -> None:
+    """Refuse what has no samples at a tensor of indices, or none at all."""
+    if hasattr(samples, "in_streams"):
+        return
+    kind = type(samples)
+    if kind in (list, tuple, dict, str) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
+        raise UsageError(
+            f"{name} must have a length and give the samples at a tensor of indices, as "
+            f"sngm.tasks.Tensors(inputs, labels) does; got a {kind.__name__}"
+        )
+    if not len(samples):
+        raise UsageError(f"{name} holds no samples")
+
+
+def in_streams(samples: Samples, batch: int) -> Samples:
+    """Samples that follow one another, as they are read with this batch; others as they are."""
+    cut = getattr(samples, "in_streams", None)
+    return samples if cut is None else cut(batch)
+
+
+def order_of(samples: Samples, *key: int) -> Tensor:
+    """The order of an epoch: that of a text, where samples follow one another, or a random one."""
+    return torch.arange(len(samples)) if hasattr(samples, "streams") else rng.permutation(len(samples), *key)
+
+
+def fingerprint(samples: Samples) -> str | None:
+    """What tells samples from others, where they can say."""
+    say = getattr(samples, "fingerprint", None)
+    return None if say is None else str(say())
+
+
+def data_of(training: Samples, held_out: HeldOut) -> dict[str, Any]:
+    """What a run's record says of its data."""
+    return {
+        name: {"samples": len(samples), "fingerprint": fingerprint(samples)}
+        for name, samples in {"training": training, **held_out}.items()
+    }
+
+
+def steps_per_epoch(config: RunConfig, count: int) -> int:
+    """Whole batches in `count` samples; the rest of an epoch's order is left out."""
+    if config.batch > count:
+        most = count // config.workers * config.workers or count
+        rest = ", the rest being held out to choose a learning rate by" if config.part == "select" else ""
+        raise UsageError(f"batch={config.batch} is more than the {count} samples to train on{rest}; at most {most}")
+    return count // config.batch
+
+
+def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
+    """The schedule, refused if it needs validation scores that this run will not have."""
+    schedule = Schedule(config.schedule, config.warmup)
+    if schedule.needs_history and "validation" not in held_out:
+        raise UsageError(
+            f"schedule {config.schedule} needs a validation set, which {config.task} has not: "
+            "give its Splits one, or take another schedule"
+        )
+    return schedule
+
+
+@torch.no_grad()
+def evaluate(
+    task: Task,
+    model: nn.Module,
+    held_out: HeldOut,
+    config: RunConfig,
+    pass_size: int | None = None,
+    loaders: int | None = None,
+) -> dict[str, float]:
+    """All scores, such as ``test_accuracy``, with every layer left in the mode it was in."""
+    device = next(model.parameters()).device
+    size = EVAL_BATCH
+    if device.type == "cuda":  # where small batches leave it idle
+        size = max(size, 1 << (task.pass_size or 1).bit_length() - 1)
+    size = size if pass_size is None else min(size, pass_size)
+    count = loaders_of(task, loaders) if task.loaders or loaders else 0
+    training = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        scores: dict[str, float] = {}
+        for name, samples in held_out.items():
+            with config.autocast(device):
+                found = task.evaluate(model, batches(samples, device, config.dtype, size, count))
+            if not isinstance(found, Mapping):
+                raise UsageError(f"task {config.task}: evaluate() must return a dict of numbers, got {found!r}")
+            if task.metric not in found:
+                raise UsageError(
+                    f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
+                )
+            # plain numbers, whatever a task of the user's returns: a checkpoint can hold no others
+            scores |= {f"{name}_{key}": float(value) for key, value in found.items()}
+        return scores
+    finally:
+        for module, flag in training:  # a task may keep some layers, such as a frozen BatchNorm, out of training
+            module.training = flag
+
+
+def batches(
+    samples: Samples, device: torch.device, dtype: torch.dtype, size: int = EVAL_BATCH, loaders: int = 0
+) -> Iterator[Batch]:
+    """All samples in order; those that have to be loaded, by as many other processes ahead of time."""
+    place = getattr(samples, "device", None)  # samples on a device are picked there
+    size = getattr(samples, "streams", size)  # where each goes on from the one before
+    if not loaders or place is not None:
+        for indices in torch.split(torch.arange(len(samples), device=place), size):
+            yield to_device(samples[indices], device, dtype)
+        return
+    loader = Loader(lambda indices: samples[indices], loaders, device)
+    try:
+        # small ones: each process holds several
+        for batch in loader.over(list(torch.split(torch.arange(len(samples)), min(size, LOADED_BATCH)))):
+            yield to_device(batch, device, dtype)
+    finally:
+        loader.close()

@@ -1,0 +1,244 @@
+"""What a run leaves behind: a folder with run.json, metrics.jsonl and checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import platform
+import subprocess
+import sys
+import warnings
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import sngm
+
+from ..errors import BrokenRecord, UsageError
+from ..files import finite, metrics_changed, metrics_digest, read_record, write_atomically, write_record
+from . import checkpoint
+from .config import RunConfig, completed
+from .distributed import Processes
+from .validation import check_record
+
+FINISHED = ("finished", "diverged")
+
+
+class NothingLeft(UsageError):
+    """Of a run's record and checkpoints none can be read."""
+
+
+class RunFolder:
+    """The folder of one run. `open` refuses a folder that belongs to another run."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.file = path / "run.json"
+        self.metrics = path / "metrics.jsonl"
+
+    def open(self, config: RunConfig, restart: bool = False) -> dict[str, Any]:
+        """Return the record of this run; {} if there is none, or only one that its checkpoint makes again.
+
+        Raises:
+            UsageError: the folder belongs to another run, or its record is broken and no checkpoint can replace it.
+        """
+        if not self.file.exists():
+            if (self.path / "study.json").exists():
+                raise UsageError(f"{self.path} holds a study; name another folder with --out")
+            return {}
+        try:
+            record = self.read()
+        except BrokenRecord as error:
+            if error.record is not None and isinstance(there := error.record.get("config"), dict):
+                self._check_same("another run", completed(there), config.as_dict())
+            if not restart and not checkpoint.whole(self.path):
+                raise NothingLeft(
+                    f"{self.file} is broken, or was changed since written, and no checkpoint is left to make it from; "
+                    "train again with --restart, or name another folder with --out"
+                ) from None
+            return {}
+        self._check_same("another run", completed(record["config"]), config.as_dict())
+        return record
+
+    def check_checkpoint(self, state: dict[str, Any], record: dict[str, Any], config: RunConfig) -> None:
+        """Refuse the checkpoint of another run. Those of older versions do not say whose they are; `record` may."""
+        there = state.get("config", record.get("config"))
+        if there is None:
+            raise UsageError(
+                f"{self.path} holds checkpoints of an older version and no readable run.json that says of which run "
+                "they are; name another folder with --out"
+            )
+        self._check_same("another run", completed(there), config.as_dict())
+
+    def check_data(self, record: dict[str, Any], data: dict[str, Any]) -> None:
+        """Refuse other data than `record`, or a checkpoint, is of; those of older versions say nothing of it."""
+        self._check_same("a run on other data", record.get("data", data), data)
+
+    def _check_same(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
+        if lines := differences(there, here):
+            raise UsageError(
+                f"{self.path} holds {what}; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
+            )
+
+    def read(self) -> dict[str, Any]:
+        record = read_record(self.file)
+        check_record(record, self.file)
+        return record
+
+    def write(self, record: dict[str, Any]) -> None:
+        write_record(self.file, record)
+
+    def discard(self) -> None:
+        """Remove what the folder holds of its run."""
+        checkpoint.discard(self.path)
+        for path in (self.metrics, self.file):
+            path.unlink(missing_ok=True)
+
+    def append(self, metrics: dict[str, Any]) -> None:
+        """One line of metrics.jsonl, handed to the system before the next step."""
+        with open(self.metrics, "a") as file:
+            file.write(_lines([metrics]).decode())
+            file.flush()
+
+    def close(self, record: dict[str, Any]) -> None:
+        """Write the record of a run that ended, with a digest of its metrics."""
+        self.write(record | {"metrics_digest": metrics_digest(self.path)})
+
+    def mend_metrics(self, record: dict[str, Any], config: RunConfig) -> None:
+        """Write the metrics of a finished run anew, if they were lost or changed and its checkpoint has them."""
+        if self.metrics.exists() and not metrics_changed(self.path, record):
+            return
+        state = checkpoint.load(self.path)
+        history = state["run"]["history"] if state else []
+        made = hashlib.sha256(_lines(history)).hexdigest()
+        if state and record.get("metrics_digest", made) == made:
+            self.check_checkpoint(state, record, config)
+            with contextlib.suppress(OSError):  # a folder that is only for reading
+                self.rewrite(history)
+        else:
+            warnings.warn(f"{self.metrics} was lost, or changed after it was written", stacklevel=2)
+
+    def rewrite(self, history: list[dict[str, Any]]) -> None:
+        """Cut metrics.jsonl back to what a checkpoint knows of."""
+        write_atomically(self.metrics, _lines(history))
+
+
+def _lines(history: list[dict[str, Any]]) -> bytes:
+    return "".join(json.dumps(finite(metrics), allow_nan=False) + "\n" for metrics in history).encode()
+
+
+def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
+    """Field by field.
+
+    >>> differences({"lr": 0.1, "batch": 32, "settings": {"a": 1}}, {"lr": 0.2, "batch": 32, "settings": {}})
+    ['lr: 0.1 there, 0.2 here', 'settings.a: 1 there, not set here']
+    """
+    lines = []
+    for key in dict.fromkeys([*old, *new]):
+        a, b = (d.get(key, "not set") for d in (old, new))
+        if isinstance(a, dict) and isinstance(b, dict):
+            lines += differences(a, b, f"{prefix}{key}.")
+        elif a != b:
+            lines.append(f"{prefix}{key}: {a} there, {b} here")
+    return lines
+
+
+def describe(
+    config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any], metric: str
+) -> dict[str, Any]:
+    """The record of a run that begins."""
+    return {
+        "format": 1,
+        "status": "running",
+        "config": config.as_dict(),
+        "label": config.label,
+        "hash": config.hash,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "processes": processes.ranks,
+        "data": data,
+        "metric": metric,
+        "result": {},
+        "timing": {},
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        **provenance(processes.device),
+    }
+
+
+LASTING = ("started", "commit", "hardware", "versions", "made_before")  # what `goes_on` needs of a record
+
+
+def goes_on(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """What the record of a run that goes on keeps of its beginning: when that was, and what else it was made with."""
+    kept = {"started": before["started"]} if "started" in before else {}
+    made = {key: before.get(key) for key in ("commit", "hardware", "versions")}
+    others = before.get("made_before", []) + ([made] if any(made[key] != now[key] for key in made) else [])
+    return {**kept, "made_before": others} if others else kept
+
+
+def final(metrics: dict[str, Any]) -> dict[str, Any]:
+    """What counts of an epoch's metrics: its scores, and nothing that depends on where or when it ran."""
+    return {k: finite(v) for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """Versions, hardware, commit and command."""
+    return {
+        "versions": {"sngm": sngm.__version__, "torch": torch.__version__, "python": platform.python_version()},
+        "hardware": {
+            "device": device.type,
+            "name": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name(),
+            "cores": os.cpu_count(),
+            "threads": torch.get_num_threads(),
+            "machine": platform.machine(),
+        },
+        "commit": commit(),
+        "command": os.environ.get("SNGM_COMMAND") or command(),
+    }
+
+
+def command() -> str:
+    """The command line that was given, as one would type it."""
+    import shlex
+
+    name = Path(sys.argv[0]).name
+    return shlex.join(["sngm" if name in ("sngm", "__main__.py") else name, *sys.argv[1:]])
+
+
+@functools.cache
+def cpu_name() -> str:
+    """What the processor calls itself."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        if named:
+            return named[0]
+        output = subprocess.run(["lscpu"], capture_output=True, text=True, check=True).stdout
+        return next(line.partition(":")[2].strip() for line in output.splitlines() if line.startswith("Model name"))
+    except (OSError, subprocess.CalledProcessError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@functools.cache
+def commit() -> str | None:
+    """The commit of the code that runs, from SNGM_COMMIT or git; "+" says there were changes besides."""
+    given = os.environ.get("SNGM_COMMIT")
+    if given:
+        return given
+    here = Path(__file__).parent.parent  # the package: every part of it makes a run what it is
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
+        return done.stdout.strip()
+
+    try:
+        if not git("ls-files", __file__):  # installed inside somebody else's repository
+            return None
+        return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
