@@ -35,6 +35,7 @@ from sngm.data.criteo_convert import SPLITS
 from sngm.data.criteo_made import CriteoLike, cardinalities
 from sngm.data.criteo_text import CATEGORIES, INTEGERS
 from sngm.models.deepfm import fm, parameter_count
+from sngm.options import Execution
 from sngm.tasks.criteo import CriteoDeepFM
 from sngm.training import Options, resolve, train
 from sngm.training.build import prepare
@@ -265,7 +266,7 @@ def profile(folder: Path, batch: int, device: torch.device, steps: int = 50) -> 
     """Milliseconds of an eager step of SNGM in each of the kernels that take most; "busy": in all of them."""
     config = resolve(f"{HERE}:MadeUp", "sngm", lr=LR, batch=batch, task_settings={"folder": str(folder)})
     set_numerics(device, deterministic=False)
-    setup = prepare(config, Processes(0, 1, device), step="eager")
+    setup = prepare(config, Processes(0, 1, device), Execution(step="eager"))
     order = setup.feed.begin(torch.randperm(len(setup.training)), 0, 0)
 
     def take(count: int) -> None:

@@ -21,7 +21,7 @@ from arena import progress
 from sngm.data.criteo import Rows, load_criteo
 from sngm.models.deepfm import log_scaled
 from sngm.report import summarise
-from sngm.study import Study, launch, select
+from sngm.study import StudyConfig, launch, select
 from sngm.tasks.criteo import INITS, INTEGERS, REDUCTIONS, CriteoDeepFM
 from sngm.training import Options
 
@@ -81,7 +81,7 @@ def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
     select.EXTENSIONS = 0  # the grid is the paper's
     defaults = CriteoDeepFM().settings()
     others = {name: getattr(args, name) for name in ("integers", "init", "embedding_l2")}
-    wanted = Study(
+    wanted = StudyConfig(
         "criteo-deepfm", tuple(METHODS), BATCHES, args.seeds, args.epochs,
         method_settings={} if args.weight_decay is None else {"weight_decay": args.weight_decay},
         task_settings={"reduction": reduction} | {k: v for k, v in others.items() if v != defaults[k]},

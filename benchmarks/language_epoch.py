@@ -19,6 +19,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from sngm.data.wikitext import WORDS, Windows, load_wikitext2, streams
+from sngm.options import Execution
 from sngm.training import resolve
 from sngm.training.build import prepare
 from sngm.training.distributed import Processes, set_numerics
@@ -99,7 +100,7 @@ def profile(data_dir: Path | None, batch: int, steps: int = 20) -> dict[str, flo
     device = torch.device("cuda")
     set_numerics(device)
     config = resolve("wikitext2-lstm", "sngm", lr=0.1, batch=batch, device=device)
-    setup = prepare(config, Processes(0, 1, device), data_dir)
+    setup = prepare(config, Processes(0, 1, device), Execution(data_dir=data_dir))
     order = setup.feed.begin(torch.arange(len(setup.training)), 0, 0)
 
     def some() -> None:

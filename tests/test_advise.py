@@ -15,6 +15,7 @@ from sngm import SNGM, probes, theory
 from sngm.advice import Constants, Recipe, bearable, carry_over
 from sngm.advice.budget import NEAR_LOWEST, advise_budget
 from sngm.errors import UsageError
+from sngm.parsing import parse_settings, split_list
 from sngm.training import resolve, train
 
 SUMMED = OWN_TASK + "\n    def scale(self, batch):\n        return float(batch)\n"
@@ -184,7 +185,7 @@ def test_what_is_printed_can_be_run_as_it_is_and_the_page_says_the_same(tmp_path
     [
         ("batch=32", "needs lr"),
         ("lr=0.1", "needs batch"),
-        ("lr=0.1,batch=32,nesterov=True", "knows no 'nesterov'"),
+        ("lr=0.1,batch=32,nesterov=True", "has no 'nesterov'"),
         ("lr=a,batch=32", "lr must be a number"),
         ("lr=0.1,batch=32,momentum=1", "momentum must be"),
         ("lr=0.1,batch=32,weight_decay=-1", "weight_decay must be"),
@@ -194,7 +195,7 @@ def test_what_is_printed_can_be_run_as_it_is_and_the_page_says_the_same(tmp_path
 )
 def test_a_recipe_that_makes_no_sense_is_refused(text, words):
     with pytest.raises(UsageError, match=words):
-        Recipe.parse(text)
+        Recipe.of(parse_settings(split_list(text)))
 
 
 def test_what_cannot_be_advised_is_one_line(tmp_path):
@@ -208,7 +209,7 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
     line("--from-sgd lr=0.1,batch=32 --to-batch 64", "needs a task")
     line("digit --from-sgd lr=0.1,batch=32 --to-batch 64", "did you mean 'digits'")
     line("digit --gradients 100", "did you mean 'digits'")
-    line("digits --from-sgd lr=0.1,batch=32 --to-batch 16", "--to-batch 16 is below")
+    line("digits --from-sgd lr=0.1,batch=32 --to-batch 16", "--to-batch must be at least")
     line("digits --from-sgd lr=0.1,batch=32 --to-batch 2000", "at most 1280")
     line("digits --from-sgd lr=0.1,batch=32.5 --to-batch 64", "batch must be a whole number")
     line("digits --from-sgd lr=-1,batch=32 --to-batch 64", "lr must be a positive number")
@@ -216,10 +217,10 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
     line("digits --from-sgd lr=0.1,batch=32 --to-batch 64 --pilot-steps 0", "--pilot-steps must be")
     line("cifar10-resnet20 --from-sgd lr=0.1,batch=100 --to-batch 800 --data-dir .", "cannot be shared out")
     line("cifar10-resnet20 --from-sgd lr=0.1,batch=128 --to-batch 8192 --data-dir .", "cifar", code=3)
-    line("digits --gradients 100 --L 1", "--L: numbers are for advice without a task")
+    line("digits --gradients 100 --L 1", "--L: given without a task only")
     line("digits --gradients nan", "--gradients must be")
     line("--gradients 0.5 --gap 1 --L 1 --sigma 1", "--gradients must be")
-    line("--gradients 100 --gap 1", "--L and --sigma are needed")
+    line("--gradients 100 --gap 1", "--L and --sigma must be given")
     line("--gradients 100 --gap -1 --L 1 --sigma 1", "gap must be")
     line("--gradients 100 --gap 1 --L 1 --sigma 1 --beta 1", "beta must be")
     line("--gradients 100 --gap 1 --L 1 --sigma 1 --pilot-steps 3", "no pilot")
@@ -417,7 +418,7 @@ def test_settings_of_a_task_are_carried_over_and_the_data_folder_too(tmp_path):
     command = sngm(line).json["command"]
     assert command.endswith("--set width=4 --data-dir here")
     refused(sngm(line.replace("width=4", "nosuch=4")), "nosuch", "width")
-    refused(sngm("advise --gradients 1e6 --gap 1 --L 1 --sigma 1 --set width=4"), "--set is of a task")
+    refused(sngm("advise --gradients 1e6 --gap 1 --L 1 --sigma 1 --set width=4"), "--set: there is no task")
 
 
 def test_a_part_of_the_checks_leaves_the_page_of_all_alone(tmp_path):

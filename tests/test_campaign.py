@@ -30,4 +30,5 @@ def test_a_case_can_be_run_again_by_its_name(tmp_path):
     words = [sys.executable, "-m", "campaign", "--case", "arguments-1"]
     environment = {**os.environ, "PYTHONPATH": path, "TMPDIR": str(tmp_path)}
     run = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=300)
-    assert "arguments-1: " in run.stdout, run.stderr
+    assert run.returncode == 0, run.stderr
+    assert "arguments-1: as promised" in run.stdout

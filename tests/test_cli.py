@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -622,9 +623,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_the_same(monkeypatch):
     line = f"train digits {QUICK} --out"
     whole = sngm(f"{line} whole --json").json
     asked = iter([False, False, True])
-    monkeypatch.setattr("sngm.cli.console.stop_on_signal", lambda: lambda: next(asked))
+    monkeypatch.setattr("sngm.api.stop_on_signal", lambda: nullcontext(lambda: next(asked)))
     refused(sngm(f"{line} run"), "interrupted; stopped at step 3 of 10; the same command goes on", code=130)
-    monkeypatch.setattr("sngm.cli.console.stop_on_signal", lambda: lambda: False)
+    monkeypatch.setattr("sngm.api.stop_on_signal", lambda: nullcontext(lambda: False))
     assert sngm(f"{line} run --json").json["result"] == whole["result"]
 
 

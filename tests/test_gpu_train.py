@@ -15,7 +15,8 @@ from sngm.data.hashing import mix
 from sngm.errors import Failed, Interrupted
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.tasks import Splits, Task, Tensors
-from sngm.training import Options, checkpoint, load, resolve, rng, train
+from sngm.training import Options, checkpoint, resolve, rng, train
+from sngm.training import load_model as load
 from sngm.training.build import prepare
 from sngm.training.cuda_graph_step import WARM_UP
 from sngm.training.data_loading import Loader

@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +15,7 @@ from sngm import environment, memory
 from sngm.errors import UsageError
 from sngm.files import MOST_LEVELS, read_json
 from sngm.parsing import value_of
-from sngm.study.grid import Study
+from sngm.study.grid import StudyConfig
 from sngm.training import checkpoint, resolve
 
 QUICK = "--batch 128 --epochs 1 --set width=2 --device cpu"
@@ -262,16 +264,25 @@ def finished(tmp_path_factory):
     return folder
 
 
+def without_digest(folder):
+    """The record of a run as an older version wrote it."""
+    record = json.loads((folder / "run.json").read_text())
+    del record["digest"]
+    return record
+
+
 WRONG = (3, "text", [], [3], {"a": []}, None, True, -1.5)
 
 
 @pytest.mark.parametrize("key", ["status", "label", "result", "timing", "data", "made_before", "started", "config"])
 @pytest.mark.parametrize("value", WRONG)
 def test_a_field_of_the_wrong_type_in_a_record_is_no_traceback(key, value, finished):
-    record = json.loads((finished / "run.json").read_text())
+    record = without_digest(finished)
     record[key] = value
-    Path("run").mkdir()
+    shutil.copytree(finished, "run")
     Path("run/run.json").write_text(json.dumps(record))
+    for path in Path("run").glob("checkpoint*"):  # which a broken record would be made from
+        path.unlink()
     wrong = key not in ("made_before", "started", "data", "label") or value is None
     for line in (f"train digits {QUICK} --out run", "eval run", "probe run"):
         done = sngm(line)
@@ -283,15 +294,16 @@ def test_a_field_of_the_wrong_type_in_a_record_is_no_traceback(key, value, finis
 
 @pytest.mark.parametrize("value", WRONG)
 def test_a_field_of_the_wrong_type_in_a_config_is_named(value, finished):
-    record = json.loads((finished / "run.json").read_text())
+    record = without_digest(finished)
     kept = dict(record["config"])
-    Path("run").mkdir()
-    for key in kept:
+    shutil.copytree(finished, "run")
+    for key in [key for key in kept if kept[key] != value]:
         record["config"] = {**kept, key: value}
         Path("run/run.json").write_text(json.dumps(record))
         for line in ("eval run", "probe run"):
             done = sngm(line)
             assert done.code == 2, (key, line, done)
+            assert "run.json" in done.err or "They differ in" in done.err  # from the checkpoint
             assert "Error" not in done.err
         assert sngm("report run").code in (0, 2)
 
@@ -325,7 +337,7 @@ def test_numbers_that_give_no_learning_rate_are_refused(option):
     given = " ".join(f"{name} {value}" for name, value in numbers.items())
     lam = option.partition(" --lam")[2]
     line = f"advise --gradients 1e4 --sigma 1 {given}" + (f" --lam{lam}" if lam else "")
-    refused(sngm(f"{line} --out advice"), "--L must be a number > 0")
+    refused(sngm(f"{line} --out advice"), "--L must be > 0")
     assert not Path("advice").exists()
 
 
@@ -351,10 +363,40 @@ def test_the_same_method_twice_is_refused_by_name(methods, named):
 
 
 def test_other_settings_are_other_methods():
-    study = Study("digits", ("sngm", "sngm(momentum=0.8)", "sngd", "block-sngm"), (512,), 1, 1, lrs=(0.1,))
+    study = StudyConfig("digits", ("sngm", "sngm(momentum=0.8)", "sngd", "block-sngm"), (512,), 1, 1, lrs=(0.1,))
     assert len(study.cells()) == 4
 
 
 @pytest.mark.parametrize("cells", ["SNGM@", "@8192", "@", "SNGM@8192,MSGD@", "SNGM@@8192", "SNGM@8192@"])
 def test_half_a_cell_is_refused(cells):
     refused(sngm(f"paper run table-2 --cells {cells} --dry-run"), "--cells")
+
+
+@pytest.mark.parametrize("columns", ["99999999999", "200000000", "0", "x"])
+def test_an_absurd_width_of_the_terminal_is_ignored(columns, monkeypatch):
+    monkeypatch.setenv("COLUMNS", columns)
+    done = sngm("train --help")
+    assert done.code == 0
+    assert len(done.out) < 100_000
+
+
+def test_a_line_break_in_a_path_makes_no_second_line():
+    for verb in ("report", "eval"):
+        refused(sngm(f"{verb} 'a\nb'"), "a\\nb")
+
+
+@pytest.mark.parametrize("setting", ["momentum=1e400", "momentum=-1e400"])
+def test_a_setting_that_no_record_can_hold_is_refused(setting):
+    refused(sngm(f"train digits {QUICK} --set {setting} --out run"), "momentum")
+    refused(sngm(f"train digits {QUICK} --set task.width=1e400 --out run"), "width")
+    assert not Path("run").exists()
+
+
+@pytest.mark.parametrize("verb", ["eval run", "report run"])
+def test_an_edited_result_is_not_repeated(verb, finished):
+    shutil.copytree(finished, "run")
+    text = Path("run/run.json").read_text()
+    Path("run/run.json").write_text(re.sub(r'("test_accuracy": )[0-9.]+', r"\g<1>0.9999", text))
+    done = sngm(verb)
+    assert done.code == 2
+    assert "0.9999" not in done.out

@@ -18,6 +18,7 @@ from waiting import endings, wait_for
 from sngm.data.hashing import mix
 from sngm.errors import Failed, Interrupted, UsageError
 from sngm.models.ghost_norm import GhostBatchNorm2d
+from sngm.options import Execution
 from sngm.tasks import Splits, Task, Tensors
 from sngm.training import Options, compiled_step, train
 from sngm.training.build import prepare
@@ -138,7 +139,7 @@ def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
 
 def passes(wanted_config, **how) -> list[int]:
     """Samples of the passes of a step."""
-    setup = prepare(wanted_config, Processes(0, 1, torch.device("cpu")), **how)
+    setup = prepare(wanted_config, Processes(0, 1, torch.device("cpu")), Execution(**how))
     return [piece.stop - piece.start for turn in setup.stepper.turns for piece in turn.passes]
 
 
@@ -201,11 +202,11 @@ def test_loaders_end_with_a_run_that_diverges(tmp_path):
 
 
 def endless(folder: str) -> None:
-    from sngm.cli.console import stop_on_signal
+    from sngm.progress import stop_on_signal
 
     slow = wanted(task="test_passes:Streaming", epochs=1000, settings={"slow": 0.01})
-    with pytest.raises(Interrupted):
-        train(slow, Path(folder), Options(device="cpu", loaders=2, should_stop=stop_on_signal()))
+    with pytest.raises(Interrupted), stop_on_signal() as should_stop:
+        train(slow, Path(folder), Options(device="cpu", loaders=2, should_stop=should_stop))
     assert not multiprocessing.active_children()
 
 

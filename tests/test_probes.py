@@ -14,11 +14,11 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from sngm import probes, tasks
-from sngm.cli import probe as cli_probe
 from sngm.errors import UsageError
 from sngm.files import finite
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.models.lstm import WordLSTM
+from sngm.probes import text
 from sngm.probes.sample import Sample, chains
 from sngm.tasks import Splits, Task, Tensors
 from sngm.training import Options, resolve, rng, train
@@ -628,11 +628,9 @@ def test_the_probe_of_digits_says_what_it_costs_and_writes_what_it_found(tmp_pat
 
 def test_what_was_not_measured_well_is_marked():
     point = {"settled": False, "hessian_norm": 2.5, "eigenvalue": 2.5, "samples": 256}
-    assert cli_probe.SHARED["|H|"](point) == ">2.5"
-    assert cli_probe.SHARED["|H|"](point | {"settled": True}) == "2.5"
-    shown = {
-        scale: cli_probe.SHARED["noise scale"](point | {"noise_scale": scale}) for scale in (41.6, 104, 6183, math.inf)
-    }
+    assert text.SHARED["|H|"](point) == ">2.5"
+    assert text.SHARED["|H|"](point | {"settled": True}) == "2.5"
+    shown = {scale: text.SHARED["noise scale"](point | {"noise_scale": scale}) for scale in (41.6, 104, 6183, math.inf)}
     assert list(shown.values()) == ["42", "100", "~6000", "inf"]
 
 

@@ -29,7 +29,8 @@ from waiting import launch, wait_for
 from sngm.errors import Interrupted, UsageError
 from sngm.files import locked
 from sngm.report.records import read as read_records
-from sngm.training import checkpoint, load, loop
+from sngm.training import checkpoint, loop
+from sngm.training import load_model as load
 from sngm.training.checkpoint import KEEP
 
 PLATEAU = ["--method", "adam", "--lr", 0.02, "--schedule", "plateau(factor=2)"]
@@ -317,8 +318,9 @@ def test_a_missing_index_costs_no_progress(text, stopped, whole):
         index.write_text(text)
     assert state(stopped)["run"]["step"] == 8
     flip_a_bit_of_a_tensor(stopped / "checkpoint-00000008.pt")
-    assert state(stopped)["run"]["step"] == 6
-    run(stopped, config("adam"))
+    with pytest.warns(UserWarning, match="checkpoint-00000008.pt cannot be used"):
+        assert state(stopped)["run"]["step"] == 6
+        run(stopped, config("adam"))
     assert_same_end(stopped, whole)
     assert strict_json(index.read_text()).keys() == {path.name for path in stopped.glob("*.pt")}
 
@@ -433,21 +435,75 @@ def lose(path):
     path.unlink()
 
 
-def edit(path):
-    text = path.read_text()
-    path.write_text(text.replace('"test_accuracy": 0.', '"test_accuracy": 0.9'))
-    assert path.read_text() != text
+edited = partial(edit, "0.0001")
 
 
-@pytest.mark.parametrize("harm", [lose, edit])
+@pytest.mark.parametrize("harm", [lose, edited])
 def test_metrics_of_a_finished_run_that_were_lost_or_edited_come_back(harm, finished, whole):
     harm(finished / "metrics.jsonl")
     run(finished, config("adam"))
     assert metrics(finished) == metrics(whole)
 
 
+def test_metrics_that_are_lost_during_a_run_are_whole_at_its_end(tmp_path, whole):
+    def lose_once(step, steps, metrics):
+        if step == 8:
+            (tmp_path / "run" / "metrics.jsonl").unlink()
+
+    options = loop.Options(device="cpu", progress=lose_once)
+    loop.train(config("adam"), tmp_path / "run", options)
+    assert metrics(tmp_path / "run") == metrics(whole)
+
+
+@pytest.mark.parametrize("damage", ['"lr": 0.1', "{}", "[" * 300 + "]" * 300])
+def test_a_damaged_config_in_a_record_locks_nobody_out(damage, finished, whole):
+    text = (finished / "run.json").read_text()
+    (finished / "run.json").write_text(text.replace(damage, '"lr": 0.3') if "lr" in damage else damage)
+    assert (finished / "run.json").read_text() != text
+    with pytest.raises(UsageError, match=r"lr: 0\.1 there, 0\.3 here"):
+        run(finished, other(lr=0.3))
+    with pytest.warns(UserWarning, match=r"run\.json is broken, or was changed since written; it is written anew"):
+        run(finished, config("adam"))
+    assert_same_end(finished, whole)
+
+
+def test_a_newer_checkpoint_that_the_index_lacks_is_used(stopped, whole):
+    """The run was killed between writing a checkpoint and noting its checksum."""
+    index = stopped / "checkpoints.json"
+    index.write_text(json.dumps({k: v for k, v in json.loads(index.read_text()).items() if "8" not in k}))
+    assert state(stopped)["run"]["step"] == 8
+
+
+def test_a_file_that_is_no_checkpoint_of_ours_is_not_used(stopped):
+    (stopped / "checkpoints.json").unlink()
+    torch.save({"a": 1}, stopped / "checkpoint-00000009.pt")
+    torch.save({"run": 3, "model": {}, "optimizer": {}}, stopped / "checkpoint-00000010.pt")
+    with pytest.warns(UserWarning, match="cannot be used"):
+        assert state(stopped)["run"]["step"] == 8
+
+
+def test_restart_discards_what_trackers_kept(tmp_path):
+    run(tmp_path / "run", config("adam"), tracker="tensorboard")
+    before = set((tmp_path / "run" / "tensorboard").iterdir())
+    run(tmp_path / "run", config("adam"), tracker="tensorboard", restart=True)
+    assert not before & set((tmp_path / "run" / "tensorboard").iterdir())
+
+
+def test_ctrl_c_keeps_the_progress_where_nobody_reads_the_messages(tmp_path):
+    """As with `2>&1 | tee log`: Ctrl-C ends tee too."""
+    words = ["train", "digits", "--epochs", 2000, "--set", "width=2", "--checkpoint-every", 10**6]
+    process = launch([sys.executable, "-m", "sngm", *words, "--out", tmp_path / "run"])
+    written = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: written.exists() and written.read_text(), lambda: process.poll() is None)
+    process.stderr.close()
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 130
+    assert record(tmp_path / "run")["status"] == "interrupted"
+    assert state(tmp_path / "run")["run"]["step"] > 0
+
+
 def test_edited_metrics_that_no_checkpoint_can_mend_are_named_and_not_drawn(finished):
-    edit(finished / "metrics.jsonl")
+    edited(finished / "metrics.jsonl")
     for path in finished.glob("checkpoint*"):
         path.unlink()
     with pytest.warns(UserWarning, match="metrics.jsonl was lost, or changed after it was written"):

@@ -12,11 +12,12 @@ from console import refused, sngm
 from runs import Blobs, config, record, run, state
 from torch import nn
 
-from sngm.cli import console
+from sngm import progress
 from sngm.errors import UsageError
-from sngm.study import Study, launch
+from sngm.study import StudyConfig, launch
 from sngm.tasks import Moment, Schedule, Tensors
-from sngm.training import Options, RunConfig, RunFolder, load, resolve, train
+from sngm.training import Options, RunConfig, RunFolder, resolve, train
+from sngm.training import load_model as load
 from sngm.training.build import prepare
 from sngm.training.config import usual_precision
 from sngm.training.cost import measure
@@ -149,9 +150,9 @@ def test_precision_is_the_tasks_on_a_gpu_alone():
         "--running-stats last": ["running_stats", "first, mean"],
         "--step foo": ["--step", "auto, eager, compiled, captured", "'foo'"],
         "--step captured --device cpu": ["captured", "cpu"],
-        "--loaders -1": ["--loaders", "at least 0"],
+        "--loaders -1": ["--loaders", ">= 0"],
         "--loaders many": ["--loaders"],
-        "--pass-size 0": ["--pass-size", "at least 1"],
+        "--pass-size 0": ["--pass-size", ">= 1"],
         "--pass-size 1.5": ["--pass-size"],
     }.items(),
 )
@@ -537,10 +538,10 @@ class Time:
 
 def play(clock, steps, seconds, first=1, **given):
     """Call progress for every step; `seconds(step)` is what each took."""
-    show_step = console.step_progress(clock=clock, **given)
-    for step in range(first, steps + 1):
-        clock.now += seconds(step)
-        show_step(step, steps, {"epoch": 1, "test_accuracy": 0.5} if step > steps // 2 else {})
+    with progress.step_progress(clock=clock, **given) as show_step:
+        for step in range(first, steps + 1):
+            clock.now += seconds(step)
+            show_step(step, steps, {"epoch": 1, "test_accuracy": 0.5} if step > steps // 2 else {})
 
 
 def test_progress_says_what_time_is_left(capsys):
@@ -553,7 +554,7 @@ def test_progress_says_what_time_is_left(capsys):
 
 
 def test_the_pace_is_that_of_late(capsys):
-    pace = console.Pace(clock := Time())
+    pace = progress.Pace(clock := Time())
     for step in range(1, 2001):
         clock.now += 10.0 if step < 1000 else 1.0
         left = pace.left(step, 4000)
@@ -561,7 +562,7 @@ def test_the_pace_is_that_of_late(capsys):
 
 
 def test_a_resumed_run_counts_its_own_steps_alone():
-    pace = console.Pace(clock := Time())
+    pace = progress.Pace(clock := Time())
     found = []
     for step in range(501, 508):
         clock.now += 2.0
@@ -633,7 +634,7 @@ def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
 
     monkeypatch.setattr(launch, "ProcessPoolExecutor", Pool)
     monkeypatch.setenv("SNGM_COMMIT", "feedbee")
-    study = Study(task=runs.TASK, methods=("sngm",), batches=(16,), seeds=1, epochs=1, lrs=(0.1,))
+    study = StudyConfig(task=runs.TASK, methods=("sngm",), batches=(16,), seeds=1, epochs=1, lrs=(0.1,))
     options = Options(device="cpu", deterministic=True, step="eager", loaders=0)
     with pytest.raises(KeyboardInterrupt):
         launch.compare(study, tmp_path / "study", options=options, jobs=3, show=lambda _: None)

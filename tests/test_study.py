@@ -15,7 +15,7 @@ from waiting import wait_for
 
 from sngm.errors import UsageError
 from sngm.optim import registry
-from sngm.study import Cell, Study, launch
+from sngm.study import Cell, StudyConfig, launch
 from sngm.study.grid import check_types, run_name, split_settings
 from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
@@ -110,9 +110,9 @@ def test_every_method_gets_as_many_rates_of_the_digits_task():
 # ---------------------------------------------------------------- which runs a study makes
 
 
-def study(**changes) -> Study:
+def study(**changes) -> StudyConfig:
     usual = {"task": "digits", "methods": ("sngm",), "batches": (128,), "seeds": 2, "epochs": 1}
-    return Study(**(usual | {"lrs": (0.1, 0.3, 1.0)} | changes))
+    return StudyConfig(**(usual | {"lrs": (0.1, 0.3, 1.0)} | changes))
 
 
 def play(cell: Cell, score) -> list[tuple[str, float, int]]:
@@ -401,7 +401,7 @@ def test_a_run_that_fails_leaves_the_others_their_results_and_is_tried_again():
     assert shown.code == 1
     assert "2 runs failed, the first sngm at batch 32: RuntimeError: too large" in shown.err.splitlines()[-1]
     seen = []
-    study = Study("own.py:Line", ("sngm",), (32,), seeds=1, epochs=1, lrs=(0.1,))
+    study = StudyConfig("own.py:Line", ("sngm",), (32,), seeds=1, epochs=1, lrs=(0.1,))
     launch.compare(
         study, Path("again"), options=Options(), jobs=1, show=lambda progress: seen.append(len(progress.failed))
     )

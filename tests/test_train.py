@@ -17,7 +17,8 @@ import sngm
 from sngm.errors import Interrupted, UsageError
 from sngm.optim import reference
 from sngm.tasks import Moment, Schedule, Splits, Tensors
-from sngm.training import Options, RunConfig, load, rng, score, train
+from sngm.training import Options, RunConfig, rng, score, train
+from sngm.training import load_model as load
 from sngm.training.evaluate import samples_of
 from sngm.training.loop import CHECK_EVERY
 from sngm.training.optimizer import build_optimizer, set_rates

@@ -7,29 +7,40 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-__all__ = ["CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "Task", "load", "optim"]
+__all__ = [
+    "CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "Run", "Study", "Task", "advise", "compare", "load", "load_run",
+    "load_study", "optim", "probe", "register", "train",
+]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import optim
+    from .api import Run, Study, compare, load_run, load_study, train
+    from .measure import advise, probe
     from .optim import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+    from .optim.registry import register
     from .tasks import Task
-    from .training import load
+    from .training import load_model as load
 
-# Where names come from, once they are asked for: the command line answers --help without waiting for torch.
-_HOMES = dict.fromkeys(("CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD"), ".optim") | {
-    "Task": ".tasks",
-    "load": ".training",
+# The module of each name. It is imported at first use, so that optimizers need only torch and --help answers at once.
+_HOMES = {
+    ".optim": ("CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD"),
+    ".optim.registry": ("register",),
+    ".tasks": ("Task",),
+    ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
+    ".measure": ("advise", "probe"),
 }
 
 
 def __getattr__(name: str) -> Any:
     if name == "optim":
         return importlib.import_module(".optim", __name__)
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name], __name__), name)
-    globals()[name] = value
-    return value
+    if name == "load":  # the older name of load_run(...).model
+        return importlib.import_module(".training", __name__).load_model
+    for home, names in _HOMES.items():
+        if name in names:
+            value = globals()[name] = getattr(importlib.import_module(home, __name__), name)
+            return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import BrokenRecord, UsageError
 
-LEFTOVER = re.compile(r"\.(run|study|checkpoints)\.json\.\d+\.tmp|\.(metrics\.jsonl|checkpoint-\d+\.pt)\.\d+\.tmp")
+LEFTOVER = re.compile(r"\.[\w-]+\.(json|jsonl|pt|html|md|svg)\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -147,7 +147,7 @@ def read_json(path: Path) -> Any:
         ]
         if not level:
             return value
-    raise UsageError(f"{path} is nested more than {MOST_LEVELS} deep")
+    raise BrokenRecord(f"{path} is nested more than {MOST_LEVELS} deep")
 
 
 def finite(value: Any) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from .errors import UsageError
@@ -40,39 +42,47 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 class MemoryLimit(TorchFunctionMode):
-    """A context in which new tensors are counted, and refused where they exceed the memory there is.
+    """A context in which a new tensor on the CPU is refused if it exceeds the memory there is.
 
     Args:
         what: names the model in the message, with the settings that make it large.
         copies: how often the tensors are needed: 2 for weights and their gradients.
 
     Raises:
-        UsageError: the tensors made so far, times `copies`, are larger than the memory.
+        UsageError: a tensor, or the model in `check`, is larger than the memory divided by `copies`.
     """
 
     def __init__(self, what: str, copies: int = 1) -> None:
         super().__init__()
-        self.what, self.copies, self.used, self.limit = what, copies, 0, total_bytes()
+        self.what, self.copies, self.limit = what, copies, total_bytes()
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in SIZED and str(kwargs.get("device")) != "meta":
-            self._count(func, args, kwargs)
+        if func in SIZED and torch.device(kwargs.get("device") or "cpu").type == "cpu":
+            self._check_call(func, args, kwargs)
         return func(*args, **kwargs)
 
-    def _count(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
+    def _check_call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> None:
         size = kwargs.get("size", args[:1] if func is torch.full else args)
         if len(size) == 1 and isinstance(size[0], (tuple, list)):
             (size,) = size
         if not all(isinstance(length, int) and length >= 0 for length in size):
             return  # torch refuses these
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        self.used += math.prod(size) * dtype.itemsize
-        if self.copies * self.used > self.limit:
+        self._refuse_beyond(math.prod(size) * dtype.itemsize)
+
+    def check(self, model: nn.Module) -> None:
+        """Refuse a model whose parameters and buffers do not fit together."""
+        tensors = itertools.chain(model.parameters(), model.buffers())
+        self._refuse_beyond(sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu"))
+
+    def _refuse_beyond(self, size: int) -> None:
+        needed = self.copies * size
+        if needed > self.limit:
             raise UsageError(
-                f"{self.what}: the model needs at least {_gigabytes(self.copies * self.used)} GB of memory"
+                f"{self.what}: the model needs at least {_gigabytes(needed)} GB of memory"
                 f"{', its gradients included' if self.copies > 1 else ''}, and there are {_gigabytes(self.limit)} GB; "
                 "choose smaller settings"
             )

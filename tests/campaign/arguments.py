@@ -12,7 +12,7 @@ from sngm import cli
 
 from . import Wrong
 from .commands import sngm
-from .records import COMMANDS, copied, reference
+from .records import COMMANDS, FOLDER, copied, reference
 
 OWN = '''
 from sngm.tasks.digits import Digits
@@ -36,10 +36,10 @@ BASES = [
     *["probe digits --steps 1 --points 2 --samples 8 --iterations 2 --batch 512 --set width=2"] * 2,
     *["advise --gradients 8e6 --gap 2.3 --L 20 --sigma 15"] * 2,
     "advise digits --from-sgd lr=0.03,batch=32 --to-batch 512 --pilot-steps 1 --set width=2",
-    "train mine.py:Mine --epochs 1 --batch 512 --out r", "probe run --samples 8 --iterations 2", "eval run",
-    "report run", "tasks", "methods", "doctor", "data", "data get cifar10 --data-dir d",
+    "train mine.py:Mine --epochs 1 --batch 512 --out r", "probe zq7 --samples 8 --iterations 2", "eval zq7",
+    "report zq7", "tasks", "methods", "doctor", "data", "data get cifar10 --data-dir d",
     "data check cifar10 --data-dir d", "check-theory --only lars --seeds 2", "paper list", "paper show table-2",
-    "paper add run", "paper run table-2 --cells SNGM@8192 --dry-run", "paper report --results folder",
+    "paper add zq7", "paper run table-2 --cells SNGM@8192 --dry-run", "paper report --results folder",
 ]
 HUGE = ["99999999999", str(2**31), str(2**63), str(2**64), str(2**70), str(-(2**70))]
 WORDS = [
@@ -53,13 +53,14 @@ VALUES: dict[type, list[str]] = {
     int: ["0", "-1", "1", "2", "3", "1.5", "nan", "inf", "", "٣", "0x10", "1e3", " 1", "-0", *HUGE],
     float: ["nan", "inf", "-inf", "-0.0", "0", "1e-400", "1e400", "1e308", "5e-324", "-1", "", "½", "0x1p3", "1e30"],
     str: WORDS,
-    Path: [".", "/proc/nowhere", "/dev/null", "/dev/full", "file", "missing/deep", "folder", "a" * 300, "\n", "run"],
+    Path: [".", "/proc/nowhere", "/dev/null", "/dev/full", "file", "missing/deep", "folder", "a" * 300, "\n", FOLDER],
 }
 NAMES = ["width", "momentum", "weight_decay", "betas", "foreach", "é", "lr", ""]
 LITERALS = ["", "0", "-1", "nan", "1e400", "[]", "{[]:1}", "{}", "None", "(0,1)", "True", "[" * 400, "2**9", *HUGE]
 ENVIRONMENT = {
     "WORLD_SIZE": ["", "abc", "0", "-1", "1", "2", "1e3", HUGE[-2]], "RANK": ["", "x", "-1", "7"],
-    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"], "COLUMNS": ["0", "-1", "x", "1"],
+    "LOCAL_RANK": ["", "x", "-1"], "LOCAL_WORLD_SIZE": ["", "x", "0"],
+    "COLUMNS": ["0", "-1", "x", "1", "99999999999", "200000000"],
     "SNGM_DATA": ["", "/dev/null", "\n", "missing"], "SNGM_COMMIT": ["", "\n", "é" * 999],
     "SNGM_COMMAND": ["", "\udcff"],
     "SNGM_MIRRORS": ["http://", "http://[", "ftp://x", "x://y"], "PYTHONIOENCODING": ["ascii"], "TERM": ["", "dumb"],
@@ -100,7 +101,7 @@ def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     (folder / "file").write_text("no JSON")
     (folder / "folder").mkdir()
     words = draw.choice(BASES).split()
-    if "run" in words:
+    if FOLDER in words:
         copied(reference(COMMANDS[0]).folder, folder)
     environment: dict[str, str] = {}
     for _ in range(draw.choice([1, 1, 1, 2, 3, 4])):

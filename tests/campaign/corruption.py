@@ -11,6 +11,7 @@ from . import Wrong
 from .commands import Ended, sngm
 from .records import (
     COMMANDS,
+    FOLDER,
     STUDY,
     check_finished,
     check_progress,
@@ -33,17 +34,17 @@ def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     if kind == "other config" and command != STUDY:
         other_config(draw, command, folder)
     elif kind == "no index" and command != STUDY:
-        before = progress(folder / "run")
-        (folder / "run" / "checkpoints.json").unlink(missing_ok=True)
-        check_progress(folder / "run", before, run(command, folder).checked())
+        before = progress(folder / FOLDER)
+        (folder / FOLDER / "checkpoints.json").unlink(missing_ok=True)
+        check_progress(folder / FOLDER, before, run(command, folder).checked())
         check_finished(command, folder)
     else:
-        hurt = {"edited": edit, "foreign": mix}.get(kind, damage)(draw, command, folder / "run")
-        before = progress(folder / "run")
+        hurt = {"edited": edit, "foreign": mix}.get(kind, damage)(draw, command, folder / FOLDER)
+        before = progress(folder / FOLDER)
         ended = run(command, folder).checked()
         check_answer(command, folder, ended, hurt)
         if kind == "broken file" and ended.code == reference(command).code:
-            check_progress(folder / "run", before, ended)
+            check_progress(folder / FOLDER, before, ended)
         if command != STUDY and draw.random() < 0.3:
             check_eval(command, folder, hurt)
 
@@ -85,7 +86,7 @@ def edit(draw: random.Random, command: tuple[str, ...], folder: Path) -> list[Pa
 def mix(draw: random.Random, command: tuple[str, ...], folder: Path) -> list[Path]:
     """Replace files by those of a run with another config: one of them, or all checkpoints with their index."""
     other = draw.choice([c for c in COMMANDS if c != command])
-    there = draw.choice([reference(other).folder, unfinished(other, 0.5)]) / "run"
+    there = draw.choice([reference(other).folder, unfinished(other, 0.5)]) / FOLDER
     into = draw.choice(sorted(path.parent for path in folder.rglob("run.json")) or [folder])
     names = draw.choice([["checkpoints.json", "checkpoint-*.pt"], ["run.json"], ["metrics.jsonl"]])
     for name in names:
@@ -100,15 +101,15 @@ def mix(draw: random.Random, command: tuple[str, ...], folder: Path) -> list[Pat
 
 def other_config(draw: random.Random, command: tuple[str, ...], folder: Path) -> None:
     """Run another config on the folder, also after run.json was deleted: refused, and nothing is touched."""
-    if draw.random() < 0.5 and progress(folder / "run"):
-        (folder / "run" / "run.json").unlink()
-    if not (folder / "run" / "run.json").exists() and not progress(folder / "run"):
+    if draw.random() < 0.5 and progress(folder / FOLDER):
+        (folder / FOLDER / "run.json").unlink()
+    if not (folder / FOLDER / "run.json").exists() and not progress(folder / FOLDER):
         return  # nothing says whose folder it is
-    before = {path: path.read_bytes() for path in (folder / "run").iterdir()}
+    before = {path: path.read_bytes() for path in (folder / FOLDER).iterdir()}
     ended = run(draw.choice([c for c in COMMANDS if c != command]), folder).checked()
     if ended.code != 2:
         raise Wrong(f"another config on the same folder was not refused: exit code {ended.code}")
-    if before != {path: path.read_bytes() for path in (folder / "run").iterdir()}:
+    if before != {path: path.read_bytes() for path in (folder / FOLDER).iterdir()}:
         raise Wrong("another config was refused, but files have changed")
     check_finished(command, folder)
 
@@ -126,7 +127,7 @@ def check_answer(command: tuple[str, ...], folder: Path, ended: Ended, hurt: lis
     if command == STUDY and all(path.name.startswith("checkpoint") for path in hurt):
         return  # its runs have finished: their weights are looked at when they are read
     try:
-        same = results(folder / "run") == there.results
+        same = results(folder / FOLDER) == there.results
     except Exception:  # of files that are broken still
         same = False
     if not same and not named and "--restart" not in ended.err:
@@ -136,8 +137,8 @@ def check_answer(command: tuple[str, ...], folder: Path, ended: Ended, hurt: lis
 
 def check_eval(command: tuple[str, ...], folder: Path, hurt: list[Path]) -> None:
     """Raise Wrong if ``sngm eval`` repeats a record that is wrong, or fails without naming a file."""
-    ended = sngm(["eval", "run", "--json"], folder).checked()
+    ended = sngm(["eval", FOLDER, "--json"], folder).checked()
     if ended.code == 0 and json.loads(ended.out)["recorded"] != reference(command).shown[1]:
         raise Wrong(f"eval repeats a wrong result after {hurt[0].name} was changed")
-    if ended.code != 0 and "run" not in ended.err:
+    if ended.code != 0 and FOLDER not in ended.err:
         raise Wrong(f"eval names no file: {ended.err!r}")

@@ -9,6 +9,7 @@ from .commands import sngm
 from .faults import Fault
 from .records import (
     COMMANDS,
+    FOLDER,
     STUDY,
     check_finished,
     check_progress,
@@ -28,7 +29,7 @@ def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     if kind == "page":
         page(draw, folder, counted)
         return
-    command = STUDY if draw.random() < 0.05 else draw.choice(COMMANDS)
+    command = STUDY if kind == "run" and draw.random() < 0.05 else draw.choice(COMMANDS)
     there = reference(command)
     if kind == "finished":
         copied(there.folder, folder)
@@ -40,14 +41,14 @@ def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     if draw.random() < 0.5 and command != STUDY:
         copied(unfinished(command, draw.choice([0.3, 0.5, 0.7, 0.9])), folder)
     for _ in range(draw.randint(1, 2)):
-        before = progress(folder / "run")
+        before = progress(folder / FOLDER)
         full = draw.random() < 0.6
         fault = Fault(bytes_left=draw.randrange(there.bytes)) if full else None
         ended = run(command, folder, fault=fault or Fault(read_only_after=draw.randrange(there.operations))).checked()
         counted["full disks" if full else "read-only disks"] += 1
         if ended.code not in (1, 2, there.code):
             raise Wrong(f"exit code {ended.code}: {ended.err[-300:]!r}")
-        check_progress(folder / "run", before, ended)
+        check_progress(folder / FOLDER, before, ended)
     check_finished(command, folder)
 
 

@@ -8,16 +8,16 @@ from pathlib import Path
 from . import Wrong
 from .commands import Ended
 from .faults import Fault
-from .records import COMMANDS, STUDY, check_finished, check_progress, progress, reference, run
+from .records import COMMANDS, FOLDER, STUDY, check_finished, check_progress, progress, reference, run
 
 
 def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     command = STUDY if draw.random() < 0.08 else draw.choice(COMMANDS)
     for _ in range(draw.randint(1, 5)):
-        before = progress(folder / "run")
+        before = progress(folder / FOLDER)
         ended, killed = disturb(command, folder, draw)
         counted["killed processes"] += killed
-        check_progress(folder / "run", before, ended)
+        check_progress(folder / FOLDER, before, ended)
     check_finished(command, folder)
 
 

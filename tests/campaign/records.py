@@ -29,12 +29,13 @@ COMMANDS = tuple(
     )
 )
 STUDY = tuple(f"compare digits --set width=4 {GRID}".split())
+FOLDER = "zq7"  # of a run: letters that no message has by chance
 ROOT = Path(tempfile.gettempdir())  # the driver names a folder of its own
 
 
 @dataclass(frozen=True)
 class Reference:
-    folder: Path  # holds it as the folder "run"
+    folder: Path  # holds it as the folder FOLDER
     code: int
     shown: Any  # what --json says of the result
     results: dict[str, Any]
@@ -44,8 +45,8 @@ class Reference:
 
 
 def run(command: tuple[str, ...], folder: Path, **how: Any) -> Ended:
-    """Run a command with its records in folder/run."""
-    return sngm([*command, "--out", "run", "--json"], folder, **how)
+    """Run a command with its records in folder/FOLDER."""
+    return sngm([*command, "--out", FOLDER, "--json"], folder, **how)
 
 
 @functools.cache
@@ -57,7 +58,7 @@ def reference(command: tuple[str, ...]) -> Reference:
         raise Wrong(f"{' '.join(command)}: {ended.err}")
     written = sum(int(line.split()[1]) for line in ended.log if line.startswith("bytes "))
     operations = sum(not line.startswith("bytes ") for line in ended.log)
-    found = results(folder / "run")
+    found = results(folder / FOLDER)
     return Reference(folder, ended.code, shown(ended), found, operations, written, ended.seconds)
 
 
@@ -70,7 +71,7 @@ def unfinished(command: tuple[str, ...], part: float) -> Path:
 
 
 def copied(there: Path, folder: Path) -> None:
-    shutil.copytree(there / "run", folder / "run")
+    shutil.copytree(there / FOLDER, folder / FOLDER)
 
 
 def shown(ended: Ended) -> Any:
@@ -139,15 +140,15 @@ def check_progress(folder: Path, before: dict[str, int], ended: Ended) -> None:
 
 def check_finished(command: tuple[str, ...], folder: Path) -> None:
     """Run a command undisturbed to its end; raise Wrong unless it is that of a run that never was disturbed."""
-    before = progress(folder / "run")
+    before = progress(folder / FOLDER)
     ended = run(command, folder).checked()
     there = reference(command)
     if ended.code != there.code:
         raise Wrong(f"exit code {ended.code} where {there.code} was right: {ended.err[-300:]!r}")
-    check_progress(folder / "run", before, ended)
+    check_progress(folder / FOLDER, before, ended)
     if shown(ended) != there.shown:
         raise Wrong(f"shows {shown(ended)}, and an undisturbed run {there.shown}")
-    found = results(folder / "run")
+    found = results(folder / FOLDER)
     if wrong := [name for name in {**there.results, **found} if found.get(name) != there.results.get(name)]:
         raise Wrong(f"differs from an undisturbed run in {', '.join(wrong)}: {[found.get(name) for name in wrong]}")
     if left := sorted(str(path.relative_to(folder)) for path in folder.rglob("*.tmp")):

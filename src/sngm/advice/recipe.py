@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from .. import tasks
 from ..errors import UsageError
-from ..parsing import parse_settings, split_list
+from ..options import Execution
 from ..probes.pilot import Norms, alone, training
 from ..training import RunConfig, resolve
 from ..training.build import Setup, prepare
@@ -73,30 +74,31 @@ class Recipe:
     epochs: int | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Recipe:
-        """As the command line has it.
+    def of(cls, given: Mapping[str, Any]) -> Recipe:
+        """Check the values of a recipe.
 
-        >>> Recipe.parse("lr=0.1,batch=128,weight_decay=1e-4")
+        >>> Recipe.of({"lr": 0.1, "batch": 128, "weight_decay": 1e-4})
         Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None)
         """
-        given = parse_settings(split_list(text))
+        if not isinstance(given, Mapping):
+            raise UsageError(f"`from_sgd` must be a dict such as dict(lr=0.1, batch=128), got {given!r}")
         known = [field.name for field in dataclasses.fields(cls)]
         for key, value in given.items():
             if key not in known:
-                raise UsageError(f"--from-sgd knows no {key!r}; it takes {', '.join(known)}")
+                raise UsageError(f"`from_sgd` has no {key!r}; it takes {', '.join(known)}")
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UsageError(f"--from-sgd: {key} must be a number, got {value!r}")
+                raise UsageError(f"`from_sgd`: {key} must be a number, got {value!r}")
             if key in ("batch", "epochs") and not isinstance(value, int):
-                raise UsageError(f"--from-sgd: {key} must be a whole number, got {value!r}")
+                raise UsageError(f"`from_sgd`: {key} must be a whole number, got {value!r}")
         if missing := [key for key in ("lr", "batch") if key not in given]:
-            raise UsageError(f"--from-sgd needs {' and '.join(missing)}, as in lr=0.1,batch=128")
+            raise UsageError(f"`from_sgd` needs {' and '.join(missing)}, as in lr=0.1,batch=128")
         return cls(**given)
 
     def __post_init__(self) -> None:
         if not 0 <= self.momentum < 1:
-            raise UsageError(f"--from-sgd: momentum must be at least 0 and less than 1, got {self.momentum}")
+            raise UsageError(f"`from_sgd`: momentum must be at least 0 and less than 1, got {self.momentum}")
         if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"--from-sgd: weight_decay must be a number of at least 0, got {self.weight_decay}")
+            raise UsageError(f"`from_sgd`: weight_decay must be a number of at least 0, got {self.weight_decay}")
 
 
 class Epoch(NamedTuple):
@@ -134,7 +136,7 @@ def carry_recipe(
         "facts", with the source of each number; "command", to train by; "notes"; the norm of each step's gradient.
     """
     if to_batch < recipe.batch:
-        raise UsageError(f"--to-batch {to_batch} is below the recipe's batch of {recipe.batch}; it is to grow")
+        raise UsageError(f"`to_batch` must be at least the batch of the recipe, {recipe.batch}, got {to_batch}")
     own = {"momentum": recipe.momentum}
     if recipe.weight_decay is not None:
         own["weight_decay"] = recipe.weight_decay
@@ -145,7 +147,7 @@ def carry_recipe(
     }  # fmt: skip
     small = resolve(task, "msgd", batch=recipe.batch, **common)
     large = resolve(task, "sngm", batch=to_batch, **common)
-    setup = prepare(small, Processes(0, 1, where), data_dir, step="eager")
+    setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
     steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # refused now, if ever
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
@@ -226,6 +228,11 @@ def _pilot(
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
+    if task in tasks.LOCAL:  # no command could name it
+        momentum = "" if recipe.momentum == 0.9 else f", momentum={recipe.momentum:g}"
+        epochs = "" if recipe.epochs is None else f", epochs={recipe.epochs}"
+        method = f"sngm(weight_decay={carried.weight_decay:g}{momentum})"
+        return f'sngm.train(task, "{method}", lr={carried.lr:g}, batch={large.batch}{epochs})'
     words = ["sngm", "train", task, "--method", "sngm", "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
     words += ["--set", f"weight_decay={carried.weight_decay:g}"]
     if recipe.momentum != 0.9:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import contextlib
 import errno
 import io
 import os
+import re
 import sys
 import traceback
 import warnings
@@ -19,6 +19,7 @@ import typer
 
 from ..environment import is_first
 from ..errors import DataMissing, Failed, Interrupted, UsageError
+from ..progress import note
 
 OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing or broken,
@@ -29,9 +30,17 @@ PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, of the clic
 
 def leave(code: int, text: str) -> NoReturn:
     """Print why on stderr, so that stdout stays machine-readable, and exit."""
-    with contextlib.suppress(OSError):  # stderr may be a full disk, or a pipe without a reader
-        print(f"sngm: {text}", file=sys.stderr, flush=True)
+    note(f"sngm: {one_line(text)}")
     sys.exit(code)
+
+
+def one_line(text: str) -> str:
+    r"""Return a message with control characters escaped, but for line breaks before the lines of a list.
+
+    >>> one_line("a\nb differ in\n  lr: 1")
+    'a\\nb differ in\n  lr: 1'
+    """
+    return re.sub(r"\n(?! )|[\x00-\x09\x0b-\x1f\x7f]", lambda found: repr(found[0])[1:-1], text)
 
 
 SPELLED = {"±": "+-", "×": "x", "–": "-", "—": "-", "…": "...", "’": "'"}
@@ -58,6 +67,9 @@ def secure_streams() -> None:
     that the encoding of a stream lacks are spelled out.
     """
     codecs.register_error("sngm.spell", spell)
+    width = os.environ.get("COLUMNS", "")
+    if not (width.isascii() and width.isdigit() and len(width) < 5 and 20 <= int(width) <= 1000):
+        os.environ.pop("COLUMNS", None)  # rich pads every line to it
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
@@ -79,7 +91,7 @@ def show_warning_once() -> Callable[..., None]:
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
         if str(message) not in told and is_first():
             told.add(str(message))
-            print(f"sngm: {message}", file=sys.stderr, flush=True)
+            note(f"sngm: {one_line(str(message))}")
 
     return show
 
@@ -113,9 +125,11 @@ def run_verb(app: typer.Typer) -> None:
     except DataMissing as error:
         leave(NO_DATA, str(error))
     except UsageError as error:
-        leave(USAGE, str(error))
+        if getattr(error, "of_first_process", False):  # which prints it
+            sys.exit(USAGE)
+        leave(USAGE, with_flags(str(error)))
     except Failed as error:
-        leave(FAILED, str(error))
+        leave(FAILED, with_flags(str(error)))
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(FAILED)
@@ -133,6 +147,18 @@ def run_verb(app: typer.Typer) -> None:
             why = str(error).partition("\n")[0] or type(error).__name__
             leave(FAILED, f"not enough memory: {why}; take a smaller batch, --pass-size or model")
         fail(error)
+
+
+FLAGS = {"settings": "--set", "tracker": "--track"}  # where they differ from the name of the argument
+
+
+def with_flags(text: str) -> str:
+    """Return a message of the library with arguments, which stand in backticks, as flags.
+
+    >>> with_flags("`bn_group` must be at least 1, got 0")
+    '--bn-group must be at least 1, got 0'
+    """
+    return re.sub("`([A-Za-z_]+)`", lambda found: FLAGS.get(found[1], "--" + found[1].replace("_", "-")), text)
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -154,7 +180,8 @@ def within_verb(trace: TracebackType | None) -> TracebackType | None:
     """A trace from the verb on: how the command line came to it helps nobody."""
     frame, verb = trace, trace
     while frame is not None:
-        if frame.tb_frame.f_globals.get("__name__", "").startswith("typer."):
+        name = frame.tb_frame.f_globals.get("__name__", "")
+        if name.startswith("typer.") or name == "sngm.cli.options":
             verb = frame.tb_next
         frame = frame.tb_next
     return verb or trace

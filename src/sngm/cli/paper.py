@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..durations import duration
 from ..errors import Failed, Interrupted, UsageError
+from ..progress import duration
 from .options import DATA, DEVICE, DRY, JSON, examples, verbs
 
 if TYPE_CHECKING:
@@ -126,15 +126,15 @@ def run(
         there = read(results)
         _plan(found, [look(one, there, seeds) for one in planned], as_json)
         return
+    from ..progress import interrupt_on_signal, study_progress
     from ..training.loop import Options
-    from .console import interrupt_on_signal, study_progress
 
-    interrupt_on_signal()
     try:
-        outcomes, failed = making.run(
-            planned, out=out, options=Options(device=device, data_dir=data_dir), seeds=seeds, jobs=jobs, budget=limit,
-            results=results, show=study_progress,
-        )  # fmt: skip
+        with interrupt_on_signal():
+            outcomes, failed = making.run(
+                planned, out=out, options=Options(device=device, data_dir=data_dir), seeds=seeds, jobs=jobs,
+                budget=limit, results=results, show=lambda study: study_progress(),
+            )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted(f"what is done is in {results}; the same command goes on from there") from None
     left = sum(outcome.to_come for outcome in outcomes)

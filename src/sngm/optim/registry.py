@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import hashlib
 import importlib
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -54,6 +56,86 @@ def names() -> list[str]:
     ['adam', 'block-sngm', 'clars']
     """
     return sorted(METHODS)
+
+
+BUILT_IN = frozenset(METHODS)
+
+
+def register(name: str, build: Callable[..., torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> Method:
+    """Add a method: afterwards its name works wherever the name of a built-in method does.
+
+    Args:
+        name: letters, digits, ``-``, ``_`` and ``.``; not the name of a built-in method.
+        build: an optimizer class, or a function ``(params, lr, ...) -> optimizer``. Its arguments after `params` are
+            the settings of the method.
+        settings: arguments that the name stands for; users can override them.
+
+    >>> _ = register("rmsprop-9", torch.optim.RMSprop, {"momentum": 0.9})
+    >>> create("rmsprop-9", [torch.nn.Parameter(torch.zeros(2))], lr=0.1).defaults["momentum"]
+    0.9
+    """
+    if not isinstance(name, str) or not re.fullmatch(r"[A-Za-z][\w.-]*", name):
+        raise ValueError(f"name must consist of letters, digits, '-', '_' and '.', got {name!r}")
+    if name in BUILT_IN:
+        raise ValueError(f"{name!r} is a built-in method; register yours under another name")
+    if not callable(build):
+        raise TypeError(f"build must be an optimizer class or a function (params, lr), got {build!r}")
+    known = list(inspect.signature(build).parameters)
+    if "lr" not in known:
+        raise TypeError(
+            f"build must have an argument 'lr', as in (params, lr); {name} has {', '.join(known) or 'none'}"
+        )
+    METHODS[name] = Method(build, dict(settings or {}))
+    return METHODS[name]
+
+
+def name_of(method: Any) -> str:
+    """Return the name of a method given as a name, an optimizer class or a function ``(params, lr) -> optimizer``.
+
+    Classes and functions that no worker process could import are registered under their own name.
+
+    >>> name_of(SNGM), name_of(torch.optim.RMSprop)
+    ('sngm', 'torch.optim.rmsprop:RMSprop')
+    """
+    if isinstance(method, str):
+        return method
+    if not callable(method):
+        raise TypeError(f"a method is a name, an optimizer class or a function (params, lr), got {method!r}")
+    for name, known in METHODS.items():
+        if known.build is method and not known.settings:
+            return name
+    if isinstance(method, type) and importable(method):
+        return f"{method.__module__}:{method.__qualname__}"
+    name = getattr(method, "__name__", type(method).__name__).strip("<>")
+    register(name, method)
+    return name
+
+
+def source_of(name: str) -> str | None:
+    """Return a checksum of the source code of a registered method; None for others, which have versions."""
+    return digest_of_sources(METHODS[name].build) if name in METHODS and name not in BUILT_IN else None
+
+
+def digest_of_sources(*things: Any) -> str:
+    """Return a checksum of the source code of classes and functions, and of the text of other values."""
+    digest = hashlib.sha256()
+    for thing in things:
+        text = repr(thing)
+        if inspect.isclass(thing) or inspect.isroutine(thing):
+            try:
+                text = inspect.getsource(thing)
+            except (OSError, TypeError):  # typed into an interpreter, or written in C
+                text = f"{thing.__module__}.{thing.__qualname__}"
+        digest.update(text.encode())
+    return digest.hexdigest()[:16]
+
+
+def importable(thing: Any) -> bool:
+    """Return whether another process finds a class or function under its module and name."""
+    found: Any = sys.modules.get(thing.__module__) if thing.__module__ != "__main__" else None
+    for part in thing.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is thing
 
 
 def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:

@@ -13,9 +13,9 @@ from statistics import fmean
 from typing import Any
 
 from .. import tasks
-from ..durations import duration
 from ..errors import UsageError
 from ..files import write_atomically
+from ..progress import duration
 from ..report import figures
 from ..report.stats import half_width
 from ..training.config import RunConfig

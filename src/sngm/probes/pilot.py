@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from ..environment import ranks
 from ..errors import UsageError
+from ..options import Execution
 from ..tasks import Moment
-from ..training import RunConfig, RunFolder, checkpoint, load_run, rng
+from ..training import RunConfig, RunFolder, checkpoint, load_model_and_config, rng
 from ..training.batch_plan import BatchPlan
 from ..training.build import Setup, prepare
 from ..training.data_loading import place
@@ -76,7 +77,7 @@ def along(
         raise UsageError(f"steps must be at least 1, got {steps}")
     frontier([0.0], [0.0], lambdas)  # refused now, if ever
     where = alone(device)
-    setup = prepare(config, Processes(0, 1, where), data_dir, step="eager")
+    setup = prepare(config, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, iterations, say)
     steps = setup.steps if steps is None else min(steps, setup.steps)
     due = sorted({round(i * steps / (points - 1)) for i in range(points)})
@@ -147,7 +148,7 @@ def of_runs(
     function of the weights only if groups have the same size, so the default is the smallest `bn_group` among them.
     """
     where = alone(device)
-    loaded = [(Path(folder), *load_run(Path(folder), where, data_dir, partial=True)) for folder in folders]
+    loaded = [(Path(folder), *load_model_and_config(Path(folder), where, data_dir, partial=True)) for folder in folders]
     if not loaded:
         raise UsageError("there are no runs to measure")
     if len(parts := sorted({config.part for _, _, config in loaded})) > 1:

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..durations import duration
 from ..errors import UsageError
+from ..progress import duration
 from ..tasks import Batch, Samples, Task
 from ..training import rng
 from ..training.batchnorm_stats import track

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sized
 from html import escape
 from pathlib import Path
 
-from ..durations import duration
+from ..progress import duration
 from .figures import Figure, by_batch, by_rate, curves, inline, standalone
 from .html import box, document, fact_list, section, table_row
 from .stats import Summary, summarise

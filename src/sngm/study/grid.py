@@ -21,7 +21,7 @@ MOST_SEEDS = 10_000
 
 
 @dataclass(frozen=True)
-class Study:
+class StudyConfig:
     """What is compared, as the user said it.
 
     Attributes:
@@ -80,18 +80,25 @@ class Study:
 
     def identity(self) -> dict[str, Any]:
         """What makes it the study it is: all but the number of seeds, which may grow. As JSON would give it back."""
-        identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": tasks.source_of(self.task)}))
+        source = tasks.source_of(self.task, self.task_settings)
+        identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": source}))
+        registered = {name: registry.source_of(name) for name in (parse_call(text)[0] for text in self.methods)}
+        if own := {name: digest for name, digest in registered.items() if digest}:
+            identity["method_sources"] = own
         del identity["seeds"]
         if self.extend:  # as all studies did that were made before this could be said
             del identity["extend"]
         return identity
 
 
+Study = StudyConfig
+
+
 @dataclass
 class Cell:
     """One method at one batch size: the rates to try, what they gave, and the runs at the rate chosen."""
 
-    study: Study
+    study: StudyConfig
     method: str
     method_settings: dict[str, Any]
     batch: int

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
+import pickle
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,8 @@ from .. import tasks
 from ..environment import ranks
 from ..errors import BrokenRecord, Failed, Interrupted, UsageError
 from ..files import locked, read_record, remove_leftovers, write_record
+from ..optim import registry
+from ..options import Execution
 from ..tasks import Splits
 from ..training.build import prepare
 from ..training.config import RunConfig
@@ -30,7 +35,7 @@ from ..training.distributed import Processes, choose_device, cores
 from ..training.loop import Options, train
 from ..training.run_folder import FINISHED, NothingLeft, RunFolder, command, differences
 from ..training.validation import config_of
-from .grid import Cell, Study, run_name
+from .grid import Cell, StudyConfig, run_name
 
 MOST_JOBS = 1024
 Record = dict[str, Any]
@@ -58,7 +63,7 @@ class Progress:
 
 
 def compare(
-    study: Study,
+    study: StudyConfig,
     folder: Path,
     *,
     options: Options,
@@ -88,25 +93,20 @@ def check_jobs(jobs: int | None) -> None:
         raise UsageError(f"--jobs must be a whole number from 1 to {MOST_JOBS:,}, got {jobs}")
 
 
-def load_data(study: Study, options: Options) -> Splits:
+def load_data(study: StudyConfig, options: Options) -> Splits:
     """The data of a study, to be checked with all its cells."""
     return tasks.build(study.task, study.task_settings, options.data_dir).data()
 
 
-def check(study: Study, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
+def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
     """Refuse what could not be run before anything is: every method, batch and setting. Returns each part's data."""
     alone = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
         for part in ("select", "full") if len(cell.grid) > 1 else ("full",):
             config = cell.config(cell.grid[0], part, 0)
-            data[part] = prepare(config, alone, options.data_dir, splits=splits, **how(options)).data
+            data[part] = prepare(config, alone, options, splits).data
     return data
-
-
-def how(options: Options) -> dict[str, Any]:
-    """What of the options says how steps are computed."""
-    return {name: getattr(options, name) for name in ("step", "loaders", "pass_size")}
 
 
 SMALL, SHARING = 128, 4  # batches that do not fill a GPU, and runs that share one: measured, see docs/speed.md
@@ -134,7 +134,7 @@ def mps_runs() -> bool:
     return True
 
 
-def _claim(folder: Path, study: Study, cells: list[Cell]) -> None:
+def _claim(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
     """Refuse a folder that belongs to another study, or to a run."""
     path = folder / "study.json"
     if (folder / "run.json").exists() and not path.exists():
@@ -170,7 +170,7 @@ def _check_runs(folder: Path, cells: list[Cell]) -> None:
 class _Launcher:
     def __init__(
         self,
-        study: Study,
+        study: StudyConfig,
         cells: list[Cell],
         folder: Path,
         options: Options,
@@ -179,7 +179,9 @@ class _Launcher:
         data: dict[str, Record],
         known: Callable[[RunConfig], Record | None],
     ) -> None:
-        self.study, self.folder, self.options, self.show, self.data = study, folder, options, show, data
+        # absolute: worker processes start in the folder that this process was started in
+        self.study, self.folder, self.show, self.data = study, folder.absolute(), show, data
+        self.options = replace(options, data_dir=options.data_dir and options.data_dir.absolute())
         self.known = known
         device = choose_device(options.device)
         self.on_gpu = device.type == "cuda"
@@ -190,6 +192,16 @@ class _Launcher:
         self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
 
     def run(self) -> Progress:
+        try:
+            local = _pack_local()
+        except Exception as error:
+            warnings.warn(
+                f"runs go one after another in this process: worker processes cannot be sent {self.study.task} "
+                f"or a method ({type(error).__name__}: {error})",
+                stacklevel=2,
+            )
+            # a thread, so that progress is shown; the number of threads of torch is that of a worker process
+            return self._run_in(ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)))
         # a server process that has torch loaded forks the workers: they start in no time
         forks = not self.on_gpu and "forkserver" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
@@ -200,7 +212,10 @@ class _Launcher:
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits it: Ctrl-C is not for it
             forkserver.ensure_running()
             signal.signal(signal.SIGINT, before)
-        pool = ProcessPoolExecutor(self.jobs, mp_context=context, initializer=_warm_up)
+        how_to_start: Any = {"mp_context": context, "initializer": _warm_up, "initargs": (local,)}
+        return self._run_in(ProcessPoolExecutor(self.jobs, **how_to_start))
+
+    def _run_in(self, pool: Executor) -> Progress:
         others = set(multiprocessing.active_children())
         try:
             for cell in self.progress.cells:
@@ -221,15 +236,16 @@ class _Launcher:
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:
                 worker.terminate()  # it keeps what it has done, see _ask_to_stop
+            _stop_runs_here(True)
             raise
         finally:
             self.progress.running.clear()
             pool.shutdown(wait=True, cancel_futures=True)
+            _stop_runs_here(False)
             self._write()
 
-    def _submit(self, pool: ProcessPoolExecutor, cell: Cell, configs: list[RunConfig]) -> None:
-        kept = ("device", "data_dir", "deterministic")
-        options = {name: getattr(self.options, name) for name in kept} | how(self.options)
+    def _submit(self, pool: Executor, cell: Cell, configs: list[RunConfig]) -> None:
+        options = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(Execution)}
         for config in configs:
             path = self.folder / "runs" / run_name(config)
             finished = self.known(config) or _finished(path, config, self.data[config.part])
@@ -237,11 +253,11 @@ class _Launcher:
                 self.progress.repeated += 1
                 self._finish(pool, cell, config, finished)
             else:
-                with _undisturbed():  # it may start a process
+                with _undisturbed(), _main_hidden():  # it may start a process
                     future = pool.submit(_make, config, path, options, os.environ.get("SNGM_COMMIT"))
                 self.futures[future] = cell, config
 
-    def _finish(self, pool: ProcessPoolExecutor, cell: Cell, config: RunConfig, record: Record) -> None:
+    def _finish(self, pool: Executor, cell: Cell, config: RunConfig, record: Record) -> None:
         if record["status"] == "interrupted":
             raise KeyboardInterrupt
         self.progress.done.append((config, record))
@@ -324,6 +340,20 @@ def _undisturbed() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def _main_hidden() -> Iterator[None]:
+    """Keep worker processes from running the user's script again: they are sent what they need of it."""
+    main = sys.modules["__main__"]
+    spec, file = getattr(main, "__spec__", None), main.__dict__.pop("__file__", None)
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """Compute as a worker process does."""
     before = torch.get_num_threads()
@@ -339,7 +369,25 @@ def one_thread() -> Iterator[None]:
 _stop = _end = _steps = False  # asked to stop, asked to end, has made steps that are worth keeping
 
 
-def _warm_up() -> None:
+def _pack_local() -> bytes | None:
+    """Return tasks and methods that a worker cannot import, pickled by value; None if there are none."""
+    methods = {name: method for name, method in registry.METHODS.items() if name not in registry.BUILT_IN}
+    if not tasks.LOCAL and not methods:
+        return None
+    try:
+        import cloudpickle
+    except ImportError:  # older versions of joblib, which scikit-learn depends on, bring their own
+        from joblib.externals import cloudpickle
+
+    packed: bytes = cloudpickle.dumps((tasks.LOCAL, methods))
+    return packed
+
+
+def _warm_up(local: bytes | None = None) -> None:
+    if local is not None:
+        found, methods = pickle.loads(local)
+        tasks.LOCAL.update(found)
+        registry.METHODS.update(methods)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     # told of by the parent, which has loaded the same data
     warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
@@ -363,6 +411,12 @@ def _ask_to_stop(number: int, _: Any) -> None:
     _stop, _end = True, _end or number == signal.SIGTERM
     if _end and not _steps:
         os._exit(0)
+
+
+def _stop_runs_here(stop: bool) -> None:
+    """Ask a run in a thread of this process to stop at the next step."""
+    global _stop
+    _stop = stop
 
 
 def _should_stop() -> bool:

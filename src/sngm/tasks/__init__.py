@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib
 import importlib.util
@@ -10,10 +11,13 @@ import sys
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from ..errors import UsageError
-from ..optim.registry import is_module_name, nearest
+from ..optim.registry import digest_of_sources, importable, is_module_name, nearest
+from ..parsing import value_of
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
 
@@ -27,6 +31,7 @@ __all__ = [
     "Tensors",
     "build",
     "canonical",
+    "name_of",
     "names",
     "settings_of",
     "source_of",
@@ -44,6 +49,45 @@ TASKS = {
 }
 
 
+# Tasks that no worker process could import: classes of a notebook, and instances that hold datasets.
+LOCAL: dict[str, type[Task] | Task] = {}
+
+
+def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
+    """Return the name and the settings of a task given by name, as a class or as an instance.
+
+    A task that cannot be imported by its name is kept in `LOCAL`.
+    """
+    if isinstance(task, str):
+        return task, {}
+    cls = task if isinstance(task, type) else type(task)
+    if not issubclass(cls, Task):
+        raise TypeError(f"task must be a name, a subclass of sngm.Task or an instance of one, got {task!r}")
+    name = f"{cls.__module__}:{cls.__qualname__}"
+    settings = {} if isinstance(task, type) else task.settings()
+    if "parts" in vars(task) or value_of(repr(settings)) != settings:
+        name, settings = f"{cls.__name__}-{source_digest(cast(Task, task))[:8]}", {}
+        LOCAL[name] = task
+    elif importable(cls):
+        name = next((known for known, where in TASKS.items() if where == name), name)
+    else:
+        LOCAL[name] = cls
+    _check_defaults(name, cls)
+    return name, settings
+
+
+def source_digest(task: Task) -> str:
+    """Return a checksum of the code of a task that is not in a file, and of the structure of its model."""
+    with torch.random.fork_rng(devices=[]):
+        model = task.model()
+    return digest_of_sources(*task.sources(), type(model), repr(model), task.settings())
+
+
+@functools.cache
+def _class_digest(cls: Any, settings: str) -> str:
+    return source_digest(cls(**value_of(settings)))
+
+
 def names() -> list[str]:
     """The tasks that come with the package."""
     return sorted(TASKS)
@@ -55,6 +99,9 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
     >>> build("digits", {"width": 8}).settings()
     {'width': 8}
     """
+    local = LOCAL.get(name)
+    if isinstance(local, Task):
+        return local
     cls = find(name)
     parameters = inspect.signature(cls).parameters
     chosen = dict(settings or {})
@@ -84,6 +131,9 @@ def _fits(value: Any, default: Any) -> bool:
 
 def find(name: str) -> type[Task]:
     """The class that a name stands for."""
+    if name in LOCAL:
+        local = LOCAL[name]
+        return local if isinstance(local, type) else type(local)
     if ":" not in name:
         if name not in TASKS:
             if name.endswith(".py"):
@@ -169,9 +219,17 @@ def canonical(name: str) -> str:
     return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
 
 
-def source_of(name: str) -> str | None:
-    """A checksum of the user's own file as it was loaded: runs of an edited task are not runs of the old one."""
+def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
+    """Return a checksum of the user's own code: runs of an edited task are not runs of the old one.
+
+    Of a file it is taken when the file is loaded. Tasks that come with a package have none.
+    """
+    if isinstance(LOCAL.get(name), Task):
+        return name.rpartition("-")[2]
     place = name.rpartition(":")[0]
+    if name in LOCAL or place == "__main__":
+        cls: Any = find(name)
+        return _class_digest(cls, repr(settings or {}))
     return str(_load_file(Path(place)).__checksum__) if place.endswith(".py") else None
 
 

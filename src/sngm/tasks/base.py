@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -115,6 +115,46 @@ class Task:
         """
         names = ("epochs", "workers", "micro", "schedule", "warmup", "clip", "weight_decay", "decay_on", "bias_lr")
         return {name: getattr(cls, name) for name in (*names, "running_stats", "precision_on_gpu")}
+
+    @staticmethod
+    def from_torch(
+        model_fn: Callable[[], nn.Module],
+        train_dataset: Any,
+        test_dataset: Any,
+        validation_dataset: Any = None,
+        *,
+        loss: Callable[[Any, Tensor], Tensor] = cross_entropy,
+        metric: str | Callable[[Any, Tensor], Tensor] = "accuracy",
+        name: str | None = None,
+        **defaults: Any,
+    ) -> Task:
+        """Make a task of a function that builds a model and of map-style datasets of (input, target) samples.
+
+        Args:
+            model_fn: builds a new model, such as ``lambda: MLP(width=64)``; torch is seeded before it is called.
+            train_dataset, test_dataset: any datasets with ``__len__`` and ``__getitem__``. Random transforms are
+                seeded by run, epoch and sample, so a resumed run sees the same samples.
+            validation_dataset: chooses learning rates. Default: a fifth of the training samples (`holdout`).
+            loss: function of (outputs, target) that returns the mean over the batch.
+            metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or their
+                mean. Its name is the name of the score. Pass ``higher_is_better=False`` for an error.
+            name: for folders and tables. Default: the name of `model_fn`.
+            defaults: attributes of the task, such as ``epochs=20, batches=(64, 1024), loaders=4``.
+
+        >>> from torch.utils.data import TensorDataset
+        >>> samples = TensorDataset(torch.randn(64, 3), torch.arange(64) % 2)
+        >>> Task.from_torch(lambda: nn.Linear(3, 2), samples, samples, epochs=2, name="linear").epochs
+        2
+        """
+        from .from_torch import make
+
+        data = {"train": train_dataset, "test": test_dataset}
+        data |= {} if validation_dataset is None else {"validation": validation_dataset}
+        return make(model_fn, data, loss, metric, name, defaults)
+
+    def sources(self) -> list[Any]:
+        """Return the objects whose source code defines this task, where the class is not in a file."""
+        return [type(self)]
 
     def data(self) -> Splits:
         """The samples to train and test on. Raise :class:`sngm.errors.DataMissing` if they are not there."""

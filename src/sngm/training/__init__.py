@@ -21,10 +21,10 @@ from .loop import Options, train
 from .run_folder import FINISHED, RunFolder, differences
 from .validation import config_of
 
-__all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load", "resolve", "score", "train"]
+__all__ = ["BatchPlan", "Options", "RunConfig", "RunFolder", "load_model", "resolve", "score", "train"]
 
 
-def load(
+def load_model(
     folder: str | PathLike[str],
     device: str | torch.device = "cpu",
     *,
@@ -41,14 +41,14 @@ def load(
         data_dir: the folder that holds datasets, for a task whose model depends on them.
         partial: also take the model of a run that has not finished, as its last checkpoint has it.
     """
-    model, _ = load_run(Path(folder), device, None if data_dir is None else Path(data_dir), partial)
+    model, _ = load_model_and_config(Path(folder), device, None if data_dir is None else Path(data_dir), partial)
     return model.eval()
 
 
 def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> dict[str, float]:
     """The scores of a run's trained model, computed anew."""
     set_numerics(device)
-    model, config = load_run(folder, device, data_dir)
+    model, config = load_model_and_config(folder, device, data_dir)
     task = config.build_task(data_dir)
     training, held_out = samples_of(task, config)
     there, here = RunFolder(folder).read().get("data"), data_of(training, held_out)
@@ -59,7 +59,7 @@ def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> d
     return evaluate(task, model, held_out, config)
 
 
-def load_run(
+def load_model_and_config(
     folder: Path, device: str | torch.device, data_dir: Path | None, partial: bool = False
 ) -> tuple[nn.Module, RunConfig]:
     """The model of a run's folder as it was trained, and what the run was."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,6 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageError
 from ..memory import MemoryLimit
+from ..options import Execution
 from ..tasks import Samples, Schedule, Splits, Task
 from . import rng
 from .batch_plan import BatchPlan
@@ -48,16 +48,14 @@ class Setup:
 def prepare(
     config: RunConfig,
     processes: Processes,
-    data_dir: Path | None = None,
-    *,
-    step: str = "auto",
-    loaders: int | None = None,
-    pass_size: int | None = None,
+    execution: Execution | None = None,
     splits: Splits | None = None,
 ) -> Setup:
     """Data, batch plan, schedule, model and optimizer of a run, and how its steps are made."""
+    execution = execution or Execution()
+    step, loaders = execution.step, execution.loaders
     config.check_source()
-    task = config.build_task(data_dir)
+    task = config.build_task(execution.data_dir)
     training, held_out = samples_of(task, config, splits)
     data = data_of(training, held_out)
     training = in_streams(training, config.batch)
@@ -80,7 +78,7 @@ def prepare(
             raise UsageError(f"--step {step}: {config.method} cannot be captured")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
-    most = most_of_a_pass(task, model, processes.device, pass_size)
+    most = most_of_a_pass(task, model, processes.device, execution.pass_size)
     turns = turns_of(plan, processes.rank, optimizer, most)
     pieces = [piece for turn in turns for piece in turn.passes]
     statistics: Ghost | OneByOne = OneByOne(model, plan, config.running_stats)
@@ -104,10 +102,11 @@ def prepare(
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     """The task's model with the weights of the config's seed, where and as it is trained."""
     rng.seed_torch(config.seed, rng.MODEL)
-    with MemoryLimit(config.task_in_words, copies=1 if device.type == "cuda" else 2):
+    with MemoryLimit(config.task_in_words, copies=1 if device.type == "cuda" else 2) as limit:
         model = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
+    limit.check(model)
     model = model.to(device, config.dtype)
     if device.type == "cuda" and config.precision == "bfloat16":  # the order in which tensor cores read images
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -125,8 +124,6 @@ def why_elsewhere(samples: Samples, streams: bool, device: torch.device) -> str:
 
 def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
     """Samples that a pass of many BatchNorm groups may hold; None: a pass is one group."""
-    if asked is not None and asked < 1:
-        raise UsageError(f"pass_size must be at least 1, got {asked}")
     if may_merge(task, model):
         usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)
         return usual if asked is None else asked

@@ -64,32 +64,30 @@ def is_broken(folder: Path) -> bool:
     If all were deleted, nothing is broken: a finished run does not need them.
     """
     index = _index(folder)
-    last = folder / max(index, default="")
-    return bool(index) and (not last.is_file() or hashlib.sha256(last.read_bytes()).hexdigest() != index[last.name])
+    last = max([*index, *(path.name for path in _files(folder))], default=None)
+    return last is not None and _read(folder / last, index) is None
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """Yield the contents of whole checkpoints, newest first.
-
-    If no file matches its checksum in the index, yield those that can be loaded.
-    """
-    index, found = _index(folder), False
-    for name in sorted(index, reverse=True):
-        path = folder / name
-        content = path.read_bytes() if path.is_file() else None
-        if content is not None and hashlib.sha256(content).hexdigest() == index[name]:
-            found = True
+    """Yield the contents of whole checkpoints, newest first."""
+    index = _index(folder)
+    for name in sorted({*index, *(path.name for path in _files(folder))}, reverse=True):
+        content = _read(folder / name, index)
+        if content is not None:
             yield content
         else:
-            why = "it is gone" if content is None else "its checksum is wrong"
-            warnings.warn(
-                f"checkpoint {path} cannot be used ({why}); taking an older one, or beginning anew", stacklevel=3
-            )
-    if not found:
-        for path in sorted(_files(folder), reverse=True):
-            content = path.read_bytes()
-            if _loads(content):
-                yield content
+            why = "its checksum is wrong" if (folder / name).is_file() else "it is gone"
+            text = f"checkpoint {folder / name} cannot be used ({why}); taking an older one, or beginning anew"
+            warnings.warn(text, stacklevel=3)
+
+
+def _read(path: Path, index: dict[str, str]) -> bytes | None:
+    """Return the content of a checkpoint if it is whole: as the index says, or by the checksums in the file itself."""
+    if not path.is_file():
+        return None
+    content = path.read_bytes()
+    matches = hashlib.sha256(content).hexdigest() == index.get(path.name)
+    return content if matches or _loads(content) else None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -115,6 +113,10 @@ def _loads(content: bytes) -> bool:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
             if parts.testzip() is not None:  # torch.load checks no CRC
                 return False
-        return isinstance(torch.load(io.BytesIO(content), map_location="cpu", weights_only=True), dict)
+        state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+        counters = {"step": int, "history": list}
+        return all(isinstance(state[key], dict) for key in ("run", "model", "optimizer")) and all(
+            isinstance(state["run"][key], kind) for key, kind in counters.items()
+        )
     except Exception:  # of many kinds: the content may be anything
         return False

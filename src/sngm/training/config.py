@@ -18,6 +18,7 @@ import torch
 
 from .. import tasks
 from ..errors import UsageError
+from ..files import finite
 from ..optim import registry
 from ..parsing import format_call
 from ..tasks import Schedule, Task
@@ -31,7 +32,11 @@ BIAS_LR = ("scaled", "full")
 CHOICES = {
     "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
 }  # fmt: skip
-LATER = {"decay_on": "weights", "bias_lr": "scaled"}  # fields that older records lack, with what was done then
+LATER = {
+    "decay_on": "weights",
+    "bias_lr": "scaled",
+    "method_source": None,
+}  # fields that older records lack, with what was done then
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
 WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
 INNER = 1 / 8  # of lr, EXTRAP-SGD's inner rate: linear scaling for one of eight workers
@@ -43,7 +48,7 @@ class RunConfig:
 
     Attributes:
         task, task_settings, task_source: what is trained; a checksum of the user's own file.
-        method, method_settings: the optimizer.
+        method, method_settings, method_source: the optimizer; a checksum of the code of a registered one.
         part: "full" trains on the whole training set and tests; "select" holds out a validation part and scores that.
         running_stats: whose BatchNorm statistics a model keeps: of the "first" worker, as DDP does, or their "mean".
         precision: of weights and of all that is computed. "bfloat16" is autocast: convolutions and matrix products in
@@ -74,6 +79,7 @@ class RunConfig:
     method_settings: dict[str, Any] = field(default_factory=dict)
     task_settings: dict[str, Any] = field(default_factory=dict)
     task_source: str | None = None
+    method_source: str | None = None
 
     def __post_init__(self) -> None:
         self._check_types()
@@ -92,6 +98,9 @@ class RunConfig:
             for number in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
                     raise UsageError(f"{name} is larger than a number of {self.precision} can be, {largest:.2g}")
+        for name, value in {**self.method_settings, **self.task_settings}.items():
+            if finite(value) != value:  # JSON has no other numbers: two configs would look the same
+                raise UsageError(f"setting {name} must be finite, got {value!r}")
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"clip must be a positive number, got {self.clip!r}")
         if self.warmup > self.epochs:
@@ -165,7 +174,7 @@ class RunConfig:
 
     def check_source(self) -> None:
         """Refuse to go on with a task that is not the one this run began with."""
-        now = tasks.source_of(self.task)
+        now = tasks.source_of(self.task, self.task_settings)
         if now != self.task_source:
             raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
 
@@ -205,7 +214,7 @@ def resolve(
     cls = tasks.find(task)
     settings = {k: v for k, v in given.items() if v is not None}
     task = tasks.canonical(task)
-    settings["task_source"] = tasks.source_of(task)
+    settings["task_source"] = tasks.source_of(task, task_settings)
     settings.setdefault("batch", cls.batches[0])
     usual = cls.usual(settings["batch"])
     if not isinstance(usual, Mapping):
@@ -226,7 +235,12 @@ def resolve(
         chosen.setdefault("inner_lr", settings["lr"] * INNER)
     settings |= _batch_plan(settings, usual, processes)
     return RunConfig(
-        task=task, method=method, method_settings=chosen, task_settings=dict(task_settings or {}), **settings
+        task=task,
+        method=method,
+        method_source=registry.source_of(method),
+        method_settings=chosen,
+        task_settings=dict(task_settings or {}),
+        **settings,
     )
 
 

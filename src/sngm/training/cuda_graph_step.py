@@ -15,7 +15,6 @@ from .batchnorm_stats import draws
 from .compiled_step import in_one_line
 from .step import Stepper
 
-STEPS = ("auto", "eager", "compiled", "captured", "compiled+captured")
 WARM_UP = 3  # ordinary steps before the recording, which make state, tables and compiled code
 
 
@@ -25,13 +24,11 @@ def choose(
     """How steps are made; what was asked for and cannot be is refused.
 
     Args:
-        asked: one of STEPS.
+        asked: one of `sngm.options.STEPS`.
         task, model, device, ranks: of the run.
         elsewhere: why no GPU holds the samples, in words.
         passes: that a step would take if each drew random numbers of its own.
     """
-    if asked not in STEPS:
-        raise UsageError(f"step must be one of {', '.join(STEPS)}, got {asked!r}")
     mode = asked
     if asked == "auto":
         mode = task.step if device.type == "cuda" else "eager"
@@ -41,7 +38,7 @@ def choose(
         return mode
     obstacle = why_not(task, model, device, ranks, elsewhere, passes)
     if obstacle and asked != "auto":
-        raise UsageError(f"--step {asked}: {obstacle}")
+        raise UsageError(f"`step`={asked!r}: {obstacle}")
     return without_capture(mode) if obstacle else mode
 
 
@@ -56,7 +53,7 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, else
     if passes > 1 and draws(task, model):
         source = "the task's loss may draw random numbers (it sets no pass_size)"
         source = source if task.pass_size is None else "the model has dropout, which draws random numbers"
-        return f"{source}, and a graph of {passes} passes cannot seed each; take fewer --workers or a larger --micro"
+        return f"{source}, and a graph of {passes} passes cannot seed each; take fewer `workers` or a larger `micro`"
     return ""
 
 

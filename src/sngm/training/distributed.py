@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -43,6 +43,21 @@ class Processes:
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
+
+    def ask_first(self, function: Callable[[], Any]) -> Any:
+        """Call a function in the first process; return its value, or raise its UsageError, in all of them."""
+        value: Any = None
+        error: Any = None
+        if self.first:
+            try:
+                value = function()
+            except UsageError as refused:
+                error = refused
+        value, error = self.share((value, error))
+        if error is not None:
+            error.of_first_process = not self.first
+            raise error
+        return value
 
     def start_alike(self, model: nn.Module) -> None:
         """Give every process the first one's weights and buffers, however a task makes its model."""

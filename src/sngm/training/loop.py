@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..errors import DataMissing, Interrupted
+from ..errors import DataMissing, Interrupted, UsageError
 from ..files import check_writable, locked, remove_leftovers
+from ..options import Execution, at_least
 from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .build import Setup, prepare
@@ -29,27 +30,27 @@ from .evaluate import data_of, evaluate, order_of, samples_of
 from .optimizer import set_rates
 from .run_folder import FINISHED, LASTING, RunFolder, describe, final, goes_on
 from .timing import Clock
-from .trackers import open_sink
+from .trackers import check_tracker, open_sink
 
 CHECK_EVERY = 50  # steps between looks at the loss, which make the host wait for the device
 Record = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How a run is made, not what it computes (device and number of threads do change its last digits)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options(Execution):
+    """How one run is executed, with functions that it calls."""
 
-    device: str | None = None
-    data_dir: Path | None = None
     checkpoint_every: int | None = None  # steps; None: about once a minute
     tracker: str | None = None
-    deterministic: bool = False
     restart: bool = False  # discard what the folder holds of the run, and train from the start
-    step: str = "auto"  # how steps are made: see captured.STEPS
-    loaders: int | None = None  # processes that prepare batches; None: as the task wants
-    pass_size: int | None = None  # the most samples of a pass; None: as the task wants
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
     should_stop: Callable[[], bool] = lambda: False
+
+    def __post_init__(self) -> None:
+        Execution.__post_init__(self)
+        if self.checkpoint_every is not None and not at_least(self.checkpoint_every, 1):
+            raise UsageError(f"`checkpoint_every` must be a whole number of steps >= 1, got {self.checkpoint_every!r}")
+        check_tracker(self.tracker)
 
 
 @dataclass(slots=True)
@@ -104,14 +105,13 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         folder = RunFolder(path)
         # a process that torchrun starts again goes on from what it has reached since
         restart = options.restart and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        record, whole = processes.share(_find(config, folder, restart) if processes.first else None)
+        record, whole = processes.ask_first(lambda: _find(config, folder, restart))
         if whole:
             with contextlib.suppress(DataMissing):  # which a finished run can do without
                 folder.check_data(record, data_of(*samples_of(config.build_task(options.data_dir), config)))
             return dict(record)
         set_numerics(processes.device, options.deterministic)
-        how = {"step": options.step, "loaders": options.loaders, "pass_size": options.pass_size}
-        setup = prepare(config, processes, options.data_dir, **how)  # type: ignore[arg-type]
+        setup = prepare(config, processes, options)
         processes.any(False, step=0)  # all are ready: one that failed before would leave an empty folder
         if not processes.first:
             return _run(config, setup, folder, options, processes, restart)
@@ -151,7 +151,7 @@ def _run(
 ) -> Record:
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
     processes.start_alike(model)
-    before, packed = processes.share(_begin(config, setup, folder, restart) if processes.first else None)
+    before, packed = processes.ask_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup)
     record = describe(config, model, processes, setup.data, task.metric)
     if before:
@@ -251,7 +251,7 @@ class Journal:
     """What the first process writes down while a run goes on."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
-        self.folder, self.record = folder, record
+        self.folder, self.record, self.history = folder, record, state.history
         self.sink = open_sink(options.tracker, folder.path, config.hash, config.as_dict())
         folder.write(record)
         folder.rewrite(state.history)
@@ -262,6 +262,6 @@ class Journal:
             self.sink.log(metrics)
 
     def close(self) -> None:
-        self.folder.close(self.record)
+        self.folder.close(self.record, self.history)
         if self.sink:
             self.sink.close()

@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import warnings
@@ -55,9 +56,11 @@ class RunFolder:
         try:
             record = self.read()
         except BrokenRecord as error:
+            if checkpoint.whole(self.path):
+                return {}  # the checkpoint says whose it is
             if error.record is not None and isinstance(there := error.record.get("config"), dict):
                 self._check_same("another run", completed(there), config.as_dict())
-            if not restart and not checkpoint.whole(self.path):
+            if not restart:
                 raise NothingLeft(
                     f"{self.file} is broken, or was changed since written, and no checkpoint is left to make it from; "
                     "train again with --restart, or name another folder with --out"
@@ -97,7 +100,8 @@ class RunFolder:
     def discard(self) -> None:
         """Remove what the folder holds of its run."""
         checkpoint.discard(self.path)
-        for path in (self.metrics, self.file):
+        shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
+        for path in (self.path / "mlflow_run", self.metrics, self.file):
             path.unlink(missing_ok=True)
 
     def append(self, metrics: dict[str, Any]) -> None:
@@ -106,9 +110,13 @@ class RunFolder:
             file.write(_lines([metrics]).decode())
             file.flush()
 
-    def close(self, record: dict[str, Any]) -> None:
-        """Write the record of a run that ended, with a digest of its metrics."""
-        self.write(record | {"metrics_digest": metrics_digest(self.path)})
+    def close(self, record: dict[str, Any], history: list[dict[str, Any]]) -> None:
+        """Write the record of a run that ended, and its metrics again if the file was changed meanwhile."""
+        digest = hashlib.sha256(_lines(history)).hexdigest()
+        if digest != metrics_digest(self.path):
+            self.rewrite(history)
+        record["metrics_digest"] = digest
+        self.write(record)
 
     def mend_metrics(self, record: dict[str, Any], config: RunConfig) -> None:
         """Write the metrics of a finished run anew, if they were lost or changed and its checkpoint has them."""

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from ..errors import UsageError
+from ..errors import BrokenRecord, UsageError
 from .config import RunConfig
 
 STATUSES = ("running", "interrupted", "failed", "finished", "diverged")
-TYPES: dict[str, type | tuple[type, ...]] = {
+TYPES: dict[str, type] = {
     "label": str, "hash": str, "processes": int, "parameters": int, "metric": str, "started": str, "error": str,
     "data": dict, "result": dict, "timing": dict, "versions": dict, "hardware": dict, "made_before": list,
     "diverged_at_step": int, "result_of": str, "result_epoch": int, "config": dict, "status": str,
@@ -19,12 +19,13 @@ NEEDED = {"finished": ("label", "result", "timing"), "diverged": ("label", "dive
 
 def check_record(record: dict[str, Any], file: Path) -> None:
     """Refuse a record whose fields are missing or of the wrong type; `file` is named in the message."""
-    if record.get("format") != 1 or "config" not in record:
-        raise UsageError(f"{file} is not the record of a run, or of another version of sngm")
+    if record.get("format", 1) != 1:
+        raise UsageError(f"{file} is the record of another version of sngm (format {_short(record['format'])})")
+    if "format" not in record or "config" not in record:
+        raise BrokenRecord(f"{file} is not the record of a run")
     for name, kind in TYPES.items():
         if name in record and (not isinstance(record[name], kind) or isinstance(record[name], bool)):
-            names = " or ".join(one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,)))
-            _refuse(file, f"{name} must be of type {names}, got {_short(record[name])}")
+            _refuse(file, f"{name} must be of type {kind.__name__}, got {_short(record[name])}")
     status = record.get("status")
     if status not in STATUSES:
         _refuse(file, f"status must be one of {', '.join(STATUSES)}, got {_short(status)}")
@@ -54,7 +55,7 @@ def config_of(record: dict[str, Any], file: Path) -> RunConfig:
 
 
 def _refuse(file: Path, why: str) -> None:
-    raise UsageError(f"{file} is not the record of a run: {why}")
+    raise BrokenRecord(f"{file} is not the record of a run: {why}")
 
 
 def _short(value: Any) -> str:

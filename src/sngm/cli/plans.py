@@ -1,100 +1,33 @@
-"""What people see while runs go on, and before they do: progress, plans and outcomes."""
+"""What a run or a study would do (``--dry-run``), and the line that a run ends with."""
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import json
-import os
-import signal
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..durations import duration
 from ..environment import is_first, ranks
+from ..progress import duration, in_words, note
 
 if TYPE_CHECKING:
     import torch
 
-    from ..study import Study
+    from ..options import Execution
+    from ..study import StudyConfig
     from ..study.grid import Cell
-    from ..study.launch import Progress
     from ..tasks import Splits
     from ..training import Options, RunConfig
     from ..training.build import Setup
 
-LONG = 600.0  # seconds; a run that takes more says so at its start
 
+def warn_of_slow(execution: Execution, precision: str | None) -> None:
+    """Warn of options that are made for GPUs, on a CPU."""
+    from ..training.distributed import choose_device
 
-@contextlib.contextmanager
-def study_progress(study: Study) -> Iterator[Callable[[Progress], None]]:
-    """Something to call with the progress so far, as often as one likes."""
-    if not sys.stderr.isatty():
-        yield _lines()
-        return
-    from rich.console import Console
-    from rich.live import Live
-
-    with Live(console=Console(stderr=True), refresh_per_second=5, transient=True) as live:
-        yield lambda progress: live.update(_table(progress))
-
-
-def _lines() -> Callable[[Progress], None]:
-    seen = [0]
-
-    def show(progress: Progress) -> None:
-        for config, record in progress.done[seen[0] :]:
-            seen[0] += 1
-            left = progress.seconds_left
-            result = next((f"{k.replace('_', ' ')} {v:.4f}" for k, v in _scores(record)), record["status"])
-            where = f"{config.label} batch {config.batch} lr {config.lr:g} seed {config.seed}"
-            eta = f", {duration(left)} left" if left is not None else ""
-            print(f"[{seen[0]}/{progress.planned}] {where}: {result}{eta}", file=sys.stderr, flush=True)
-
-    return show
-
-
-def _scores(record: dict[str, Any]) -> list[tuple[str, float]]:
-    named = [(k, v) for k, v in record["result"].items() if v is not None and not k.endswith("loss")]
-    return named or [(k, v) for k, v in record["result"].items() if v is not None]
-
-
-def _table(progress: Progress) -> Any:
-    from rich.table import Table
-
-    left = progress.seconds_left
-    eta = f", {duration(left)} left" if left is not None else ""
-    table = Table(title=f"{len(progress.done)} of {progress.planned} runs{eta}", title_justify="left")
-    for column in ("method", "batch", "rates tried", "chosen lr", "tested seeds", "so far"):
-        table.add_column(column)
-    for cell in progress.cells:
-        tested = [r for c, r in progress.done if c.part == "full" and c.batch == cell.batch and c.label == cell.label]
-        values = [_scores(r)[0][1] for r in tested if _scores(r)]
-        running = any(c.batch == cell.batch and c.label == cell.label for c in progress.running.values())
-        table.add_row(
-            cell.label,
-            str(cell.batch),
-            f"{len(cell.scores)}",
-            "" if cell.lr is None else f"{cell.lr:g}",
-            f"{len(tested)} of {cell.study.seeds}",
-            f"{sum(values) / len(values):.4f}" if values else ("running" if running else ""),
-        )
-    return table
-
-
-def note(text: str) -> None:
-    """For people: on stderr, where it spoils no data."""
-    print(text, file=sys.stderr, flush=True)
-
-
-def warn_of_slow(device: torch.device, precision: str | None, step: str) -> None:
-    """Say so where what was asked for is made for GPUs."""
-    asked = {"--precision bfloat16": precision == "bfloat16", "--step compiled": step == "compiled"}
+    asked = {"--precision bfloat16": precision == "bfloat16", "--step compiled": execution.step == "compiled"}
     slow = [option for option, there in asked.items() if there]
-    if slow and device.type == "cpu" and is_first():
+    if slow and choose_device(execution.device).type == "cpu" and is_first():
         note(f"sngm: {' and '.join(slow)}: made for GPUs; on most CPUs this is slower than the default, often by far")
 
 
@@ -104,103 +37,12 @@ def outcome(record: dict[str, Any], folder: Path) -> str:
         step = record["diverged_at_step"]
         from ..training.loop import CHECK_EVERY
 
-        why = "the loss is no number any more; try a smaller lr"
+        why = "the loss is NaN or infinite; lower the learning rate"
         if step <= CHECK_EVERY:
-            why += ", and if that does not help, look for numbers in the data that are none"
+            why += ", or check the data for NaN"
         return f"diverged, seen at step {step}: {why} ({folder})"
-    result, batch = record["result"], record["config"]["batch"]
-    scores = ", ".join(f"{key.replace('_', ' ')} {value:.4g}" for key, value in result.items() if value is not None)
-    return f"{record['label']} at batch {batch}: {scores} ({record['timing']['seconds']:.1f} s, {folder})"
-
-
-def stop_on_signal() -> Any:
-    """Ask a run to stop on the first Ctrl-C or SIGTERM; a second of the same kind ends the process at once.
-
-    torchrun passes a Ctrl-C on and sends SIGTERM right after it: that is one request, not two.
-    """
-    asked: list[int] = []
-
-    def ask(number: int, _: Any) -> None:
-        if number in asked:
-            os._exit(130)
-        asked.append(number)
-        if len(asked) > 1:
-            return
-        note("stopping at the next step; once more to end at once")
-
-    signal.signal(signal.SIGINT, ask)
-    signal.signal(signal.SIGTERM, ask)
-    return lambda: bool(asked)
-
-
-def interrupt_on_signal() -> None:
-    """End a study on the first Ctrl-C or SIGTERM, as batch systems send it; the second ends the process at once."""
-    asked: list[int] = []
-
-    def interrupt(number: int, _: Any) -> None:
-        if asked:
-            os._exit(130)
-        asked.append(number)
-        note("stopping at the next step of each run; once more to end at once")
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGINT, interrupt)
-    signal.signal(signal.SIGTERM, interrupt)
-
-
-class Pace:
-    """How long the rest of a run will take, at the pace of its last two minutes or so."""
-
-    WARM_UP = 3  # steps that also compile and record, and so say nothing
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.clock = clock
-        self.began = clock()
-        self.first: int | None = None
-        self.marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=240)
-
-    def left(self, step: int, steps: int) -> float | None:
-        """Seconds, once there is something to go by. To be called after every step."""
-        now = self.clock()
-        if self.first is None:
-            self.first = step - 1
-        if step - self.first < self.WARM_UP:
-            slow = now - self.began > 10.0  # better a rough word than none
-            return (now - self.began) / (step - self.first) * (steps - step) if slow else None
-        if not self.marks or now - self.marks[-1][0] >= 0.5:
-            self.marks.append((now, step))
-        then, earlier = self.marks[0]
-        return (now - then) / (step - earlier) * (steps - step) if step - earlier >= 2 else None
-
-
-def step_progress(on_cpu: bool = False, clock: Callable[[], float] = time.monotonic) -> Any:
-    """A line that is overwritten on a terminal, one every ten seconds elsewhere; nothing on other ranks.
-
-    A run that will take long on a CPU says so as soon as that is known.
-    """
-    terminal = sys.stderr.isatty()
-    last = [clock()]
-    pace = Pace(clock)
-    told = [not on_cpu]
-
-    def show(step: int, steps: int, metrics: dict[str, Any]) -> None:
-        now, left = clock(), pace.left(step, steps)
-        if left is not None and not told[0]:
-            told[0] = True
-            if left > LONG:
-                note(f"about {duration(left)} on this CPU, at the pace of the first steps; Ctrl-C loses nothing")
-        if now - last[0] < (0.2 if terminal else 10.0) and not (terminal and step == steps):
-            return
-        last[0] = now
-        scores = ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in metrics.items() if "_" in k and v is not None)
-        text = f"step {step} of {steps}" + (f", {duration(left)} left" if left is not None and step < steps else "")
-        text += f", epoch {metrics['epoch']}: {scores}" if metrics else ""
-        if terminal:
-            print(f"\r\033[K{text}", end="\n" if step == steps else "", file=sys.stderr, flush=True)
-        else:
-            note(text)
-
-    return show if is_first() else lambda *_: None
+    seconds, batch = record["timing"]["seconds"], record["config"]["batch"]
+    return f"{record['label']} at batch {batch}: {in_words(record['result'])} ({seconds:.1f} s, {folder})"
 
 
 def plan_of(
@@ -209,14 +51,13 @@ def plan_of(
     """What a run would do, and with `measured` what time and memory it would take. What could not be run is refused."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
-    from ..study.launch import how
     from ..tasks import Moment
     from ..training.build import prepare
     from ..training.distributed import Processes, choose_device
 
     device = choose_device(options.device)
     alone = Processes(0, ranks(), device)
-    setup = prepare(config, alone, options.data_dir, splits=splits, **how(options))
+    setup = prepare(config, alone, options, splits)
     plan, steps, per_epoch = setup.plan, setup.steps, setup.per_epoch
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
     rates = {p: config.lr * setup.schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
@@ -322,7 +163,7 @@ def size(count: int) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{max(count, 1000) / 1e6:.3g} MB"
 
 
-def show_study(study: Study, folder: Path, options: Options, as_json: bool, jobs: int | None = None) -> None:
+def show_study(study: StudyConfig, folder: Path, options: Options, as_json: bool, jobs: int | None = None) -> None:
     """Say what a study would do."""
     from ..study.launch import check, load_data
 
@@ -355,7 +196,7 @@ def _runs(cell: Cell) -> int:
 
 
 def _study_time(
-    study: Study, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
+    study: StudyConfig, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
 ) -> dict[str, dict[str, Any] | str]:
     """Seconds of training, or why they are not known: as for one run, measured at each batch with the first method.
 

@@ -1,0 +1,59 @@
+"""The verb `sngm train`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated
+
+import typer
+
+from ..environment import is_first
+from ..options import Execution, RecipeOptions, RunOptions, as_dict
+from ..parsing import parse_settings
+from .exit_codes import DIVERGED
+from .options import DRY, JSON, OUT, SET, TASK
+
+EXAMPLES = (
+    "sngm train digits --method sngm --lr 0.1 --batch 512",
+    "sngm train digits --method lars --lr 30 --batch 512 --workers 8 --set trust_coefficient=0.002",
+    "sngm train cifar10-resnet20 --method sngm --lr 0.8 --batch 8192 --data-dir ~/datasets",
+    "sngm train my_task.py:MyTask --method msgd --lr 0.1 --dry-run",
+)
+
+
+def train(
+    task: TASK,
+    *,
+    method: Annotated[str, typer.Option(help="A method by name (sngm methods), or package.module:Class.")] = "sngm",
+    run: RunOptions,
+    recipe: RecipeOptions,
+    settings: SET = None,
+    out: OUT = None,
+    execution: Execution,
+    checkpoint_every: Annotated[int | None, typer.Option(help="Steps. Default: about once a minute.")] = None,
+    track: Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")] = None,
+    restart: Annotated[bool, typer.Option("--restart", help="Discard what --out holds of this run.")] = False,
+    as_json: JSON = False,
+    dry_run: DRY = False,
+) -> None:
+    """Train once. The same command again resumes a run that was stopped, and does not repeat a finished one."""
+    from .. import api
+    from ..training import Options
+    from .plans import outcome, show_plan, warn_of_slow
+
+    chosen = parse_settings(settings or [])
+    config = api.plan_run(task, method, chosen, run, recipe, execution.device)
+    folder = out or api.default_folder(config)
+    given = as_dict(execution) | {"checkpoint_every": checkpoint_every, "restart": restart, "tracker": track}
+    options = Options(**given)
+    warn_of_slow(execution, recipe.precision)
+    if dry_run:
+        show_plan(config, folder, options, as_json)
+        return
+    made = api.run_config(config, folder, options, progress=True)
+    if is_first():
+        text = json.dumps({**made.record, "folder": str(folder)}, indent=2) if as_json else outcome(made.record, folder)
+        print(text)
+    if made.status == "diverged":
+        sys.exit(DIVERGED)

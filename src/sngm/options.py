@@ -1,0 +1,166 @@
+"""The options of a run, once: the Python functions and the command line are generated from these dataclasses.
+
+No module imported here imports torch, so ``sngm --help`` answers at once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import functools
+import inspect
+import typing
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .errors import UsageError
+
+STEPS = ("auto", "eager", "compiled", "captured", "compiled+captured")
+
+
+def option(help: str, default: Any = None, **more: Any) -> Any:
+    """Declare a field with its help text; `more` is passed to ``typer.Option`` on the command line."""
+    return dataclasses.field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunOptions:
+    """What one run computes; None takes the task's default."""
+
+    lr: float | None = option("Learning rate. Default: the middle of the task's grid.")
+    batch: int | None = option("Global batch, over all workers. Default: the task's smallest.")
+    seed: int = option("Seed of initial weights, sample order, augmentation and dropout.", 0)
+    part: str = option("Train on the 'full' training set and test, or hold out a part to 'select' by.", "full")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecipeOptions:
+    """What every run of a study has in common; None takes the task's default."""
+
+    epochs: int | None = option("Passes over the training set. Default: the task's.")
+    workers: int | None = option("Data-parallel workers, simulated if processes are fewer. Default: the task's.")
+    micro: int | None = option("Samples of a micro-batch. Default: the task's, or a worker's whole share.")
+    bn_group: int | None = option("Samples that BatchNorm normalises together. Default: micro.")
+    running_stats: str | None = option("Keep BatchNorm statistics of the 'first' worker, or their 'mean'.")
+    schedule: str | None = option("constant, cosine, linear, polynomial(power=2) or plateau(factor=4,patience=0).")
+    warmup: float | None = option("Epochs of linear warm-up of the learning rate.")
+    clip: float | None = option("Clip the gradient norm to this; inf: no clipping, where the task clips.")
+    decay_on: str | None = option("Apply weight decay to 'weights' (no biases, no norm layers) or to 'all'.")
+    bias_lr: str | None = option("LARS and CLARS: learning rate of biases and norm layers, 'scaled' or 'full'.")
+    precision: str | None = option("float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, or float32.")
+
+    def given(self) -> dict[str, Any]:
+        """Return the options that were set."""
+        return {name: value for name, value in as_dict(self).items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Execution:
+    """How runs are executed, not what they compute (device and number of threads do change the last digits)."""
+
+    data_dir: Path | None = option("Folder that holds datasets.", envvar="SNGM_DATA")
+    device: str | None = option("cpu, cuda or cuda:1. Default: the GPU if there is one.")
+    deterministic: bool = option("Bit-identical reruns on a GPU, slower.", False)
+    step: str = option("auto, eager, compiled, captured or compiled+captured. Default: the task's.", "auto")
+    loaders: int | None = option("Worker processes that load batches. Default: the task's.")
+    pass_size: int | None = option("Most samples in one forward pass. Default: the task's.")
+
+    def __post_init__(self) -> None:
+        if self.step not in STEPS:
+            raise UsageError(f"`step` must be one of {', '.join(STEPS)}, got {self.step!r}")
+        for name, least in (("loaders", 0), ("pass_size", 1)):
+            if (value := getattr(self, name)) is not None and not at_least(value, least):
+                raise UsageError(f"`{name}` must be a whole number >= {least}, got {value!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeOptions:
+    """Where and how precisely a task is measured."""
+
+    points: int = option("Points to measure at: start, end, and steps between.", 5)
+    steps: int | None = option("End the pilot run after this many steps.")
+    lambdas: tuple[float, ...] = option("lambda of the frontier L(lambda), by commas.", (0.0, 0.1, 1.0, 10.0, 100.0))
+    samples: int = option("Training samples that each point is measured on.", 256)
+    iterations: int = option("Most Hessian-vector products per point.", 20)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetOptions:
+    """A budget of gradients and the constants of a problem, for advice without a task."""
+
+    gradients: float | None = option(
+        "A budget: gradients of single samples, epochs times samples. Of a text, a sample is a window of a stream "
+        "(bptt words), and an epoch has steps times batch of them."
+    )
+    gap: float | None = option("How far the loss at the start is above its minimum.")
+    L: float | None = option("Smoothness: the largest norm of the Hessian.")
+    sigma: float | None = option("Noise of a sample's gradient, a standard deviation.")
+    beta: float | None = option("Momentum. Default: 0.9.")
+    lam: float | None = option("lambda of relaxed smoothness, L + lam |g|. Default: 0.")
+
+
+def at_least(value: Any, least: int) -> bool:
+    """Return whether a value is a whole number of at least `least`."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def as_dict(options: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, without copying their values."""
+    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
+
+
+def parameters_of(group: type[Any]) -> list[inspect.Parameter]:
+    """Return the fields of a dataclass as keyword parameters."""
+    hints = typing.get_type_hints(group)
+    return [
+        inspect.Parameter(f.name, inspect.Parameter.KEYWORD_ONLY, default=f.default, annotation=hints[f.name])
+        for f in dataclasses.fields(group)
+    ]
+
+
+def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Give a function the fields of dataclasses as keyword arguments.
+
+    The decorated function receives one instance of each dataclass as a keyword argument named after its class in lower
+    case, such as ``runoptions``. Its signature and docstring list the fields.
+    """
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(function).parameters.values())
+        names = {group: group.__name__.lower() for group in groups}
+        kept = [p for p in own if p.name not in names.values()]
+        fields = [parameter for group in groups for parameter in parameters_of(group)]
+
+        @functools.wraps(function)
+        def call(*args: Any, **given: Any) -> Any:
+            check_names(function.__name__, given, [p.name for p in (*kept, *fields)])
+            built = {}
+            for group, name in names.items():
+                mine = [field.name for field in dataclasses.fields(group)]
+                built[name] = group(**{key: given.pop(key) for key in mine if key in given})
+            return function(*args, **given, **built)
+
+        keywords = [p for p in kept if p.kind is p.KEYWORD_ONLY]
+        first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
+        call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
+        lines = [f"        {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
+        call.__doc__ = (function.__doc__ or "").replace("        (options)", "\n".join(lines))
+        return call
+
+    return decorate
+
+
+def help_of(group: type[Any], name: str) -> str:
+    """Return the help text of a field."""
+    return str(next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == name))
+
+
+def check_names(function: str, given: Iterable[str], known: list[str]) -> None:
+    """Refuse keyword arguments that a function does not have, with the nearest name that it has."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f" (did you mean {near[0]!r}?)" if near else ""
+            raise TypeError(f"{function}() has no argument {name!r}{hint}; it has {', '.join(known)}")

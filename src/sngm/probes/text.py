@@ -1,0 +1,88 @@
+"""What probes found, as tables for a terminal."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def in_words(found: dict[str, Any]) -> str:
+    """Return a table of the points of a pilot, or of runs."""
+    if found["kind"] == "runs":
+        return _table(found["runs"], RUNS)
+    points = [{"samples": found["samples"], **point} for point in found["points"]]
+    return _table(points, POINTS) + _pilot_in_words(found)
+
+
+def _interval(point: dict[str, Any]) -> str:
+    low, high = point["sigma_interval"]
+    return f"{point['sigma']:.3g}" + (f" ({low:.3g} to {high:.3g})" if low == low else "")
+
+
+def _relative(point: dict[str, Any]) -> str:
+    return f"{point['hessian_norm'] * point['weight_norm'] ** 2:.3g}"
+
+
+def _noise_scale(point: dict[str, Any]) -> str:
+    """With no more digits than it has: none beyond its order where it is above the number of samples."""
+    digits = 1 if _rough(point) else 2
+    return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
+
+
+def _rough(point: dict[str, Any]) -> bool:
+    return bool(point["samples"] < point["noise_scale"] < math.inf)
+
+
+def _unsettled(point: dict[str, Any]) -> bool:
+    return not point["settled"]
+
+
+def _downwards(point: dict[str, Any]) -> bool:
+    return bool(point["eigenvalue"] < 0)
+
+
+NOTES: dict[str, Any] = {
+    "> the iterations ended before it had settled: at least this; take more iterations": _unsettled,
+    "* the eigenvalue is negative: a direction in which the loss bends down": _downwards,
+    "~ more noise than these samples can average away: good for its order at best; take more samples": _rough,
+}
+SHARED = {
+    "loss": lambda p: f"{p['loss']:.4g}",
+    "|g|": lambda p: f"{p['gradient_norm']:.3g}",
+    "|H|": lambda p: (">" * _unsettled(p)) + f"{p['hessian_norm']:.3g}" + "*" * _downwards(p),
+    "sigma": _interval,
+    "noise scale": _noise_scale,
+    "rho": lambda p: f"{p['rho']:.3f}",
+    "cos": lambda p: f"{p['cos']:.3f}",
+}
+POINTS: dict[str, Any] = {"step": lambda p: str(p["step"]), **SHARED}
+RUNS: dict[str, Any] = {
+    "run": lambda p: p["folder"],
+    "method": lambda p: p["label"],
+    "batch": lambda p: str(p["config"]["batch"]),
+    "step": lambda p: str(p["step"]),
+    **SHARED,
+    "|H| |w|^2": _relative,
+}
+
+
+def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:
+    cells = [list(columns), *([show(row) for show in columns.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(text.ljust(w) for text, w in zip(row, widths, strict=True)).rstrip() for row in cells]
+    notes = [text for text, holds in NOTES.items() if any(map(holds, rows))]
+    return "\n".join([*lines, *notes]) + "\n"
+
+
+def _pilot_in_words(found: dict[str, Any]) -> str:
+    frontier = ", ".join(f"{entry['L']:.4g} at lambda {entry['lambda']:g}" for entry in found["frontier"])
+    over = f" over groups of {found['group']}, which BatchNorm normalises together" if found["batchnorm"] else ""
+    lines = [f"{'L' if found['L_settled'] else 'L, not settled, at least'} {frontier}"]
+    lines.append(f"sigma {found['sigma']:.4g}, at the high end of the intervals {found['sigma_high']:.4g}{over}")
+    lines.append("both are the largest of the points visited; between and beyond them they may be larger")
+    if found["rho"] is not None:
+        count = len(found["step_blocks"])
+        lines.append(f"rho(S) {found['rho']:.4g} for S = {count} tensors, the largest of all steps")
+    if found["status"] == "diverged":
+        lines.append("diverged: the loss is NaN or infinite; lower the learning rate")
+    return "\n" + "\n".join(lines) + "\n"

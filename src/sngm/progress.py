@@ -1,0 +1,236 @@
+"""Progress on stderr: a bar in a terminal or a notebook, a line now and then in a log file. Stopping on signals."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from .environment import is_first
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from .study.launch import Progress
+
+LONG = 600.0  # seconds; a run on a CPU that takes longer is announced at its start
+EVERY = 10.0  # seconds between the lines of a log
+Steps = Callable[[int, int, dict[str, Any]], None]
+
+
+def duration(seconds: float) -> str:
+    """Return a duration in the unit one would use.
+
+    >>> duration(0.43), duration(7), duration(200), duration(9000)
+    ('0.43 s', '7 s', '3 min', '2.5 h')
+    """
+    if seconds < 9.5:
+        return f"{seconds:.2g} s"
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
+
+
+def note(text: str) -> None:
+    """Print a message to stderr, so that stdout stays machine-readable; one that cannot be written is dropped."""
+    with contextlib.suppress(OSError):
+        print(text, file=sys.stderr, flush=True)
+
+
+def console() -> Console:
+    """Return the console that progress is shown on."""
+    from rich.console import Console
+
+    return Console(stderr=True)
+
+
+class Pace:
+    """The time that the rest of a run takes, at the pace of its last two minutes or so."""
+
+    WARM_UP = 3  # steps that also compile, and are left out
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock = clock
+        self.began = clock()
+        self.first: int | None = None
+        self.marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=240)
+
+    def left(self, step: int, steps: int) -> float | None:
+        """Seconds, once there is something to go by. To be called after every step."""
+        now = self.clock()
+        if self.first is None:
+            self.first = step - 1
+        if step - self.first < self.WARM_UP:
+            slow = now - self.began > 10.0  # better a rough word than none
+            return (now - self.began) / (step - self.first) * (steps - step) if slow else None
+        if not self.marks or now - self.marks[-1][0] >= 0.5:
+            self.marks.append((now, step))
+        then, earlier = self.marks[0]
+        return (now - then) / (step - earlier) * (steps - step) if step - earlier >= 2 else None
+
+
+@contextlib.contextmanager
+def step_progress(
+    wanted: bool = True, *, on_cpu: bool = False, clock: Callable[[], float] = time.monotonic
+) -> Iterator[Steps]:
+    """Yield a function to call after each step of a run; only the first process shows anything.
+
+    A run that will take long on a CPU says so as soon as that is known.
+    """
+    if not wanted or not is_first():
+        yield lambda step, steps, metrics: None
+        return
+    pace, told, shown, last = Pace(clock), not on_cpu, console(), clock()
+    live = shown.is_terminal or shown.is_jupyter
+    with _bar(shown) if live else contextlib.nullcontext(lambda step, steps, text: note(text)) as show:
+
+        def update(step: int, steps: int, metrics: dict[str, Any]) -> None:
+            nonlocal told, last
+            left = pace.left(step, steps)
+            if left is not None and not told:
+                told = True
+                if left > LONG:
+                    note(f"about {duration(left)} on this CPU, at the pace of the first steps; Ctrl-C loses nothing")
+            if clock() - last < (0.1 if live else EVERY) and not (live and step == steps):
+                return
+            last = clock()
+            text = f"step {step} of {steps}" + (f", {duration(left)} left" if left is not None and step < steps else "")
+            show(step, steps, text + (f", epoch {metrics['epoch']}: {in_words(metrics)}" if metrics else ""))
+
+        yield update
+
+
+def in_words(metrics: dict[str, Any]) -> str:
+    """Return scores for people.
+
+    >>> in_words({"epoch": 3, "test_accuracy": 0.97512, "test_loss": None})
+    'test accuracy 0.9751'
+    """
+    return ", ".join(f"{k.replace('_', ' ')} {v:.4g}" for k, v in metrics.items() if "_" in k and v is not None)
+
+
+@contextlib.contextmanager
+def _bar(shown: Console) -> Iterator[Callable[[int, int, str], None]]:
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = BarColumn(bar_width=24), TextColumn("{task.description}", markup=False)
+    with Progress(*columns, console=shown, refresh_per_second=5) as bar:
+        line = bar.add_task("")
+        yield lambda step, steps, text: bar.update(line, completed=step, total=steps, description=text)
+
+
+@contextlib.contextmanager
+def study_progress(wanted: bool = True) -> Iterator[Callable[[Progress], None]]:
+    """Yield a function to call with the progress of a study, as often as one likes."""
+    if not wanted:
+        yield lambda progress: None
+        return
+    shown = console()
+    if not (shown.is_terminal or shown.is_jupyter):
+        yield _lines()
+        return
+    from rich.live import Live
+
+    with Live(console=shown, refresh_per_second=5, transient=True) as live:
+        yield lambda progress: live.update(_table(progress))
+
+
+def _lines() -> Callable[[Progress], None]:
+    seen = [0]
+
+    def show(progress: Progress) -> None:
+        for config, record in progress.done[seen[0] :]:
+            seen[0] += 1
+            left = progress.seconds_left
+            result = next((f"{k.replace('_', ' ')} {v:.4f}" for k, v in _scores(record)), record["status"])
+            where = f"{config.label} batch {config.batch} lr {config.lr:g} seed {config.seed}"
+            eta = f", {duration(left)} left" if left is not None else ""
+            note(f"[{seen[0]}/{progress.planned}] {where}: {result}{eta}")
+
+    return show
+
+
+def _scores(record: dict[str, Any]) -> list[tuple[str, float]]:
+    named = [(k, v) for k, v in record["result"].items() if v is not None and not k.endswith("loss")]
+    return named or [(k, v) for k, v in record["result"].items() if v is not None]
+
+
+def _table(progress: Progress) -> Any:
+    from rich.table import Table
+
+    left = progress.seconds_left
+    eta = f", {duration(left)} left" if left is not None else ""
+    table = Table(title=f"{len(progress.done)} of {progress.planned} runs{eta}", title_justify="left")
+    for column in ("method", "batch", "rates tried", "chosen lr", "tested seeds", "so far"):
+        table.add_column(column)
+    for cell in progress.cells:
+        tested = [r for c, r in progress.done if c.part == "full" and c.batch == cell.batch and c.label == cell.label]
+        values = [_scores(r)[0][1] for r in tested if _scores(r)]
+        running = any(c.batch == cell.batch and c.label == cell.label for c in progress.running.values())
+        table.add_row(
+            cell.label,
+            str(cell.batch),
+            f"{len(cell.scores)}",
+            "" if cell.lr is None else f"{cell.lr:g}",
+            f"{len(tested)} of {cell.study.seeds}",
+            f"{sum(values) / len(values):.4f}" if values else ("running" if running else ""),
+        )
+    return table
+
+
+@contextlib.contextmanager
+def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
+    """Handle signals by a function within a ``with`` statement; threads other than the main one cannot."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, by) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def stop_on_signal() -> Iterator[Callable[[], bool]]:
+    """Yield a function that returns whether a run was asked to stop, by Ctrl-C or SIGTERM.
+
+    A second signal of the same kind ends the process at once.
+
+    torchrun passes a Ctrl-C on and sends SIGTERM right after it: that is one request, not two.
+    """
+    asked: list[int] = []
+
+    def ask(number: int, _: Any) -> None:
+        if number in asked:
+            os._exit(130)
+        asked.append(number)
+        if len(asked) > 1:
+            return
+        note("stopping at the next step; once more to end at once")
+
+    with handling(signal.SIGINT, signal.SIGTERM, by=ask):
+        yield lambda: bool(asked)
+
+
+@contextlib.contextmanager
+def interrupt_on_signal() -> Iterator[None]:
+    """Raise KeyboardInterrupt on the first Ctrl-C or SIGTERM; a second one ends the process at once."""
+    asked: list[int] = []
+
+    def interrupt(number: int, _: Any) -> None:
+        if asked:
+            os._exit(130)
+        asked.append(number)
+        note("stopping at the next step of each run; once more to end at once")
+        raise KeyboardInterrupt
+
+    with handling(signal.SIGINT, signal.SIGTERM, by=interrupt):
+        yield

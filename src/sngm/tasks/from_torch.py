@@ -1,0 +1,164 @@
+"""A task made of what people already have: a function that builds a model, and map-style datasets."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset, default_collate
+
+from ..data.fingerprint import fingerprint
+from ..data.tensors import Tensors
+from ..errors import UsageError
+from .base import Batch, Samples, Splits, Task
+
+Loss = Callable[[Any, Tensor], Tensor]
+SAMPLED = 16  # samples that a dataset's fingerprint is computed from
+
+
+class DatasetSamples:
+    """The samples of a map-style dataset, each an (inputs..., target) tuple, collated by ``default_collate``."""
+
+    def __init__(self, dataset: Any) -> None:
+        self.dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, indices: Tensor) -> Batch:
+        return as_batch([self.dataset[i] for i in indices.tolist()])
+
+    def fingerprint(self) -> str:
+        """Return a checksum of the length and of a few samples, drawn with fixed seeds."""
+        places = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
+        with seeded(0, 0, 0):
+            batch = self[torch.tensor(places)]
+        return fingerprint([torch.tensor([len(self)]), *batch])
+
+
+def as_batch(samples: Sequence[Any]) -> Batch:
+    """Collate samples into a tuple of tensors."""
+    if not isinstance(samples[0], (tuple, list)) or len(samples[0]) < 2:
+        raise UsageError(
+            f"each sample of the dataset must be a tuple (input, target), got {type(samples[0]).__name__}; "
+            "wrap the dataset in one that returns tuples"
+        )
+    batch = default_collate([tuple(sample) for sample in samples])
+    for part in batch:
+        if not isinstance(part, Tensor):
+            raise UsageError(f"samples must hold tensors, arrays or numbers, got {type(part).__name__}")
+    return tuple(batch)
+
+
+class seeded:
+    """Seed torch, NumPy and random for the body of a ``with`` statement, and restore their states afterwards."""
+
+    def __init__(self, *key: int) -> None:
+        self.seed = random.Random(repr(key)).getrandbits(32)
+
+    def __enter__(self) -> None:
+        self.states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
+        torch.default_generator.manual_seed(self.seed)  # of the CPU alone: datasets are read there
+        np.random.seed(self.seed)  # noqa: NPY002
+        random.seed(self.seed)
+
+    def __exit__(self, *_: object) -> None:
+        torch.random.set_rng_state(self.states[0])
+        np.random.set_state(self.states[1])  # noqa: NPY002
+        random.setstate(self.states[2])
+
+
+class TorchTask(Task):
+    """See :meth:`sngm.Task.from_torch`."""
+
+    parts: dict[str, Any]
+
+    def data(self) -> Splits:
+        return Splits(**{name: as_samples(name, dataset) for name, dataset in self.parts["data"].items()})
+
+    def model(self) -> nn.Module:
+        model: nn.Module = self.parts["model_fn"]()
+        return model
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        *inputs, target = batch
+        loss: Tensor = self.parts["loss"](model(*inputs), target)
+        return loss
+
+    def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        *inputs, target = batch
+        outputs = model(*inputs)
+        scores = {"loss": self.parts["loss"](outputs, target).expand(len(target))}
+        metric = self.parts["metric"]
+        if metric is not None:
+            values = metric(outputs, target)
+            # a mean over the batch counts as often as the batch has samples
+            scores[self.metric] = values if values.ndim and len(values) == len(target) else values.expand(len(target))
+        return scores
+
+    def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
+        """Return training samples; random transforms depend on seed, epoch and sample alone."""
+        whole: Any = samples
+        rows = indices
+        while hasattr(whole, "indices"):  # a part of the samples
+            whole, rows = whole.samples, whole.indices[rows.cpu()]
+        if not isinstance(whole, DatasetSamples):
+            return samples[indices]
+        found = []
+        for i in rows.tolist():
+            with seeded(seed, epoch, i):
+                found.append(whole.dataset[i])
+        return as_batch(found)
+
+    def sources(self) -> list[Any]:
+        return [self.parts["model_fn"], self.parts["loss"], self.parts["metric"]]
+
+
+def as_samples(name: str, dataset: Any) -> Samples:
+    """Return a map-style dataset as samples that a task can train on."""
+    if isinstance(dataset, TensorDataset):
+        return Tensors(*dataset.tensors)
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, dict)):
+        return DatasetSamples(dataset)
+    raise UsageError(f"{name}_dataset must be a map-style dataset (__len__ and __getitem__), got {dataset!r}")
+
+
+def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
+    """Return for each sample whether the largest output is that of its class."""
+    return outputs.argmax(1) == target
+
+
+def make(
+    model_fn: Callable[[], nn.Module],
+    data: dict[str, Any],
+    loss: Loss,
+    metric: str | Loss,
+    name: str | None,
+    defaults: dict[str, Any],
+) -> Task:
+    """Build the task of :meth:`sngm.Task.from_torch`."""
+    if isinstance(model_fn, nn.Module) or not callable(model_fn):
+        raise TypeError(f"model_fn must be a function that builds a new model, got {type(model_fn).__name__}")
+    if not callable(loss):
+        raise TypeError(f"loss must be a function of (outputs, target), got {loss!r}")
+    measure: Loss | None = accuracy if metric == "accuracy" else None
+    if callable(metric):
+        measure, metric = metric, getattr(metric, "__name__", type(metric).__name__)
+    elif metric not in ("accuracy", "loss"):
+        raise ValueError(f"metric must be 'accuracy', 'loss' or a function of (outputs, target), got {metric!r}")
+    known = [key for key in vars(Task) if not key.startswith("_") and not callable(getattr(Task, key))]
+    for key in defaults:
+        if key not in known:
+            raise TypeError(f"Task.from_torch() has no argument {key!r}; defaults of a task are {', '.join(known)}")
+    defaults.setdefault("higher_is_better", metric != "loss")
+    for part, dataset in data.items():
+        as_samples(part, dataset)
+    title = name or getattr(model_fn, "__name__", type(model_fn).__name__).strip("<>")
+    cls = type(title, (TorchTask,), {"metric": metric, "__doc__": f"{title}, from PyTorch objects.", **defaults})
+    task: TorchTask = cls()
+    task.parts = {"model_fn": model_fn, "data": data, "loss": loss, "metric": measure}
+    return task
