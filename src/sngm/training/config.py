@@ -18,7 +18,6 @@ import torch
 
 from .. import tasks
 from ..errors import UsageError
-from ..files import finite
 from ..optim import registry
 from ..parsing import format_call
 from ..tasks import Schedule, Task
@@ -99,8 +98,10 @@ class RunConfig:
                 if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
                     raise UsageError(f"{name} is larger than a number of {self.precision} can be, {largest:.2g}")
         for name, value in {**self.method_settings, **self.task_settings}.items():
-            if finite(value) != value:  # JSON has no other numbers: two configs would look the same
-                raise UsageError(f"setting {name} must be finite, got {value!r}")
+            try:
+                json.dumps(value, allow_nan=False)
+            except ValueError:  # a record would have null for it, and two configs would look the same
+                raise UsageError(f"setting {name} must be finite, got {_short(value)}") from None
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"clip must be a positive number, got {self.clip!r}")
         if self.warmup > self.epochs:
