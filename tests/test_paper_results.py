@@ -20,7 +20,7 @@ from sngm.paper import document, drawing, experiments, results, verdicts
 from sngm.paper import run as making
 from sngm.paper.experiments import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
-from sngm.paper.tables import CLAIMS, FIGURES, TABLES, Claim
+from sngm.paper.tables import CLAIMS, FIGURES, NUMBERS, Claim
 from sngm.study.grid import run_name
 from sngm.training import RunConfig, resolve
 from sngm.training.run_folder import commit, provenance
@@ -32,6 +32,7 @@ HERE = Path(__file__).parent.parent
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SNGM_COMMIT", "0123abc")
+    monkeypatch.setitem(NUMBERS, "table-9", {"SNGM": {32: 0.9}, "MSGD": {32: 0.8}})  # of small()
     commit.cache_clear()
     yield
     commit.cache_clear()
@@ -41,37 +42,35 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def test_tables_are_of_tasks_that_have_their_batches():
-    for table in TABLES:
-        assert set(table.batches) <= set(tasks.find(table.task).batches), table.name
-    assert sum(len(row) for table in TABLES for row in table.rows.values()) == 25 + 5 + 4 + 30 + 9 + 3 + 10
+    for item in experiments.ITEMS:
+        batches = {batch for row in item.numbers.values() for batch in row}
+        assert batches <= set(tasks.find(item.task).batches), item.name
+    count = sum(len(row) for item in experiments.ITEMS for row in item.numbers.values())
+    assert count == 25 + 5 + 4 + 30 + 9 + 3 + 10
 
 
 def test_the_paper_s_claims_hold_of_its_own_numbers():
     """What is said to be better is, in as many cells as are said; "similar" leaves room."""
-    by_name = {table.name: table for table in TABLES}
     for claim in CLAIMS:
-        if claim.item not in by_name or claim.metric or (by_name[claim.item].metric == "seconds" and claim.note):
+        item, shown = experiments.find(claim.item), {}
+        if not item.numbers or claim.metric or (item.metric == "seconds" and claim.note):
             continue  # figures, and times of methods that the paper gives none of
-        table, shown = by_name[claim.item], {}
         for (method, batch), (other, beside) in claim.pairs:
-            gap = table.rows[method][batch] - table.rows[other][beside]
+            gap = item.numbers[method][batch] - item.numbers[other][beside]
             if claim.kind == "better":
-                higher = table.metric != "seconds" and tasks.find(table.task).higher_is_better
-                shown.setdefault(batch, []).append(gap > 0 if higher else gap < 0)
+                shown.setdefault(batch, []).append(gap > 0 if item.higher_is_better else gap < 0)
             elif claim.item != "table-2" or method in ("LARS", "SNGM"):
-                assert abs(gap) <= verdicts.tolerance(table.metric, table.rows[other][beside]), claim
+                assert abs(gap) <= verdicts.tolerance(item.metric, item.numbers[other][beside]), claim
         assert sum(map(all, shown.values())) >= claim.share * len(shown), claim.text
 
 
 def test_every_table_and_figure_has_runs_planned_and_every_number_a_cell():
-    assert {table.name for table in TABLES} <= {item.name for item in experiments.ITEMS}
     for item in experiments.ITEMS:
-        held = {(p.row.paper, p.batch) for p in item.cells() if p.row.paper}
-        assert held == {(row, batch) for row, numbers in item.numbers.items() for batch in numbers}, item.name
+        compared = {(p.row.paper, p.batch) for p in item.cells() if p.row.paper}
+        assert compared == {(row, batch) for row, numbers in item.numbers.items() for batch in numbers}, item.name
     for figure in FIGURES:
-        rows = {row.name for row in experiments.find(figure.item).rows}
         assert experiments.find(figure.name).name == figure.item
-        assert set(figure.methods) <= rows
+        assert set(figure.methods) <= {row.name for row in experiments.find(figure.item).rows}
 
 
 def test_methods_of_a_table_get_as_many_rates():
@@ -104,8 +103,7 @@ def small(**more):
         Row("SNGM", "sngm", {32: 0.1}, seeds=2, paper="SNGM"),
         Row("MSGD", "msgd", {32: 0.1}, seeds=1, paper="MSGD"),
     )
-    usual = {"seconds": {32: 0.5}, "numbers": {"SNGM": {32: 0.9}, "MSGD": {32: 0.8}}, "epochs": 2}
-    item = Item("table-9", "Digits", "Table 9", "digits", "accuracy", rows, (32,), **usual)
+    item = Item("table-9", "Digits", "Table 9", "digits", "accuracy", rows, (32,), seconds={32: 0.5}, epochs=2)
     return replace(item, **more)
 
 
@@ -133,7 +131,7 @@ def test_of_a_run_made_twice_the_first_counts_in_whatever_order_they_come(tmp_pa
 def test_of_two_runs_of_a_config_in_a_merged_file_the_first_counts(tmp_path):
     both = line(value=0.9), line(value=0.91, started="2026-01-02")
     for lines in (both, both[::-1]):
-        there = Results(lines, [both[1]])
+        there = Results([*lines, both[1]])
         assert [found.value("accuracy") for found in there.lines.values()] == [0.9]
         assert [found.value("accuracy") for found in there.repeated] == [0.91]
 
@@ -153,10 +151,10 @@ def test_a_line_that_stands_twice_is_one_run_and_two_that_differ_are_refused(tmp
             "result_epoch": 1,
         }
     )
-    with pytest.raises(UsageError, match="two lines tell of it and differ"):
+    with pytest.raises(UsageError, match="two lines describe it and differ"):
         keep([other], tmp_path)
     path.write_text(path.read_text() + other.text + "\n")
-    with pytest.raises(UsageError, match="two lines tell of it and differ"):
+    with pytest.raises(UsageError, match="two lines describe it and differ"):
         read(tmp_path)
 
 
@@ -188,18 +186,18 @@ def test_a_stop_between_the_files_loses_no_run(tmp_path, monkeypatch):
 def test_lines_of_another_task_or_on_other_data_are_refused_when_read(tmp_path):
     keep([line()], tmp_path)
     (tmp_path / "digits").rename(tmp_path / "criteo-deepfm")
-    with pytest.raises(UsageError, match="is of digits, and belongs in the folder of that name"):
+    with pytest.raises(UsageError, match="is of digits; move it to the folder of that name"):
         read(tmp_path)
     (tmp_path / "criteo-deepfm").rename(tmp_path / "digits")
     path = tmp_path / "digits" / "runs.jsonl"
     path.write_text(path.read_text() + line(seed=1, data="b").text + "\n")
-    with pytest.raises(UsageError, match="on other data"):
+    with pytest.raises(UsageError, match="on different data"):
         read(tmp_path)
 
 
 def test_runs_on_other_data_are_not_mixed(tmp_path):
     keep([line()], tmp_path)
-    with pytest.raises(UsageError, match=r"other data.*fingerprint: a there, b here"):
+    with pytest.raises(UsageError, match=r"different data.*fingerprint: a there, b here"):
         keep([line(seed=1, data="b")], tmp_path)
     assert len(read(tmp_path).lines) == 1
 
@@ -211,31 +209,31 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
         (lambda r: r.pop("curve"), "no curve"),
         (lambda r: r.pop("timing"), "no timing"),
         (lambda r: r.pop("data"), "no data"),
-        (lambda r: r["config"].pop("batch"), "not a run"),
-        (lambda r: r.update(hardware=None), "of another kind"),
-        (lambda r: r.update(status="running"), "not a run that has finished: running"),
+        (lambda r: r["config"].pop("batch"), "not a valid record"),
+        (lambda r: r.update(hardware=None), "wrong type"),
+        (lambda r: r.update(status="running"), "not a finished run: running"),
         (lambda r: r.update(result_of="zebra"), "zebra"),
         (lambda r: r.update(result={}), "no test_accuracy in the result"),
         (lambda r: r.update(commit=""), "names no commit"),
-        (lambda r: r.update(commit="abc+"), "changes that are in no commit"),
+        (lambda r: r.update(commit="abc+"), "uncommitted changes"),
         (lambda r: r.update(command=None), "no command"),
-        (lambda r: r.update(started=3), "of another kind"),
+        (lambda r: r.update(started=3), "wrong type"),
         (lambda r: r.update(started="yesterday"), "yesterday"),
         (lambda r: r["timing"].update(seconds_per_epoch=-1), "below zero"),
-        (lambda r: r.update(timing=None), "timing is no mapping"),
-        (lambda r: r["timing"].update(seconds_per_epoch="abc"), "'abc' is no number"),
-        (lambda r: r["result"].update(test_accuracy="x"), "'x' is no number"),
+        (lambda r: r.update(timing=None), "timing is not a mapping"),
+        (lambda r: r["timing"].update(seconds_per_epoch="abc"), "'abc' is not a number"),
+        (lambda r: r["result"].update(test_accuracy="x"), "'x' is not a number"),
         (lambda r: r["result"].update(test_accuracy=0.95), "0.95 in the result, and 0.9 in the curve"),
         (
             lambda r: (r["result"].update(test_accuracy=1.5), r["curve"].update(test_accuracy=[0.5, 1.5])),
             "between 0 and",
         ),
-        (lambda r: r["timing"].update(seconds_per_epoch=float("nan")), "NaN is no number"),
-        (lambda r: r["curve"].update(train_loss=[1.0, float("inf")]), "Infinity is no number"),
+        (lambda r: r["timing"].update(seconds_per_epoch=float("nan")), "NaN is not a finite number"),
+        (lambda r: r["curve"].update(train_loss=[1.0, float("inf")]), "Infinity is not a finite number"),
         (lambda r: r.update(label="another"), "label"),
         (lambda r: r["curve"].pop("test_accuracy"), "no test_accuracy in the curve"),
         (lambda r: r["curve"].pop("train_loss"), "no train_loss in the curve"),
-        (lambda r: r["curve"].update(test_accuracy=[0.5]), "0.9 in the result, and not in the curve"),
+        (lambda r: r["curve"].update(test_accuracy=[0.5]), "0.9 in the result, and missing in the curve"),
     ],
 )
 def test_a_line_that_was_tampered_with_is_refused(tmp_path, change, said):
@@ -251,11 +249,11 @@ def test_what_is_no_text_or_no_file_is_refused_by_name(tmp_path):
     (tmp_path / "digits").mkdir()
     path = tmp_path / "digits" / "runs.jsonl"
     path.write_bytes(b"\xff\n")
-    with pytest.raises(UsageError, match=r"runs.jsonl: not a run as it was kept .*utf-8"):
+    with pytest.raises(UsageError, match=r"runs.jsonl: not a valid record of a run .*utf-8"):
         read(tmp_path)
     path.unlink()
     path.mkdir()
-    with pytest.raises(UsageError, match=r"runs.jsonl: not a run as it was kept .*directory"):
+    with pytest.raises(UsageError, match=r"runs.jsonl: not a valid record of a run .*directory"):
         read(tmp_path)
 
 
@@ -309,13 +307,13 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     Path("run/run.json").write_text(json.dumps({**record, "status": "interrupted"}))
     refused(sngm("paper add run"), "none of the 1 runs has finished")
     Path("run/run.json").write_text(json.dumps({**record, "config": {**record["config"], "seed": 3}}))
-    refused(sngm("paper add run"), "run: not as it was written", "hash")
+    refused(sngm("paper add run"), "run: not a valid run", "hash")
     Path("run/run.json").write_text(json.dumps({**record, "result": {"test_accuracy": 0.99}}))
     refused(sngm("paper add run"), "0.99 in the result")
     Path("run/run.json").write_text(json.dumps(record))
     metrics = Path("run/metrics.jsonl").read_text()
     Path("run/metrics.jsonl").write_text(metrics[:20])
-    refused(sngm("paper add run"), "run: not as it was written")
+    refused(sngm("paper add run"), "run: not a valid run")
     Path("run/metrics.jsonl").write_text(metrics)
     assert sngm("paper add run").out == "1 of 1 runs are new in results\n"
     assert sngm("paper add run").out == "0 of 1 runs are new in results\n"
@@ -395,7 +393,7 @@ def test_where_no_rate_trains_that_is_what_the_page_says(monkeypatch):
     found = verdicts.look(next(small().cells()), Results(lost))
     assert (found.nothing_trains, found.lines, found.missing) == (True, [], [])
     assert document._row(found)[4] == "diverged"
-    assert document._verdict(found) == "not reproduced"
+    assert verdicts.of_number(found) == "not reproduced"
 
 
 def test_a_grid_grows_at_its_edge_but_for_the_paper_s_own():
@@ -520,13 +518,13 @@ def test_reading_results_runs_no_code_that_they_name(tmp_path):
     ],
 )
 def test_verdicts_on_a_number(values, verdict):
-    assert verdicts.of_number(values, 0.9, "accuracy") == verdict
+    assert verdicts.judge_number(values, 0.9, "accuracy") == verdict
 
 
 def test_a_perplexity_may_differ_by_a_hundredth_and_times_by_anything():
-    assert verdicts.of_number([116.0, 116.1, 116.2], 115.65, "perplexity") == "reproduced"
-    assert verdicts.of_number([119.0, 119.1, 119.2], 115.65, "perplexity") == "not reproduced"
-    assert verdicts.of_number([1.0, 1.0, 1.001], 1.0, "seconds") == "open"
+    assert verdicts.judge_number([116.0, 116.1, 116.2], 115.65, "perplexity") == "reproduced"
+    assert verdicts.judge_number([119.0, 119.1, 119.2], 115.65, "perplexity") == "not reproduced"
+    assert verdicts.judge_number([1.0, 1.0, 1.001], 1.0, "seconds") == "open"
 
 
 def outcomes(ours, theirs, item=None, **more):
@@ -629,7 +627,8 @@ def test_a_claim_about_training_loss_looks_at_that_of_the_last_epoch_too():
 
 
 def test_a_claim_is_tested_on_the_mean_loss_too_where_that_was_run():
-    claims = document.as_data(experiments.find("table-8"), read(HERE / "results"))["claims"]
+    item = experiments.find("table-8")
+    claims = document.as_data(item, verdicts.outcomes_of(item, read(HERE / "results")))["claims"]
     assert [claim["note"] for claim in claims] == ["On the sum.", "On the mean."]
     assert [claim["from"].count("SNGM on the mean loss at") for claim in claims] == [0, 8]
 
@@ -675,8 +674,8 @@ def test_a_time_is_better_if_lower_and_only_on_the_same_hardware():
 
 
 def test_a_diverged_seed_is_no_reproduction():
-    assert verdicts.of_number([0.9, 0.901, 0.902], 0.9, "accuracy", diverged=1) == "not reproduced"
-    assert verdicts.of_number([0.9], 0.9, "accuracy", diverged=1) == "open"
+    assert verdicts.judge_number([0.9, 0.901, 0.902], 0.9, "accuracy", diverged=1) == "not reproduced"
+    assert verdicts.judge_number([0.9], 0.9, "accuracy", diverged=1) == "open"
 
 
 # ---------------------------------------------------------------- the pages of this repository
@@ -714,7 +713,7 @@ def test_a_changed_record_or_table_is_found(copied, name, old, new):
     path = copied / name
     assert old in path.read_text()
     path.write_text(path.read_text().replace(old, new))
-    refused(sngm("paper report --check"), "not what the runs say", "sngm paper report")
+    refused(sngm("paper report --check"), "differ from the kept runs", "sngm paper report")
     if name != "wikitext2-lstm/runs.jsonl":
         assert sngm("paper report").code == 0
         assert (HERE / "results" / name).resolve().read_text() == path.read_text()
@@ -749,7 +748,7 @@ def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(c
         refused(sngm("paper report --check"), "must hold", mark)
     refused(sngm("paper report --check --readme results"), "--readme results: no such file")
     Path("README.md").write_text("A page of another project.")
-    assert "no README.md with a place" in sngm("paper report --check").out
+    assert "no README.md has markers" in sngm("paper report --check").out
     assert document.BEGIN in (HERE / "README.md").read_text()
 
 
@@ -851,7 +850,7 @@ def test_a_run_begun_with_other_code_or_hardware_begins_anew_and_nothing_is_lost
         found = sngm("paper run table-9 --cells sngm --seeds 1 --device cpu --jobs 1 --json")
     assert found.code == 0, found.err
     assert found.json["missing_runs"] == 0
-    assert "begins anew" in found.err
+    assert "starts again" in found.err
     assert json.loads((folder / "aside" / f"{path.name}-1" / "run.json").read_text()) == record
     assert os.listdir(path.parent) == [path.name]
 
@@ -901,7 +900,7 @@ def test_a_run_that_another_process_made_meanwhile_is_not_made_again(tiny, monke
 
 def test_runs_without_a_commit_are_refused(tiny, monkeypatch):
     monkeypatch.setattr(making, "commit", lambda: "0123abc+")
-    refused(sngm("paper run table-9 --device cpu"), "in no commit")
+    refused(sngm("paper run table-9 --device cpu"), "uncommitted changes")
     monkeypatch.setattr(making, "commit", lambda: None)
     refused(sngm("paper run table-9 --device cpu"), "SNGM_COMMIT")
 
