@@ -20,7 +20,7 @@ from ..report import figures
 from ..report.stats import half_width
 from ..training.config import RunConfig
 from .drawing import by_batch, drawn
-from .experiments import COSTS_ON, ITEMS, ON_MEAN, QUESTIONS, Item, find
+from .experiments import COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, REPEATED, Line, Results, command_of, read
 from .tables import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from .verdicts import RULES, Outcome, by_cell, of_claim, of_number, outcomes_of, text_of, values_of
@@ -220,7 +220,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
 
 def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
     """Return the claims on an experiment with verdict and reason; on both losses, if both were run."""
-    claims = [claim for claim in (*CLAIMS, *QUESTIONS) if claim.item == item.name]
+    claims = [claim for claim in CLAIMS if claim.item == item.name]
     if any(row.name.endswith(ON_MEAN) for row in item.rows):
         claims = [
             replace(
