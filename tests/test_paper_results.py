@@ -375,22 +375,22 @@ def test_printed_commands_make_the_runs_they_stand_beside():
 def test_a_cell_waits_for_its_trials_then_for_its_seeds():
     planned = next(small().cells())
     trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
-    first = verdicts.look(planned, Results([]))
+    first = verdicts.outcome_of(planned, Results([]))
     assert [config.lr for config in first.missing] == [0.05, 0.1, 0.2]
     assert first.to_come == 3 + 2
-    assert verdicts.look(planned, Results([]), seeds=5).to_come == 3 + 5
-    chosen = verdicts.look(planned, Results(trials))
+    assert verdicts.outcome_of(planned, Results([]), seeds=5).to_come == 3 + 5
+    chosen = verdicts.outcome_of(planned, Results(trials))
     assert (chosen.lr, [(c.part, c.seed) for c in chosen.missing]) == (0.1, [("full", 0), ("full", 1)])
-    done = verdicts.look(planned, Results([*trials, line(value=0.91), line(seed=1, value=0.93)]))
+    done = verdicts.outcome_of(planned, Results([*trials, line(value=0.91), line(seed=1, value=0.93)]))
     assert (done.values, done.missing, done.at_edge) == ([0.91, 0.93], [], False)
     more = [line(value=0.91), line(seed=1, value=0.93), line(seed=2, value=0.95), line(seed=4, value=0.5)]
-    assert verdicts.look(planned, Results([*trials, *more])).values == [0.91, 0.93, 0.95], "more seeds count"
+    assert verdicts.outcome_of(planned, Results([*trials, *more])).values == [0.91, 0.93, 0.95], "more seeds count"
 
 
 def test_where_no_rate_trains_that_is_what_the_page_says(monkeypatch):
     lost = [line(lr, part="select", status="diverged") for lr in (0.1 / 2**i for i in range(-1, 5))]
     lost += [line(float(f"{0.2 * 2**i:.3g}"), part="select", status="diverged") for i in range(1, 6)]
-    found = verdicts.look(next(small().cells()), Results(lost))
+    found = verdicts.outcome_of(next(small().cells()), Results(lost))
     assert (found.nothing_trains, found.lines, found.missing) == (True, [], [])
     assert document._row(found)[4] == "diverged"
     assert verdicts.of_number(found) == "not reproduced"
@@ -398,9 +398,9 @@ def test_where_no_rate_trains_that_is_what_the_page_says(monkeypatch):
 
 def test_a_grid_grows_at_its_edge_but_for_the_paper_s_own():
     trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.7), (0.1, 0.8), (0.2, 0.9))]
-    grown = verdicts.look(next(small().cells()), Results(trials))
+    grown = verdicts.outcome_of(next(small().cells()), Results(trials))
     assert [config.lr for config in grown.missing] == [0.4]
-    fixed = verdicts.look(next(small(extend=False).cells()), Results(trials))
+    fixed = verdicts.outcome_of(next(small(extend=False).cells()), Results(trials))
     assert (fixed.lr, fixed.at_edge, [config.lr for config in fixed.missing]) == (0.2, True, [0.2, 0.2])
 
 
@@ -414,10 +414,10 @@ def test_a_full_run_that_was_validated_is_a_trial_too():
 
 def test_the_best_rate_on_test_data_is_found_among_full_runs():
     runs = [line(0.1, value=0.9), line(0.1, seed=1, value=0.92), line(0.4, value=0.95), line(0.8, batch=64)]
-    best = verdicts.look(next(small().cells()), Results(runs)).on_test
+    best = verdicts.outcome_of(next(small().cells()), Results(runs)).on_test
     assert [(found.config.lr, found.value("accuracy")) for found in best] == [(0.4, 0.95)]
     runs.append(line(0.4, seed=1, status="diverged", value=None))
-    best = verdicts.look(next(small().cells()), Results(runs)).on_test
+    best = verdicts.outcome_of(next(small().cells()), Results(runs)).on_test
     assert [found.config.lr for found in best] == [0.1, 0.1], "a rate at which one seed diverged is not the best"
 
 
@@ -430,7 +430,7 @@ def test_a_seed_with_two_inner_rates_is_not_two_seeds():
         return Line({**line().record, "config": config.as_dict(), "hash": config.hash})
 
     runs = Results([of(), of(inner_lr=0.1)])
-    assert [found.config for found in verdicts.look(cell, runs).on_test] == [like]
+    assert [found.config for found in verdicts.outcome_of(cell, runs).on_test] == [like]
     twice = replace(like, lr=0.4, method_settings=like.method_settings | {"inner_lr": 0.05})
     assert verdicts._but_for_rate(twice) == verdicts._but_for_rate(like)
 
@@ -438,8 +438,8 @@ def test_a_seed_with_two_inner_rates_is_not_two_seeds():
 def test_links_lead_to_trials_where_there_is_no_more():
     trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9))]
     planned = next(small().cells())
-    assert document._link(verdicts.look(planned, Results([]))) == "0"
-    assert document._link(verdicts.look(planned, Results(trials))) == "[0](digits/runs.md#sngm-at-batch-32)"
+    assert document._link(verdicts.outcome_of(planned, Results([]))) == "0"
+    assert document._link(verdicts.outcome_of(planned, Results(trials))) == "[0](digits/runs.md#sngm-at-batch-32)"
 
 
 def test_the_first_table_tells_of_runs_that_diverged_and_of_rates_at_an_edge(monkeypatch):
@@ -453,7 +453,7 @@ def test_the_first_table_tells_of_runs_that_diverged_and_of_rates_at_an_edge(mon
         ["", "80.00", "diverged"],
     ]
     runs.append(line(0.2, seed=2, value=0.92))
-    shown = document._row(verdicts.look(next(small(extend=False).cells()), Results(runs)))
+    shown = document._row(verdicts.outcome_of(next(small(extend=False).cells()), Results(runs)))
     assert shown[2:5] == ["0.2*", "90.00", "91.50 ± 6.35 (1 diverged)"]
 
 
@@ -464,7 +464,7 @@ def test_a_table_is_drawn_against_the_batch_size_and_runs_that_diverged_are_cros
 
     def picture(lines=runs, **more):
         item = small(extend=False, **more)
-        return drawing.by_batch(item, [verdicts.look(planned, Results(lines)) for planned in item.cells()])
+        return drawing.by_batch(item, [verdicts.outcome_of(planned, Results(lines)) for planned in item.cells()])
 
     theirs, ours = picture().panels.values()
     assert [(s.label, s.plotted) for s in theirs] == [("SNGM", [(32, 90.0)]), ("MSGD", [(32, 80.0)])]
@@ -482,7 +482,7 @@ def test_curves_are_drawn_with_their_seeds_behind_the_mean():
 
     def series(lines):
         return drawing._series(
-            "SNGM", verdicts.look(next(small(extend=False).cells()), Results(lines)), "test_accuracy"
+            "SNGM", verdicts.outcome_of(next(small(extend=False).cells()), Results(lines)), "test_accuracy"
         )
 
     alone, both = series(runs), series([*runs, line(seed=1, value=0.75)])

@@ -120,7 +120,7 @@ def run(
     from ..paper import experiments
     from ..paper import run as making
     from ..paper.results import read
-    from ..paper.verdicts import look
+    from ..paper.verdicts import outcome_of
     from ..study.launch import check_jobs
 
     found = experiments.find(item)
@@ -130,7 +130,7 @@ def run(
     _folder(results)
     if dry_run:
         there = read(results)
-        _plan(found, [look(one, there, seeds) for one in planned], as_json)
+        _plan(found, [outcome_of(one, there, seeds) for one in planned], as_json)
         return
     from ..training.loop import Options
     from .console import interrupt_on_signal, study_progress

@@ -23,7 +23,7 @@ from .drawing import by_batch, drawn
 from .experiments import COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, REPEATED, Line, Results, command_of, read
 from .tables import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
-from .verdicts import RULES, Outcome, by_cell, of_claim, of_number, outcomes_of, text_of, values_of
+from .verdicts import SEEDS, Outcome, by_cell, of_claim, of_number, outcomes_of, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
@@ -136,19 +136,8 @@ def _with_block(readme: Path, text: str) -> str:
 
 
 def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, figures.Figure]) -> str:
-    parts = [
-        MADE,
-        "# The paper's results, and ours",
-        "Each table of the paper, with our runs beside it. Every number comes from the runs kept here, one line a run "
-        f"in `<task>/{FILE}`; the number of seeds, n, leads to them, with the command that makes each again.",
-        RULES,
-        "Rates are chosen on validation data: of ResNet20, on 5,000 training images held out; results are of training "
-        "on all, after the last epoch (of the LSTM, where the validation perplexity is best). *Best on test* is the "
-        "paper's likely reading: of the rates with full runs, none of which diverged, the best on test data. An "
-        "asterisk marks a rate at the edge of those tried. What was guessed about the paper's set-up is in "
-        "[deviations](../docs/deviations.md).",
-    ]
-    parts.append(theory())
+    intro = Path(__file__).with_name("introduction.md").read_text("utf-8")
+    parts = [MADE, intro.format(FILE=FILE, SEEDS=SEEDS).strip(), theory()]
     for item in ITEMS:
         parts += section(item, outcomes[item.name])
         parts += [f"![{pictures[name].description}]({name}.svg)" for name in _pictures(item) if name in pictures]

@@ -5,10 +5,9 @@ from __future__ import annotations
 import itertools
 import os
 import signal
-import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -23,7 +22,7 @@ from ..training.loop import Options
 from ..training.run_folder import FINISHED, RunFolder, commit, provenance
 from .experiments import Item, Planned
 from .results import FOLDER, NAMED, from_folder, keep, read
-from .verdicts import Outcome, look
+from .verdicts import Outcome, outcome_of
 
 Failure = tuple[RunConfig, launch.Record]
 Show = Callable[[Study], AbstractContextManager[Callable[[launch.Progress], None]]]  # shows the progress of a study
@@ -69,19 +68,13 @@ def run(
         raise UsageError(f"{why}, so these runs could not be reproduced; run {NAMED}")
     os.environ["SNGM_COMMIT"] = name  # for worker processes, even if the code is edited meanwhile
     check_writable(results, "--results")
-    end = None if budget is None else time.monotonic() + budget
     failed: list[Failure] = []
-    for cell in planned:
-        if end is not None and time.monotonic() > end:
-            break
-        if look(cell, read(results), seeds).missing:
-            try:
-                with _until(end):
-                    _make(cell, out, options, seeds, jobs, results, show, failed)
-            except OutOfTime:
-                break
+    with suppress(OutOfTime), _time_limit(budget) if budget else nullcontext():
+        for cell in planned:
+            if outcome_of(cell, read(results), seeds).missing:
+                _make(cell, out, options, seeds, jobs, results, show, failed)
     there = read(results)
-    return [look(cell, there, seeds) for cell in planned], failed
+    return [outcome_of(cell, there, seeds) for cell in planned], failed
 
 
 def _make(
@@ -136,9 +129,8 @@ def _set_aside_if_not_resumable(folder: Path, name: str, now: dict[str, Any]) ->
 
 
 def _made_with(record: dict[str, Any]) -> list[Any]:
-    hardware = {
-        key: value for key, value in record.get("hardware", {}).items() if key != "threads"
-    }  # a worker process uses one
+    """Return code and hardware of a run, without the number of threads, which is 1 in worker processes."""
+    hardware = {key: value for key, value in record.get("hardware", {}).items() if key != "threads"}
     return [record.get("commit"), record.get("versions"), hardware]
 
 
@@ -147,17 +139,14 @@ class OutOfTime(Exception):
 
 
 @contextmanager
-def _until(end: float | None) -> Iterator[None]:
-    """Raise OutOfTime in the block at this time of the monotonic clock; unfinished runs can be resumed."""
-    if end is None:
-        yield
-        return
+def _time_limit(seconds: float) -> Iterator[None]:
+    """Raise OutOfTime in the block after this time; unfinished runs can be resumed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, max(0.001, end - time.monotonic()))
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         yield
     finally:

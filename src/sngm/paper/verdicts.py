@@ -1,4 +1,4 @@
-"""Verdicts on the numbers and claims of the paper, from the kept runs by stated rules."""
+"""Verdicts on the numbers and claims of the paper, from the kept runs by the rules that introduction.md states."""
 
 from __future__ import annotations
 
@@ -13,24 +13,10 @@ from .experiments import Item, Planned
 from .results import Line, Results
 from .tables import Claim
 
-REPRODUCED, NOT_REPRODUCED, HOLDS, CONTRADICTED, OPEN = (
-    "reproduced", "not reproduced", "holds", "contradicted", "open",
-)  # fmt: skip
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+HOLDS, CONTRADICTED, OPEN = "holds", "contradicted", "open"
 SEEDS = 3  # the fewest for a verdict
 LEVEL = 0.05  # of Welch's test
-RULES = f"""A number of the paper is *reproduced* if ours, the mean over at least {SEEDS} seeds, differs from it by at
-most 0.5 points of accuracy, 1 % of a perplexity or 0.005 of an AUC, and half of our 95 % interval (Student's t) is no
-wider than that. It is *not reproduced* if the interval lies beyond that distance as a whole, or a seed diverged, or
-every rate that was tried; else, or with fewer seeds, the verdict is *open*.
-
-A claim is tested by pairs of cells with at least {SEEDS} seeds each. Of a pair, the first is better if Welch's test
-says so at 5 %; two are similar if the 95 % interval of their difference lies within the distance above, and are not if
-it lies outside; one that diverged with all seeds, or at all rates, whose trials have one seed each, is worse than one
-that never did, and not similar to it. Where a lower training loss is claimed, that of the last epoch is compared too. A
-batch size speaks for the claim if all its pairs show it, and against it if one shows the opposite. The claim *holds* if
-every batch size speaks for it (four of five where the paper says "almost all"), is *contradicted* if more speak against
-it than may, and is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times
-are compared on one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +71,10 @@ def values_of(lines: Iterable[Line], metric: str) -> list[float]:
 
 def outcomes_of(item: Item, results: Results) -> list[Outcome]:
     """Return what the kept runs give for every cell of an experiment."""
-    return [look(planned, results) for planned in item.cells()]
+    return [outcome_of(planned, results) for planned in item.cells()]
 
 
-def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
+def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
     """Go through a cell as a study would, with the kept runs."""
     item, cell = planned.item, planned.cell(seeds)
     todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
@@ -121,9 +107,7 @@ def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
         config = line.config
         if (config.method, config.batch) == (like.method, like.batch) and _but_for_rate(config) == wanted:
             by_rate.setdefault(line.config.lr, []).append(line)
-    trained = [
-        lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)
-    ]  # with every seed
+    trained = [lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)]
     sign = 1 if item.higher_is_better else -1
     return max(trained, key=lambda lines: sign * fmean(values_of(lines, item.metric)), default=[])
 
@@ -215,23 +199,18 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
         return OPEN, f"{gap}, on different hardware"
     if kind == "similar":
-        return _similar(a, b, metric)
+        found = difference(a, b, 1 - LEVEL)
+        if found is None:
+            return OPEN, f"{gap}, no spread"
+        (apart, half), allowed = found, tolerance(metric, fmean(b))
+        verdict = HOLDS if abs(apart) + half < allowed else CONTRADICTED if abs(apart) - half > allowed else OPEN
+        return verdict, f"{gap} ± {text_of(half, metric)}"
     p = contrast((1, a), (-1, b))
     if p is None:
         return OPEN, gap
     higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
     verdict = OPEN if p >= LEVEL else HOLDS if (fmean(a) > fmean(b)) == higher else CONTRADICTED
     return verdict, f"{gap}, p = {p:.2g}"
-
-
-def _similar(ours: list[float], theirs: list[float], metric: str) -> tuple[str, str]:
-    """Judge whether two cells are similar by the interval of their difference."""
-    found = difference(ours, theirs, 1 - LEVEL)
-    if found is None:
-        return OPEN, f"{text_of(fmean(ours) - fmean(theirs), metric, signed=True)}, no spread"
-    (gap, half), allowed = found, tolerance(metric, fmean(theirs))
-    verdict = HOLDS if abs(gap) + half < allowed else CONTRADICTED if abs(gap) - half > allowed else OPEN
-    return verdict, f"{text_of(gap, metric, signed=True)} ± {text_of(half, metric)}"
 
 
 def text_of(value: float | None, metric: str, signed: bool = False) -> str:
