@@ -221,8 +221,8 @@ def test_runs_on_other_data_are_not_mixed(tmp_path):
         (lambda r: r.update(started="yesterday"), "yesterday"),
         (lambda r: r["timing"].update(seconds_per_epoch=-1), "below zero"),
         (lambda r: r.update(timing=None), "timing is not a mapping"),
-        (lambda r: r["timing"].update(seconds_per_epoch="abc"), "'abc' is not a number"),
-        (lambda r: r["result"].update(test_accuracy="x"), "'x' is not a number"),
+        (lambda r: r["timing"].update(seconds_per_epoch="abc"), r"not a number: \['abc'\]"),
+        (lambda r: r["result"].update(test_accuracy="x"), r"not a number: \['x'\]"),
         (lambda r: r["result"].update(test_accuracy=0.95), "0.95 in the result, and 0.9 in the curve"),
         (
             lambda r: (r["result"].update(test_accuracy=1.5), r["curve"].update(test_accuracy=[0.5, 1.5])),
@@ -693,32 +693,6 @@ def test_the_pages_say_what_the_runs_say(copied):
     assert found.code == 0, found.err
 
 
-@pytest.mark.parametrize(
-    ("name", "old", "new"),
-    [
-        ("wikitext2-lstm/runs.jsonl", '"seconds_per_epoch": ', '"seconds_per_epoch": 1'),
-        ("../README.md", "| 89.87 |", "| 99.87 |"),
-        *(
-            pytest.param(*some, marks=pytest.mark.slow)
-            for some in (
-                ("README.md", "120.69", "110.69"),
-                ("wikitext2-lstm/runs.md", "117.83", "107.83"),
-                ("figure-3.json", "129.18", "119.18"),
-                ("table-2-by-batch.json", "89.87", "99.87"),
-            )
-        ),
-    ],
-)
-def test_a_changed_record_or_table_is_found(copied, name, old, new):
-    path = copied / name
-    assert old in path.read_text()
-    path.write_text(path.read_text().replace(old, new))
-    refused(sngm("paper report --check"), "differ from the kept runs", "sngm paper report")
-    if name != "wikitext2-lstm/runs.jsonl":
-        assert sngm("paper report").code == 0
-        assert (HERE / "results" / name).resolve().read_text() == path.read_text()
-
-
 @pytest.mark.slow
 def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture = copied / "figure-3.svg"
@@ -739,17 +713,6 @@ def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     (copied / "figure-2-mine.svg").write_text("mine")
     (copied / "digits" / "runs.md").write_text("mine")
     assert sngm("paper report --check").code == 0
-
-
-def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(copied):
-    text = Path("README.md").read_text()
-    for mark in (document.BEGIN, document.END):
-        Path("README.md").write_text(text.replace(mark, ""))
-        refused(sngm("paper report --check"), "must hold", mark)
-    refused(sngm("paper report --check --readme results"), "--readme results: no such file")
-    Path("README.md").write_text("A page of another project.")
-    assert "no README.md has markers" in sngm("paper report --check").out
-    assert document.BEGIN in (HERE / "README.md").read_text()
 
 
 def test_a_method_whose_every_seed_diverged_is_a_cross_and_one_that_lost_some_says_so():
@@ -803,12 +766,56 @@ def tiny(monkeypatch):
         monkeypatch.setattr(module, "FIGURES", ())
 
 
+@pytest.fixture
+def written(tiny, monkeypatch):
+    """The pages of a few runs, and a README with their table."""
+    monkeypatch.setattr(document, "FIRST_ITEM", "table-9")
+    runs = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    keep([*runs, line(value=0.91), line(seed=1, value=0.93)], Path("results"))
+    Path("README.md").write_text(f"before {document.BEGIN}{document.END} after")
+    assert sngm("paper report").code == 0
+    assert sngm("paper report --check").code == 0
+    return Path("README.md").read_text()
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("results/digits/runs.jsonl", '"seconds_per_epoch": ', '"seconds_per_epoch": 1'),
+        ("README.md", "| 92.00 |", "| 99.00 |"),
+        ("results/README.md", "92.00", "99.00"),
+        ("results/digits/runs.md", "0.93", "0.99"),
+        ("results/table-9-by-batch.json", "92.0", "99.0"),
+        ("results/table-9-by-batch.svg", ">SNGM", ">MSGD"),
+    ],
+)
+def test_a_changed_record_or_table_is_found(written, name, old, new):
+    path = Path(name)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    refused(sngm("paper report --check"), "differ from the kept runs", "sngm paper report")
+    if path.name != "runs.jsonl":
+        assert sngm("paper report").out == f"wrote {name}\n"
+        assert path.read_text() == text
+
+
+def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(written):
+    for mark in (document.BEGIN, document.END):
+        Path("README.md").write_text(written.replace(mark, ""))
+        refused(sngm("paper report --check"), "must hold", mark)
+    refused(sngm("paper report --check --readme results"), "--readme results: no such file")
+    Path("README.md").write_text("A page of another project.")
+    assert "no README.md has markers" in sngm("paper report --check").out
+    assert document.BEGIN in (HERE / "README.md").read_text()
+
+
 def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     plan = sngm("paper run table-9 --dry-run --json").json
     assert [(cell["cell"], cell["runs"]) for cell in plan["cells"]] == [("SNGM@32", 5), ("MSGD@32", 4)]
     elsewhere = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
     keep(elsewhere, Path("results"))  # of another machine
-    found = sngm("paper run table-9 --cells sngm --device cpu --jobs 2 --json")
+    found = sngm("paper run table-9 --cells sngm --device cpu --jobs 1 --json")
     assert (found.code, found.json["missing_runs"]) == (0, 0), found.err
     there = read(Path("results"))
     assert len(there.lines) == 5

@@ -77,8 +77,8 @@ def _pictures(item: Item) -> list[str]:
 
 def _wanted(folder: Path, readme: Path | None) -> dict[Path, str]:
     results = read(folder)
-    wanted = {folder / name: text for name, text in pages(results).items()}
-    return wanted if readme is None else {**wanted, readme: _with_block(readme, block(results))}
+    first = {} if readme is None else {readme: _with_block(readme, block(results))}
+    return {folder / name: text for name, text in pages(results).items()} | first
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from .. import tasks
 from ..errors import UsageError
@@ -183,8 +183,9 @@ def _checks(line: Line) -> Iterator[tuple[Any, str]]:
     yield not isinstance(record["command"], str), "no command"
     datetime.fromisoformat(record.get("started", "2000-01-01"))  # the first runs that were kept have none
     times = [record["timing"].get(key) for key in TIMES[:2]]
-    for value in [*result.values(), *times, *(value for column in curve.values() for value in column)]:
-        yield value is not None and not isinstance(value, (int, float)), f"{value!r} is not a number"
+    values = [*result.values(), *times, *(value for column in curve.values() for value in column)]
+    others = [value for value in values if value is not None and not isinstance(value, (int, float))]
+    yield others, f"not a number: {others[:1]}"
     yield any(value is not None and value < 0 for value in times), "a time below zero"
     if ended != "finished":
         return
@@ -242,36 +243,24 @@ def rounded(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
-class Kept(NamedTuple):
-    """How many runs were new, and how many of those repeat one that is kept."""
-
-    new: int
-    repeated: int
-
-
-def keep(lines: Iterable[Line], folder: Path = FOLDER) -> Kept:
-    """Add runs to the files of their tasks, and return how many were new.
+def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
+    """Add runs to the files of their tasks; return how many were new, and how many of those repeat a kept one.
 
     Of runs with the same config, the one that started first is the result, and the others are repeats.
     """
-    by_task: dict[str, list[Line]] = {}
-    for line in lines:
-        by_task.setdefault(line.config.task, []).append(line)
-    counts = [_keep_of_task(folder / task, new) for task, new in by_task.items()]
-    return Kept(sum(count.new for count in counts), sum(count.repeated for count in counts))
-
-
-def _keep_of_task(folder: Path, new: list[Line]) -> Kept:
-    folder.mkdir(parents=True, exist_ok=True)
-    with locked(folder, waiting=lambda: None):  # another process may be keeping runs too
-        before = _of_task(folder)
-        there, merged = Results(before), Results([*before, *new])
-        # in this order, an interruption between the two leaves a run in both files, not in none
-        for name, lines in ((REPEATED, merged.repeated), (FILE, merged.lines.values())):
-            if lines or (folder / name).exists():
-                write_atomically(folder / name, "".join(line.text + "\n" for line in lines).encode())
-    repeated = len(merged.repeated) - len(there.repeated)
-    return Kept(len(merged.lines) - len(there.lines) + repeated, repeated)
+    new = repeated = 0
+    for task in sorted({folder / line.config.task for line in lines}):
+        task.mkdir(parents=True, exist_ok=True)
+        with locked(task, waiting=lambda: None):  # another process may be keeping runs too
+            before = _of_task(task)
+            there, merged = Results(before), Results([*before, *(x for x in lines if x.config.task == task.name)])
+            # in this order, an interruption between the two leaves a run in both files, not in none
+            for name, kept in ((REPEATED, merged.repeated), (FILE, merged.lines.values())):
+                if kept or (task / name).exists():
+                    write_atomically(task / name, "".join(line.text + "\n" for line in kept).encode())
+        repeated += len(merged.repeated) - len(there.repeated)
+        new += len(merged.lines) + len(merged.repeated) - len(there.lines) - len(there.repeated)
+    return new, repeated
 
 
 def _check_data(lines: Iterable[Line]) -> None:
