@@ -26,10 +26,7 @@ EXAMPLES = (
 
 def check_theory(
     only: Annotated[str | None, typer.Option(help="Names of checks, separated by commas. Default: all.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder for the report. Default: runs/check-theory, with names and seeds."),
-    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the report. Default: in runs/.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = SEEDS,
     as_json: JSON = False,
 ) -> None:
@@ -76,9 +73,8 @@ def _print(found: list[Finding]) -> None:
     table = Table("check", "verdict", "measured")
     for finding in found:
         known = " (known)" if finding.verdict == finding.expected == "fails" else ""
-        # Text: brackets are not markup
-        verdict, measured = Text(f"{finding.verdict}{known}", style=colours[finding.verdict]), Text(finding.measured)
-        table.add_row(finding.name, verdict, measured)
+        verdict = Text(f"{finding.verdict}{known}", style=colours[finding.verdict])
+        table.add_row(finding.name, verdict, Text(finding.measured))  # Text: brackets are not markup
     Console(file=sys.stdout).print(table)
 
 

@@ -60,11 +60,10 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
         print(json.dumps(found, indent=2))
         return
     for entry in found:
-        state = f"{entry['complete']} of {entry['cells']} cells"
-        if entry["missing_runs"]:
-            state += f"; {entry['missing_runs']} runs missing, about {duration(3600 * entry['missing_hours'])}"
-        if entry["needs"]:
-            state += f"; needs {entry['needs']}"
+        hours = duration(3600 * entry["missing_hours"])
+        missing = f"; {entry['missing_runs']} runs missing, about {hours}" if entry["missing_runs"] else ""
+        needs = f"; needs {entry['needs']}" if entry["needs"] else ""
+        state = f"{entry['complete']} of {entry['cells']} cells{missing}{needs}"
         print(f"{entry['item']}: {entry['title']}\n  {state}")
     drawn = ", ".join(f"{f.name} from those of {f.item}" for f in FIGURES if f.name != f.item)
     print(f"\nOther figures are drawn from these runs: {drawn}.")
@@ -148,8 +147,7 @@ def run(
         print(json.dumps({"item": found.name, "missing_runs": left, "results": str(results)}, indent=2))
     else:
         more = f"{left} runs still missing; the same command makes them" if left else "no run is missing"
-        print(f"{found.name}: {more}")
-        print("sngm paper report writes them up")
+        print(f"{found.name}: {more}\nsngm paper report writes the pages")
     if failed:
         config, record = failed[0]
         raise Failed(f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}")
@@ -190,13 +188,8 @@ def add(
 @verb("sngm paper report", "sngm paper report --check")
 def report(
     results: RESULTS = FOLDER,
-    readme: Annotated[
-        Path | None,
-        typer.Option(help="A page whose first table is written too. Default: README.md beside the results."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; fail if a page differs from the runs.")
-    ] = False,
+    readme: Annotated[Path | None, typer.Option(help="Page with the table. Default: README.md by the results.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a page is not up to date.")] = False,
 ) -> None:
     """Write the pages of the kept runs: results/README.md, the runs of each task, the figures, the README's table."""
     from ..files import check_writable
@@ -262,7 +255,5 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
         chosen = "" if entry["lr"] is None else f", {entry['lr']:g} chosen"
         what = f"{entry['runs']} runs of {entry['seconds_each']:.0f} s" if entry["runs"] else "complete"
         print(f"{entry['cell']}: {what} (rates {rates}{chosen})")
-    if not total:
-        print("no run is missing")
-        return
-    print(f"{sum(entry['runs'] for entry in plan)} runs, about {duration(total)} on {COSTS_ON}, one after the other")
+    runs = sum(entry["runs"] for entry in plan)
+    print(f"{runs} runs, about {duration(total)} on {COSTS_ON}, one after the other" if runs else "no run is missing")

@@ -101,8 +101,9 @@ def stale(folder: Path, readme: Path | None = None) -> list[Path]:
     """
 
     def differs(path: Path, text: str) -> bool:
-        there = path.read_text("utf-8", errors="replace") if path.exists() else ""
-        return _words(there) != _words(text) if path.suffix == ".svg" else there != text
+        both = path.read_text("utf-8", errors="replace") if path.exists() else "", text
+        there, wanted = (re.findall(r">([^<>{}]+)<", x) for x in both) if path.suffix == ".svg" else both
+        return there != wanted
 
     wanted = _wanted(folder, readme)
     return [path for path, text in wanted.items() if differs(path, text)] + _outdated(folder, wanted)
@@ -113,10 +114,6 @@ def _outdated(folder: Path, wanted: Collection[Path]) -> list[Path]:
     there = [folder / f"{name}.{kind}" for item in ITEMS for name in _pictures(item) for kind in ("svg", "json")]
     pages = [path for path in folder.glob("*/runs.md") if path.read_text("utf-8", errors="replace").startswith(MADE)]
     return [path for path in (*there, *sorted(pages)) if path.exists() and path not in wanted]
-
-
-def _words(picture: str) -> list[str]:
-    return re.findall(r">([^<>{}]+)<", picture)
 
 
 def has_block(readme: Path) -> bool:
@@ -148,12 +145,11 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
 def theory() -> str:
     """Return Table 1, which has nothing to train."""
     rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
-    return "\n\n".join([
-        "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all",
-        _table(["", MSGD, SNGM], rows),
-        "There is nothing to train: `sngm check-theory` measures what these bounds say; [theory](../docs/theory.md) "
-        "has what it found.",
-    ])  # fmt: skip
+    return (
+        f"## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all\n\n{_table(['', MSGD, SNGM], rows)}"
+        "\n\nThere is nothing to train: `sngm check-theory` measures what these bounds say; "
+        "[theory](../docs/theory.md) has what it found."
+    )
 
 
 def pictures_of(item: Item, folder: Path) -> list[Path]:
@@ -230,9 +226,9 @@ def _row(outcome: Outcome) -> list[str]:
     paper, ours, n = text_of(planned.paper, metric), _ours(outcome, _interval(outcome)), _link(outcome)
     if metric == "seconds":
         return [*first, paper, ours, n, _hardware(outcome)]
-    comparable = values and planned.paper and not planned.item.apart
-    gap = text_of(fmean(values) - planned.paper, metric, signed=True) if comparable and planned.paper else ""
-    on_test = ""
+    gap = on_test = ""
+    if values and planned.paper and not planned.item.apart:
+        gap = text_of(fmean(values) - planned.paper, metric, signed=True)
     if there := outcome.on_test:
         mean = text_of(fmean(values_of(there, metric)), metric)
         on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(replace(outcome, lines=there))})"

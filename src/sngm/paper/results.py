@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from .. import tasks
 from ..errors import UsageError
@@ -46,13 +46,11 @@ class Line:
 
     @property
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.record["result"]
-        return found
+        return cast(dict[str, Any], self.record["result"])
 
     @property
     def curve(self) -> dict[str, list[float | None]]:
-        found: dict[str, list[float | None]] = self.record["curve"]
-        return found
+        return cast(dict[str, list[float | None]], self.record["curve"])
 
     @property
     def hardware(self) -> str:

@@ -29,9 +29,8 @@ class Figure:
     @property
     def pictures(self) -> dict[str, str]:
         """The file name, without suffix, for each metric."""
-        if len(self.metrics) == 1:
-            return {self.metrics[0]: self.name}
-        return {metric: f"{self.name}-{metric.replace('_', '-')}" for metric in self.metrics}
+        several = len(self.metrics) > 1
+        return {m: f"{self.name}-{m.replace('_', '-')}" if several else self.name for m in self.metrics}
 
 
 Cell = tuple[str, int]  # a row and a batch

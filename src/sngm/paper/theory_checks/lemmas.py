@@ -15,7 +15,7 @@ from ... import theory
 from ...optim import LARS, SNGM
 from ...report.figures import Figure, Series
 from .findings import ROUNDING, Array, Finding, chart, digits, judge
-from .problems import BOWL, COSH, EXP, QUADRATIC, QUARTIC, UNEVEN, WAVES, Problem, length, over
+from .problems import BOWL, COSH, EXP, QUADRATIC, QUARTIC, UNEVEN, WAVES, Problem, length, or_1
 
 LEMMA_BETAS = (0.0, 0.5, 0.9, 0.99)
 NOT_EXCEEDED = (
@@ -84,7 +84,7 @@ def lemma_1(seeds: int) -> Finding:
         w = random.normal(size=(draws, size)) * 10 ** random.uniform(-2, 0.7, size=(draws, 1))
         distance = 10 ** random.uniform(-3, 1, size=(draws, 1))
         way = random.normal(size=(draws, size))
-        apart = ratios(problem, w, w + distance * over(way, length(way)[..., None]))
+        apart = ratios(problem, w, w + distance * way / length(way)[..., None])
         run = trace(noisy(problem), problem.start, 0.1 / (8 * theory.kappa(0.9) * max(problem.lam, 1)), 0.9, 200)
         along = np.concatenate([ratios(problem, run.w[:-1], run.w[1:]), ratios(problem, run.w[1:], auxiliary(run)[1:])])
         rows.append([problem.name, problem.L, problem.lam, digits(apart.max(), 6), digits(along.max(), 6)])
@@ -113,7 +113,7 @@ def ratios(problem: Problem, w: Array, u: Array) -> Array:
     alpha = length(u - w)
     with np.errstate(over="ignore"):
         limit = (problem.L * alpha + length(problem.gradient(w))) * np.exp(problem.lam * alpha)
-        return over(length(problem.gradient(u)), limit)
+        return length(problem.gradient(u)) / or_1(limit)
 
 
 def auxiliary(run: Trace) -> Array:
@@ -189,7 +189,7 @@ def step_lengths(run: Trace) -> Figure:
 def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
     """Return the distance of z from where Lemma 3 puts it, over the length of its move."""
     cuts = list(np.cumsum(blocks))[:-1]
-    direction = np.concatenate([over(g, length(g)[..., None]) for g in np.split(run.g, cuts, axis=-1)], axis=-1)
+    direction = np.concatenate([g / or_1(length(g))[..., None] for g in np.split(run.g, cuts, axis=-1)], axis=-1)
     z, move = auxiliary(run), run.eta / (1 - run.beta)
     return length(z[1:] - z[:-1] + move * direction) / (move * length(direction))
 
@@ -200,16 +200,13 @@ def training(_: int) -> Finding:
 
     from ...training import Options, resolve, train
 
-    w: list[Array] = []
-    u: list[Array] = []
-    g: list[Array] = []
+    w, u, g = list[Array](), list[Array](), list[Array]()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not w:
             w.append(flat(params))
-            u.append(np.zeros_like(w[0]))
-        g.append(flat([p.grad for p in params if p.grad is not None]))
+        g.append(flat([p.grad for p in params]))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -229,7 +226,7 @@ def training(_: int) -> Finding:
     finally:
         for hook in hooks:
             hook.remove()
-    run = Trace(np.array(w), np.array(u), np.array(g), eta, beta)
+    run = Trace(np.array(w), np.array([np.zeros_like(w[0]), *u]), np.array(g), eta, beta)
     norms, missed = length(run.u), float(residuals(run).max())
     largest, step = float(norms.max()) * (1 - beta), length(np.diff(run.w, axis=0)).max() * (1 - beta) / eta
     limit = [(0.0, 1 / (1 - beta)), (float(len(g)), 1 / (1 - beta))]

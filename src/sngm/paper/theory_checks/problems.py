@@ -75,10 +75,8 @@ class Problem:
     def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
         """Draw the noise of the mean gradient of a batch, for each seed."""
         if self.coin:
-            mean: Array = 2 * random.binomial(batch, 0.5, size=(seeds, 1)) / batch - 1
-        else:
-            mean = random.normal(size=(seeds, len(self.start))) / np.sqrt(batch)
-        return self.noise * mean
+            return self.noise * (2 * random.binomial(batch, 0.5, size=(seeds, 1)) / batch - 1)
+        return self.noise * random.normal(size=(seeds, len(self.start))) / np.sqrt(batch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,11 +142,6 @@ def or_1(norms: Array) -> Array:
     return np.where(norms == 0, 1.0, norms)
 
 
-def over(g: Array, norms: Array) -> Array:
-    """Return g / norms, and 0 where the norm is 0."""
-    return np.divide(g, norms, out=np.zeros_like(g), where=norms > 0)
-
-
 # ---------------------------------------------------------------- the functions
 
 
@@ -191,9 +184,9 @@ SLOPE = Problem(
     coin=True,
 )  # fmt: skip
 
-SLOPES = Problem(
-    "slopes", "the slope twice, a block each, under one coin",
-    SLOPE.loss, SLOPE.gradient, np.array([5.0, 0.5]), 1.0, np.ones(2), blocks=(1, 1), coin=True,
+SLOPES = replace(
+    SLOPE, name="slopes", formula="the slope twice, a block each, under one coin", start=np.array([5.0, 0.5]),
+    noise=np.ones(2), blocks=(1, 1),
 )  # fmt: skip
 
 # cosh'' = sqrt(1 + sinh^2) <= 1 + |cosh'|, and of a sum the largest counts: (1, 1)-smooth
