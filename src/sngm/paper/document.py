@@ -146,9 +146,10 @@ def theory() -> str:
     """Return Table 1, which has nothing to train."""
     rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
     return (
-        f"## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all\n\n{_table(['', MSGD, SNGM], rows)}"
-        "\n\nThere is nothing to train: `sngm check-theory` measures what these bounds say; "
-        "[theory](../docs/theory.md) has what it found."
+        "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all\n\n"
+        f"{_table(['', MSGD, SNGM], rows)}\n\n"
+        "There is nothing to train: `sngm check-theory` measures what these bounds say; [theory](../docs/theory.md) "
+        "has what it found."
     )
 
 

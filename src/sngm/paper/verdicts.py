@@ -75,7 +75,7 @@ def outcomes_of(item: Item, results: Results) -> list[Outcome]:
 
 
 def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
-    """Go through a cell as a study would, with the kept runs."""
+    """Return the state of a cell: go through its runs as a study would, with the kept ones."""
     item, cell = planned.item, planned.cell(seeds)
     todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
     while todo:

@@ -43,7 +43,7 @@ def kappa(beta: Floats) -> Number:
 def smooth_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats
 ) -> Number:
-    """Theorem 1: SNGM on an L-smooth function, with any learning rate.
+    """Return the bound of Theorem 1: SNGM on an L-smooth function, with any learning rate.
 
     ``(1-beta) gap / (eta T) + L kappa eta / 2 + 2 sigma / sqrt(B)``. Assumes gradients that are L-Lipschitz and samples
     of variance at most sigma^2.
@@ -55,7 +55,7 @@ def smooth_bound(
 
 
 def smooth_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
-    """Theorem 1 at its best learning rate, ``sqrt(2 (1-beta) gap / (L kappa T))``.
+    """Return the best learning rate of Theorem 1, ``sqrt(2 (1-beta) gap / (L kappa T))``, and its bound.
 
     eta is 0 with gap = 0 and infinite with L = 0; the bound then is its limit, ``2 sigma / sqrt(B)``.
 
@@ -73,7 +73,7 @@ def _smooth(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number,
 def relaxed_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats
 ) -> Number:
-    """Theorem 2: SNGM on an (L, lam)-smooth function, if ``8 eta kappa lam <= 1``.
+    """Return the bound of Theorem 2: SNGM on an (L, lam)-smooth function, if ``8 eta kappa lam <= 1``.
 
     ``2 (1-beta) gap / (eta T) + 8 L kappa eta + 4 sigma / sqrt(B)``. Assumes a Hessian of norm at most
     ``L + lam ||grad F||`` and samples of variance at most sigma^2.
@@ -87,7 +87,9 @@ def relaxed_bound(
 def relaxed_best(
     gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats
 ) -> Best:
-    """Theorem 2 at its best learning rate, ``sqrt((1-beta) gap / (4 L kappa T))`` or, if less, ``1 / (8 kappa lam)``.
+    """Return the best learning rate of Theorem 2, and its bound.
+
+    It is ``sqrt((1-beta) gap / (4 L kappa T))`` or, if less, ``1 / (8 kappa lam)``.
 
     >>> relaxed_best(gap=1, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5)
     Best(eta=0.025, bound=2.0)
@@ -109,10 +111,11 @@ def _relaxed(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number
 def msgd_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats
 ) -> Number:
-    """Section 3: momentum SGD on an L-smooth function, if ``eta <= (1-beta)^2 / ((1+beta) L)``. Of the SQUARED norm.
+    """Return the bound of Section 3 on the SQUARED gradient norm of momentum SGD on an L-smooth function.
 
     ``2 (1-beta) gap / (eta T) + L eta sigma^2 / ((1-beta)^2 B) + 4 L^2 eta^2 sigma^2 / (1-beta)^2`` bounds the mean of
-    E||grad F||^2; its square root bounds the mean of E||grad F||. Assumes what Theorem 1 does.
+    E||grad F||^2, if ``eta <= (1-beta)^2 / ((1+beta) L)``; its square root bounds the mean of E||grad F||. Assumes what
+    Theorem 1 does.
 
     >>> msgd_bound(gap=1, eta=0.1, steps=100, batch=10, L=1, sigma=1, beta=0)
     0.25
@@ -121,7 +124,7 @@ def msgd_bound(
 
 
 def msgd_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
-    """`msgd_bound` at its best learning rate: the root of a cubic, or the condition's limit if that is less.
+    """Return the best learning rate of `msgd_bound`, the root of a cubic or the condition's limit, and its bound.
 
     Without noise (sigma = 0) that is ``(1-beta)^2 / ((1+beta) L)``; with L = 0 it is infinite.
 
@@ -147,8 +150,9 @@ def block_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats,
     blocks: Floats, rho: Floats,
 ) -> Number:  # fmt: skip
-    """Theorem 3: block-wise SNGM with S blocks, each divided by its own norm, if ``8 eta kappa lam rho S <= 1``.
+    """Return the bound of Theorem 3: block-wise SNGM with S blocks, each divided by its own norm.
 
+    If ``8 eta kappa lam rho S <= 1``:
     ``2 rho (1-beta) gap / (eta T) + 8 L kappa rho S eta + 2 sigma (1 + rho sqrt(S)) / sqrt(B)``. Assumes what Theorem 2
     does, and that rho is at least ``||g|| / sum of the norms of its blocks`` for every gradient g of the run, so
     ``1/sqrt(S) <= rho <= 1``. One block with rho = 1 is Theorem 2.
@@ -163,9 +167,10 @@ def block_best(
     gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats, blocks: Floats,
     rho: Floats,
 ) -> Best:  # fmt: skip
-    """Theorem 3 at its best learning rate: Theorem 2's divided by sqrt(S), or, if less, ``1 / (8 kappa lam rho S)``.
+    """Return the best learning rate of Theorem 3, and its bound.
 
-    The bound is never below that of `relaxed_best`, and equal to it if ``rho = 1/sqrt(S)`` (Section 6).
+    It is Theorem 2's divided by sqrt(S) or, if less, ``1 / (8 kappa lam rho S)``. The bound is never below that of
+    `relaxed_best`, and equal to it if ``rho = 1/sqrt(S)`` (Section 6).
 
     >>> block_best(gap=2, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5, blocks=4, rho=1)
     Best(eta=0.00625, bound=8.1)
@@ -181,7 +186,7 @@ def lars_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats,
     blocks: Floats, rho: Floats, gamma_l: Floats, gamma_u: Floats,
 ) -> Number:  # fmt: skip
-    """The remark on Theorem 3: LARS with ``gamma_l <= phi(||w||) <= gamma_u``.
+    """Return the bound of the remark on Theorem 3: LARS with ``gamma_l <= phi(||w||) <= gamma_u``.
 
     If ``8 eta kappa lam rho S gamma_u^2 / gamma_l <= 1``:
     ``2 rho (1-beta) gap / (gamma_l eta T) + 8 L kappa rho S eta gamma_u^2 / gamma_l
@@ -199,7 +204,7 @@ def lars_best(
     gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats, blocks: Floats,
     rho: Floats, gamma_l: Floats, gamma_u: Floats,
 ) -> Best:  # fmt: skip
-    """`lars_bound` at its best learning rate: Theorem 3's divided by gamma_u, or the condition's limit if less.
+    """Return the best learning rate of `lars_bound`, Theorem 3's over gamma_u or the condition's limit, and its bound.
 
     >>> lars_best(1, 100, 16, 1, 1, 0, 0, 4, 0.5, gamma_l=1, gamma_u=2)
     Best(eta=0.0125, bound=3.1)

@@ -28,7 +28,8 @@ class Phi:
     """None: phi is the norm, clipped at both ends, as in the paper's example. Else phi jumps from low to high here."""
 
     def __call__(self, norms: Array) -> Array:
-        """
+        """Return phi of these norms.
+
         >>> Phi(1.0, 3.0)(np.array([0.5, 2.0, 9.0])), Phi(1.0, 3.0, radius=2.0)(np.array([0.5, 2.0, 9.0]))
         (array([1., 2., 3.]), array([1., 1., 3.]))
         """
@@ -75,8 +76,10 @@ class Problem:
     def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
         """Draw the noise of the mean gradient of a batch, for each seed."""
         if self.coin:
-            return self.noise * (2 * random.binomial(batch, 0.5, size=(seeds, 1)) / batch - 1)
-        return self.noise * random.normal(size=(seeds, len(self.start))) / np.sqrt(batch)
+            mean: Array = 2 * random.binomial(batch, 0.5, size=(seeds, 1)) / batch - 1
+        else:
+            mean = random.normal(size=(seeds, len(self.start))) / np.sqrt(batch)
+        return self.noise * mean
 
 
 @dataclass(frozen=True, slots=True)
