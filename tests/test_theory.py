@@ -533,7 +533,7 @@ def test_a_plan_has_whole_numbers_for_a_run():
 @pytest.mark.parametrize(
     ("arguments", "settings", "told"),
     [
-        ((10**6, "lars"), {}, "there is a plan for msgd and one for sngm, not for 'lars'"),
+        ((10**6, "lars"), {}, "method must be 'msgd' or 'sngm', got 'lars'"),
         ((0, "sngm"), {}, "gradients must be a finite number above 0, got 0.0"),
         ((10**6, "msgd"), {"lam": 0.1}, "lam must be 0"),
         ((10**6, "sngm"), {"lam": -1}, "lam must be a finite number of at least 0, got -1.0"),

@@ -1,11 +1,9 @@
-"""The verb `sngm check-theory`: the paper's statements as experiments."""
+"""The command `sngm check-theory`: check the paper's statements by experiment."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -27,11 +25,8 @@ EXAMPLES = (
 
 
 def check_theory(
-    only: Annotated[str | None, typer.Option(help="Names of checks, by commas. Default: all.")] = None,
-    out: Annotated[
-        Path | None,
-        typer.Option("--out", "-o", help="Folder for the page. Default: runs/check-theory, and what of it."),
-    ] = None,
+    only: Annotated[str | None, typer.Option(help="Names of checks, separated by commas. Default: all.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the report. Default: in runs/.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = SEEDS,
     as_json: JSON = False,
 ) -> None:
@@ -55,8 +50,7 @@ def check_theory(
     part = "" if only is None else "-" + "-".join(names)
     folder = out or Path("runs") / f"check-theory{part}{'' if seeds == SEEDS else f'-{seeds}-seeds'}"
     check_folder(folder, "findings.json")
-    with _progress(len(names)) as show:
-        found = check(names, seeds, show)
+    found = check(names, seeds, _show)
     seconds = round(sum(finding.seconds for finding in found), 1)
     facts = {"seeds": seeds, "seconds": seconds, **provenance(torch.device("cpu"))}
     page = write(folder, found, facts)
@@ -67,7 +61,7 @@ def check_theory(
         _print(found)
         print(f"\n{summary(found)}\n\nReport: {page}")
     if odd := [finding.name for finding in found if finding.surprising]:
-        raise Failed(f"against what is proved or documented: {', '.join(odd)}")
+        raise Failed(f"these verdicts contradict docs/theory.md: {', '.join(odd)}")
 
 
 def _print(found: list[Finding]) -> None:
@@ -79,34 +73,12 @@ def _print(found: list[Finding]) -> None:
     table = Table("check", "verdict", "measured")
     for finding in found:
         known = " (known)" if finding.verdict == finding.expected == "fails" else ""
-        # as text: brackets are no markup here
-        verdict, measured = Text(f"{finding.verdict}{known}", style=colours[finding.verdict]), Text(finding.measured)
-        table.add_row(finding.name, verdict, measured)
+        verdict = Text(f"{finding.verdict}{known}", style=colours[finding.verdict])
+        table.add_row(finding.name, verdict, Text(finding.measured))  # Text: brackets are not markup
     Console(file=sys.stdout).print(table)
 
 
-@contextlib.contextmanager
-def _progress(count: int) -> Iterator[Callable[[str, Finding | None], None]]:
-    """What shows which check is under way: a bar with a clock on a terminal, a line for each verdict elsewhere."""
-    done: list[str] = []
-    if not sys.stderr.isatty():
-
-        def tell(name: str, finding: Finding | None) -> None:
-            if finding is None:
-                done.append(name)
-                print(f"[{len(done)}/{count}] {name}: ", end="", file=sys.stderr, flush=True)
-            else:
-                print(f"{finding.verdict} ({finding.seconds:.1f} s)", file=sys.stderr, flush=True)
-
-        yield tell
-        return
-    from rich import progress
-    from rich.console import Console
-
-    columns = (
-        progress.BarColumn(), progress.MofNCompleteColumn(), progress.TimeElapsedColumn(),
-        progress.TextColumn("{task.description}"),
-    )  # fmt: skip
-    with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=count)
-        yield lambda name, finding: bar.update(task, description=name, advance=0 if finding is None else 1)
+def _show(name: str, finding: Finding | None) -> None:
+    """Print a check and, when it is done, its verdict to stderr."""
+    text = f"{name}: " if finding is None else f"{finding.verdict} ({finding.seconds:.1f} s)\n"
+    print(text, end="", file=sys.stderr, flush=True)

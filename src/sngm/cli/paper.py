@@ -1,7 +1,8 @@
-"""The verbs of `sngm paper`: the paper's tables as data, the runs behind ours, and both side by side."""
+"""The commands of `sngm paper`: the paper's tables, our results beside them, and the runs behind those."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -18,11 +19,11 @@ if TYPE_CHECKING:
     from ..paper.experiments import Item
 
 app = typer.Typer(
-    no_args_is_help=True, short_help="The paper's tables: what they say, what we measured, and the runs to measure it."
+    no_args_is_help=True, short_help="The paper's tables, our results beside them, and the runs behind those."
 )
 verb = verbs(app)
 
-ITEM = Annotated[str, typer.Argument(help="Such as table-2; sngm paper list has them all.")]
+ITEM = Annotated[str, typer.Argument(help="An experiment, such as table-2; sngm paper list shows all.")]
 RESULTS = Annotated[Path, typer.Option("--results", help="Folder of the kept runs.")]
 FOLDER = Path("results")
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -30,40 +31,39 @@ UNITS = {"s": 1, "m": 60, "h": 3600}
 
 @app.callback(
     help=examples("sngm paper list", "sngm paper show table-2", "sngm paper run table-2 --cells SNGM@8192 --dry-run")
-    + "\n\nThe tables of the paper, ours beside them, and the runs to fill what is missing."
+    + "\n\nThe tables of the paper, our results beside them, and commands to make the missing runs."
 )
 def top() -> None:
-    """Before any verb."""
+    """Set the help of `sngm paper`."""
 
 
 @verb("sngm paper list", "sngm paper list --json", name="list")
 def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
-    """List the tables and figures, how much of each has been run, and what the rest would cost."""
-    from ..paper import experiments, verdicts
+    """List the tables and figures, how much of each has been run, and the cost of the rest."""
+    from ..paper import experiments
     from ..paper.results import read
     from ..paper.tables import FIGURES
+    from ..paper.verdicts import outcomes_of
 
-    there = read(_folder(results))
-    _say_if_none_is_here(results)
-    found: list[dict[str, Any]] = []
-    for item in experiments.ITEMS:
-        outcomes = [verdicts.look(planned, there) for planned in item.cells()]
-        left = [(outcome, outcome.to_come) for outcome in outcomes]
-        found.append({
+    there = read(_folder(results, warn=True))
+    found: list[dict[str, Any]] = [
+        {
             "item": item.name, "title": item.title, "task": item.task, "cells": len(outcomes),
-            "complete": sum(1 for _, count in left if not count), "missing_runs": sum(count for _, count in left),
-            "missing_hours": round(sum(count * o.planned.seconds() for o, count in left) / 3600, 4),
+            "complete": sum(not o.to_come for o in outcomes), "missing_runs": sum(o.to_come for o in outcomes),
+            "missing_hours": round(sum(o.to_come * o.planned.seconds() for o in outcomes) / 3600, 4),
             "needs": item.needs,
-        })  # fmt: skip
+        }
+        for item in experiments.ITEMS
+        for outcomes in [outcomes_of(item, there)]
+    ]  # fmt: skip
     if as_json:
         print(json.dumps(found, indent=2))
         return
     for entry in found:
-        state = f"{entry['complete']} of {entry['cells']} cells"
-        if entry["missing_runs"]:
-            state += f"; {entry['missing_runs']} runs missing, about {duration(3600 * entry['missing_hours'])}"
-        if entry["needs"]:
-            state += f"; needs {entry['needs']}"
+        hours = duration(3600 * entry["missing_hours"])
+        missing = f"; {entry['missing_runs']} runs missing, about {hours}" if entry["missing_runs"] else ""
+        needs = f"; needs {entry['needs']}" if entry["needs"] else ""
+        state = f"{entry['complete']} of {entry['cells']} cells{missing}{needs}"
         print(f"{entry['item']}: {entry['title']}\n  {state}")
     drawn = ", ".join(f"{f.name} from those of {f.item}" for f in FIGURES if f.name != f.item)
     print(f"\nOther figures are drawn from these runs: {drawn}.")
@@ -72,20 +72,21 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
 
 @verb("sngm paper show table-2", "sngm paper show table-6 --json")
 def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
-    """Show a table of the paper with ours beside it: rates, seeds, intervals and verdicts."""
+    """Show a table of the paper beside our results: learning rates, seeds, intervals and verdicts."""
     from ..paper import document, experiments
     from ..paper.results import read
     from ..paper.tables import TABLE_1
+    from ..paper.verdicts import outcomes_of
 
     if item == "table-1":
         print(json.dumps(TABLE_1, indent=2) if as_json else document.theory())
         return
-    found, there = experiments.find(item), read(_folder(results))
-    _say_if_none_is_here(results)
+    found = experiments.find(item)
+    outcomes = outcomes_of(found, read(_folder(results, warn=True)))
     if as_json:
-        print(json.dumps(document.as_data(found, there), indent=2))
+        print(json.dumps(document.as_data(found, outcomes), indent=2))
         return
-    print("\n\n".join(part for part in document.section(found, there) if part))
+    print("\n\n".join(part for part in document.section(found, outcomes) if part))
     if drawn := sorted(path.as_posix() for path in document.pictures_of(found, results)):
         print("\nDrawn in " + ", ".join(drawn))
 
@@ -97,24 +98,28 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
 )
 def run(
     item: ITEM,
-    cells: Annotated[str | None, typer.Option(help="Rows, batches or ROW@BATCH, by commas. Default: all.")] = None,
-    seeds: Annotated[int | None, typer.Option(help="Seeds of each result. Default: the item's.")] = None,
-    budget: Annotated[str | None, typer.Option(help="Stop after this time, such as 25m, and go on later.")] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for runs under way.")] = Path("runs/paper"),
+    cells: Annotated[
+        str | None, typer.Option(help="Rows, batches or ROW@BATCH, separated by commas. Default: all.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds of each result. Default: the experiment's.")] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Stop after this time, such as 25m; the same command resumes.")
+    ] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for unfinished runs.")] = Path("runs/paper"),
     results: RESULTS = FOLDER,
     data_dir: DATA = None,
     device: DEVICE = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs of a cell at a time; of times always one.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs of a cell at a time; always one in tables of times.")] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Make the runs of an item that are missing, and keep each as soon as it is there. The same command goes on where
-    it stopped; runs of other machines count if their lines are in the results.
+    """Make the missing runs of an experiment, and keep each as soon as it has finished. The same command resumes; runs
+    of other machines count if their lines are in the results.
     """
     from ..paper import experiments
     from ..paper import run as making
     from ..paper.results import read
-    from ..paper.verdicts import look
+    from ..paper.verdicts import outcome_of
     from ..study.launch import check_jobs
 
     found = experiments.find(item)
@@ -124,7 +129,7 @@ def run(
     _folder(results)
     if dry_run:
         there = read(results)
-        _plan(found, [look(one, there, seeds) for one in planned], as_json)
+        _plan(found, [outcome_of(one, there, seeds) for one in planned], as_json)
         return
     from ..progress import interrupt_on_signal, study_progress
     from ..training.loop import Options
@@ -136,14 +141,13 @@ def run(
                 budget=limit, results=results, show=lambda study: study_progress(),
             )  # fmt: skip
     except KeyboardInterrupt:
-        raise Interrupted(f"what is done is in {results}; the same command goes on from there") from None
+        raise Interrupted(f"finished runs are in {results}; the same command resumes") from None
     left = sum(outcome.to_come for outcome in outcomes)
     if as_json:
         print(json.dumps({"item": found.name, "missing_runs": left, "results": str(results)}, indent=2))
     else:
-        more = f"{left} runs still missing; the same command makes them" if left else "all runs are there"
-        print(f"{found.name}: {more}")
-        print("sngm paper report writes them up")
+        more = f"{left} runs still missing; the same command makes them" if left else "no run is missing"
+        print(f"{found.name}: {more}\nsngm paper report writes the pages")
     if failed:
         config, record = failed[0]
         raise Failed(f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}")
@@ -154,11 +158,9 @@ def add(
     folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs, of studies, or of results.")],
     results: RESULTS = FOLDER,
 ) -> None:
-    """Keep runs that were made elsewhere: of run folders, of studies, or of another machine's results. Runs that have
-    not finished are left out.
-    """
-    from ..files import check_writable
-    from ..paper.results import FILE, REPEATED, keep, of_folder, read_lines
+    """Add runs from run folders, studies, or another machine's results. Unfinished runs are left out."""
+    from ..files import check_writable, read_record
+    from ..paper.results import FILE, REPEATED, from_folder, keep, read_lines
     from ..training.run_folder import FINISHED
 
     check_writable(results, "--results")
@@ -172,90 +174,66 @@ def add(
             raise UsageError(f"{folder} holds no run (run.json) and no results (<task>/{FILE})")
         for path in kept:
             lines += read_lines(path)
-        ended = [path for path in made if _status(path / "run.json") in FINISHED]
-        lines += [of_folder(path) for path in ended]
+        ended = [path for path in made if read_record(path / "run.json").get("status") in FINISHED]
+        lines += [from_folder(path) for path in ended]
         unfinished += len(made) - len(ended)
     if not lines:
-        raise UsageError(f"none of the {unfinished} runs has finished; go on with them first")
+        raise UsageError(f"none of the {unfinished} runs has finished; resume them first")
     new, repeated = keep(lines, results)
     of_these = f", {repeated} of them a repeat of another" if repeated else ""
-    left_out = f"; {unfinished} that have not finished were left out" if unfinished else ""
+    left_out = f"; {unfinished} unfinished ones were left out" if unfinished else ""
     print(f"{new} of {len(lines)} runs are new in {results}{of_these}{left_out}")
 
 
 @verb("sngm paper report", "sngm paper report --check")
 def report(
     results: RESULTS = FOLDER,
-    readme: Annotated[
-        Path | None,
-        typer.Option(help="A page whose first table is written too. Default: README.md beside the results."),
-    ] = None,
-    check: Annotated[
-        bool, typer.Option("--check", help="Write nothing; fail if a page says other than the runs.")
-    ] = False,
+    readme: Annotated[Path | None, typer.Option(help="Page with the table. Default: README.md by the results.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a page is not up to date.")] = False,
 ) -> None:
-    """Write up the kept runs: results/README.md, the runs of each task, the figures, and the README's first table."""
+    """Write the pages of the kept runs: results/README.md, the runs of each task, the figures, the README's table."""
     from ..files import check_writable
     from ..paper import document
 
     if readme is not None and not readme.is_file():
         raise UsageError(f"--readme {readme}: no such file")
     if not results.is_dir():
-        raise UsageError(f"no folder {results}; run this where results/ is, or say --results")
+        raise UsageError(f"no folder {results}; run this where results/ is, or name it with --results")
     beside = results.parent / "README.md"
     page = readme if readme is not None else beside if beside.exists() and document.has_block(beside) else None
     if check:
-        wrong = document.stale(results, page)
-        if wrong:
-            names = ", ".join(map(str, wrong))
+        if wrong := document.stale(results, page):
             raise UsageError(
-                f"not what the runs say: {names}; sngm paper report writes them anew, "
-                "if it is not the runs that changed: git diff tells"
+                f"these files differ from the kept runs: {', '.join(map(str, wrong))}; if the runs are right (see git "
+                "diff), sngm paper report writes them again"
             )
-        print(
-            f"every page says what the runs say{'' if page else '; there is no README.md with a place for the table'}"
-        )
+        print(f"every page agrees with the runs{'' if page else '; no README.md has markers for the table'}")
         return
     check_writable(results, "--results")
     changed = document.write(results, page)
     print("\n".join(f"{'wrote' if path.exists() else 'removed'} {path}" for path in changed) or "nothing has changed")
 
 
-def _folder(results: Path) -> Path:
-    """Refuse a folder that was named and is not there; without one nothing has been run yet, or not here."""
+def _folder(results: Path, warn: bool = False) -> Path:
+    """Return the results folder; only the default one may be missing, which means that nothing has been run here."""
     if not results.is_dir() and (results != FOLDER or results.exists()):
-        raise UsageError(f"no folder {results}; name that of the kept runs with --results, or make it")
+        raise UsageError(f"no folder {results}; name the folder of the kept runs with --results, or create it")
+    if warn and not results.exists():
+        print("sngm: no folder results here, so no run is known; a clone of sngm has one", file=sys.stderr)
     return results
 
 
-def _say_if_none_is_here(results: Path) -> None:
-    if not results.exists():
-        print("sngm: no folder results here, so no run is known; a clone of sngm has one", file=sys.stderr)
-
-
-def _status(path: Path) -> Any:
-    from ..files import read_json
-
-    record = read_json(path)
-    if not isinstance(record, dict):
-        raise UsageError(f"{path} is not the record of a run")
-    return record.get("status")
-
-
 def duration_of(text: str) -> float:
-    """Seconds of such as 90, 90s, 25m or 1.5h.
+    """Return the seconds of a duration such as 90, 90s, 25m or 1.5h.
 
     >>> duration_of("25m"), duration_of("1.5h")
     (1500.0, 5400.0)
     """
     number, unit = (text[:-1], text[-1]) if text[-1:] in UNITS else (text, "s")
-    try:
-        seconds = float(number) * UNITS[unit]
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < 1e9:
-        raise UsageError(f"--budget {text}: not a time; say such as 90s, 25m or 1.5h")
-    return seconds
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(number) * UNITS[unit]) < 1e9:
+            return seconds
+    raise UsageError(f"--budget {text}: not a duration; use a form such as 90s, 25m or 1.5h")
 
 
 def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
@@ -277,7 +255,5 @@ def _plan(item: Item, outcomes: list[Any], as_json: bool) -> None:
         chosen = "" if entry["lr"] is None else f", {entry['lr']:g} chosen"
         what = f"{entry['runs']} runs of {entry['seconds_each']:.0f} s" if entry["runs"] else "complete"
         print(f"{entry['cell']}: {what} (rates {rates}{chosen})")
-    if not total:
-        print("all runs are there")
-        return
-    print(f"{sum(entry['runs'] for entry in plan)} runs, about {duration(total)} on {COSTS_ON}, one after the other")
+    runs = sum(entry["runs"] for entry in plan)
+    print(f"{runs} runs, about {duration(total)} on {COSTS_ON}, one after the other" if runs else "no run is missing")

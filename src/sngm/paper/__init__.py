@@ -1,1 +1,1 @@
-"""The paper's tables, run again: what to run, what was run, what it says, and writing that up."""
+"""Reproduction of the paper: its tables and claims, planned experiments, kept runs, verdicts and pages."""

@@ -1,5 +1,5 @@
-"""The results in writing, made from the kept runs alone: results/README.md, the runs of each task, the figures, and the
-first table of the project's README."""
+"""The results as pages, made from the kept runs alone: results/README.md, a page of runs for each task, the figures,
+and the first table of the project's README."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from ..report import figures
 from ..report.stats import half_width
 from ..training.config import RunConfig
 from .drawing import by_batch, drawn
-from .experiments import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
+from .experiments import COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, REPEATED, Line, Results, command_of, read
 from .tables import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
-from .verdicts import NOT_REPRODUCED, RULES, Outcome, by_cell, look, of_claim, of_number, text_of, values_of
+from .verdicts import SEEDS, Outcome, by_cell, of_claim, of_number, outcomes_of, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
@@ -31,9 +31,9 @@ FIRST_ITEM = "table-2"
 
 
 def pages(results: Results) -> dict[str, str]:
-    """Every file of the results folder that is made, by its path in it: pages, figures and what they plot."""
-    outcomes = {item.name: [look(planned, results) for planned in item.cells()] for item in ITEMS}
-    tables = {_picture(item): by_batch(item, outcomes[item.name]) for item in ITEMS}
+    """Return every generated file by its path in the results folder: pages, figures and the plotted numbers."""
+    outcomes = {item.name: outcomes_of(item, results) for item in ITEMS}
+    tables = {_pictures(item)[0]: by_batch(item, outcomes[item.name]) for item in ITEMS}
     pictures = drawn(outcomes) | {name: figure for name, figure in tables.items() if figure}
     found = {"README.md": _readme(results, outcomes, pictures)}
     for task in sorted({line.config.task for line in results.lines.values()}):
@@ -46,17 +46,17 @@ def pages(results: Results) -> dict[str, str]:
 
 
 def block(results: Results) -> str:
-    """The first table of the project's README."""
-    rows = []
+    """Return the first table of the project's README."""
     item = find(FIRST_ITEM)
-    outcomes = [look(planned, results) for planned in item.cells()]
-    for outcome in sorted(outcomes, key=lambda outcome: outcome.planned.batch):
-        planned = outcome.planned
-        if outcome.tried:
-            rows.append([
-                str(planned.batch), planned.row.name, _rate(outcome), _number(planned.paper, item), _ours(outcome),
-                _interval(outcome.values, item), _link(outcome, "results/"), _hardware(outcome.lines),
-            ])  # fmt: skip
+    outcomes = outcomes_of(item, results)
+    rows = [
+        [
+            str(o.planned.batch), o.planned.row.name, _lr(o), text_of(o.planned.paper, item.metric), _ours(o),
+            _interval(o), _link(o, "results/"), _hardware(o),
+        ]
+        for o in _by_batch(outcomes)
+        if o.tried
+    ]  # fmt: skip
     if not rows:
         return f"{BEGIN}\nNo run has been kept yet.\n{END}"
     text = (
@@ -66,67 +66,58 @@ def block(results: Results) -> str:
     )
     head = ["batch", "method", "lr", "paper", "ours", "95 % interval", "n", "hardware"]
     picture = by_batch(item, outcomes)
-    shown = [f"![{picture.description}](results/{_picture(item)}.svg)", ""] if picture else []
-    return "\n".join([BEGIN, *shown, *_grid(head, rows), "", text, END])
-
-
-def _picture(item: Item) -> str:
-    """The name of a table's figure."""
-    return f"{item.name}-by-batch"
+    shown = [f"![{picture.description}](results/{_pictures(item)[0]}.svg)\n"] if picture else []
+    return "\n".join([BEGIN, *shown, _table(head, rows), "", text, END])
 
 
 def _pictures(item: Item) -> list[str]:
-    """All that may be drawn of an item."""
-    return [_picture(item), *(name for f in FIGURES if f.item == item.name for name in f.pictures.values())]
+    """Return the names of all figures of an experiment, first that of the table against the batch size."""
+    return [f"{item.name}-by-batch", *(name for f in FIGURES if f.item == item.name for name in f.pictures.values())]
+
+
+def _wanted(folder: Path, readme: Path | None) -> dict[Path, str]:
+    results = read(folder)
+    first = {} if readme is None else {readme: _with_block(readme, block(results))}
+    return {folder / name: text for name, text in pages(results).items()} | first
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Write all of it, and remove figures and pages that are no more. Returns what changed."""
-    results = read(folder)
-    wanted = {folder / name: text for name, text in pages(results).items()}
-    if readme is not None:
-        wanted[readme] = _with_block(readme, block(results))
+    """Write all pages and figures, remove outdated ones, and return what changed."""
+    wanted = _wanted(folder, readme)
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in changed:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, wanted[path].encode())
-    for path in _left_over(folder, wanted):
+    outdated = _outdated(folder, wanted)
+    for path in outdated:
         path.unlink()
-        changed.append(path)
-    return changed
+    return changed + outdated
 
 
 def stale(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Files that do not say what the runs say: changed, missing, or left over from runs that are no more.
+    """Return the files that differ from what the runs give: changed, missing or outdated.
 
-    Of pictures the numbers plotted and the words count, not how they are drawn.
+    Of figures, the plotted numbers and the text are compared, not the drawing.
     """
-    results = read(folder)
-    found, wanted = [], pages(results)
-    for name, text in wanted.items():
-        path = folder / name
-        there = path.read_text("utf-8", errors="replace") if path.exists() else ""
-        if (_words(there) != _words(text)) if path.suffix == ".svg" else (there != text):
-            found.append(path)
-    found += _left_over(folder, [folder / name for name in wanted])
-    if readme is not None and readme.read_text("utf-8") != _with_block(readme, block(results)):
-        found.append(readme)
-    return found
+
+    def differs(path: Path, text: str) -> bool:
+        both = path.read_text("utf-8", errors="replace") if path.exists() else "", text
+        there, wanted = (re.findall(r">([^<>{}]+)<", x) for x in both) if path.suffix == ".svg" else both
+        return there != wanted
+
+    wanted = _wanted(folder, readme)
+    return [path for path, text in wanted.items() if differs(path, text)] + _outdated(folder, wanted)
 
 
-def _left_over(folder: Path, wanted: Collection[Path]) -> list[Path]:
-    names = [name for item in ITEMS for name in _pictures(item)]
-    there = [folder / f"{name}.{kind}" for name in names for kind in ("svg", "json")]
+def _outdated(folder: Path, wanted: Collection[Path]) -> list[Path]:
+    """Return the generated files that the runs no longer give."""
+    there = [folder / f"{name}.{kind}" for item in ITEMS for name in _pictures(item) for kind in ("svg", "json")]
     pages = [path for path in folder.glob("*/runs.md") if path.read_text("utf-8", errors="replace").startswith(MADE)]
     return [path for path in (*there, *sorted(pages)) if path.exists() and path not in wanted]
 
 
-def _words(picture: str) -> list[str]:
-    return re.findall(r">([^<>{}]+)<", picture)
-
-
 def has_block(readme: Path) -> bool:
-    """Whether a page has a place for the table, or had one."""
+    """Return whether a page has a marker of the table."""
     text = readme.read_text("utf-8")
     return BEGIN in text or END in text
 
@@ -134,7 +125,7 @@ def has_block(readme: Path) -> bool:
 def _with_block(readme: Path, text: str) -> str:
     before = readme.read_text("utf-8")
     if before.count(BEGIN) != 1 or before.count(END) != 1:
-        raise UsageError(f"{readme} must hold {BEGIN} and {END}, once each, for the table to stand between")
+        raise UsageError(f"{readme} must hold {BEGIN} and {END} once each; the table is written between them")
     return before[: before.index(BEGIN)] + text + before[before.index(END) + len(END) :]
 
 
@@ -142,58 +133,40 @@ def _with_block(readme: Path, text: str) -> str:
 
 
 def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, figures.Figure]) -> str:
-    parts = [
-        MADE,
-        "# The paper's results, and ours",
-        "Each table of the paper, with our runs beside it. Every number comes from the runs kept here, one line a run "
-        f"in `<task>/{FILE}`; the number of seeds, n, leads to them, with the command that makes each again.",
-        RULES,
-        "Rates are chosen on validation data: of ResNet20, on 5,000 training images held out; results are of training "
-        "on all, after the last epoch (of the LSTM, where the validation perplexity is best). *Best on test* is the "
-        "paper's likely reading: of the rates with full runs, none of which diverged, the best on test data. An "
-        "asterisk marks a rate at the edge of those tried. What was guessed about the paper's set-up is in "
-        "[deviations](../docs/deviations.md).",
-    ]
-    parts.append(theory())
+    intro = Path(__file__).with_name("introduction.md").read_text("utf-8")
+    parts = [MADE, intro.format(FILE=FILE, SEEDS=SEEDS).strip(), theory()]
     for item in ITEMS:
-        parts += _section(item, outcomes[item.name])
+        parts += section(item, outcomes[item.name])
         parts += [f"![{pictures[name].description}]({name}.svg)" for name in _pictures(item) if name in pictures]
     parts.append(_repeated(results))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def theory() -> str:
-    """Table 1, which has nothing to train."""
+    """Return Table 1, which has nothing to train."""
     rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
-    return "\n\n".join([
-        "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all",
-        "\n".join(_grid(["", MSGD, SNGM], rows)),
+    return (
+        "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all\n\n"
+        f"{_table(['', MSGD, SNGM], rows)}\n\n"
         "There is nothing to train: `sngm check-theory` measures what these bounds say; [theory](../docs/theory.md) "
-        "has what it found.",
-    ])  # fmt: skip
-
-
-def section(item: Item, results: Results) -> list[str]:
-    """What the page says of one item."""
-    return _section(item, [look(planned, results) for planned in item.cells()])
+        "has what it found."
+    )
 
 
 def pictures_of(item: Item, folder: Path) -> list[Path]:
-    """The files that show its runs."""
+    """Return the figure files of an experiment."""
     return [path for name in _pictures(item) if (path := folder / f"{name}.svg").exists()]
 
 
-def as_data(item: Item, results: Results) -> dict[str, Any]:
-    """The same for programs."""
-    outcomes = [look(planned, results) for planned in item.cells()]
-    there = by_cell(outcomes)
+def as_data(item: Item, outcomes: list[Outcome]) -> dict[str, Any]:
+    """Return the section of an experiment for JSON."""
     return {
         "item": item.name, "title": item.title, "task": item.task, "metric": item.metric,
         "cells": [
             {
                 "method": o.planned.row.name, "batch": o.planned.batch, "paper": o.planned.paper, "lr": o.lr,
                 "values": o.values, "half_width": half_width(o.values), "runs": [line.hash for line in o.lines],
-                "verdict": _verdict(o), "diverged": o.diverged, "all_rates_diverged": o.nothing_trains,
+                "verdict": of_number(o), "diverged": o.diverged, "all_rates_diverged": o.nothing_trains,
                 "lr_at_edge": o.at_edge, "hardware": sorted({line.hardware for line in o.lines}),
                 "best_on_test": [line.hash for line in o.on_test], "missing_runs": o.to_come,
             }
@@ -201,77 +174,78 @@ def as_data(item: Item, results: Results) -> dict[str, Any]:
         ],
         "claims": [
             {"text": claim.text, "note": claim.note, "verdict": verdict, "from": why}
-            for claim in _claims(item)
-            for verdict, why in [of_claim(claim, item, there)]
+            for claim, verdict, why in _claims(item, outcomes)
         ],
     }  # fmt: skip
 
 
-def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
+def section(item: Item, outcomes: list[Outcome]) -> list[str]:
+    """Return the paragraphs on one experiment."""
     parts = [f"## {item.name}: {item.title}", f"{item.where} of the paper. Task `{item.task}`."]
     if item.apart:
         parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
         parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
-    shown = [
-        outcome
-        for outcome in outcomes
-        if outcome.planned.paper is not None or outcome.tried or outcome.on_test or (item.search and outcome.lr)
+    rows = [
+        _row(o)
+        for o in _by_batch(outcomes)
+        if o.planned.paper is not None or o.tried or o.on_test or (item.search and o.lr)
     ]
-    if shown:
+    if rows:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
             head = ["batch", "method", "paper, eight V100", "ours", "n", "hardware"]
-        ordered = sorted(shown, key=lambda outcome: outcome.planned.batch)
-        parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
-    there = by_cell(outcomes)
-    if claims := _claims(item):
-        rows = [[_said(claim), *of_claim(claim, item, there)] for claim in claims]
-        parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
+        parts.append(_table(head, rows))
+    if claims := _claims(item, outcomes):
+        said = [
+            [f'"{c.text}" {c.note}'.strip() if c.by_paper else f"{c.text} {c.note}", *found] for c, *found in claims
+        ]
+        parts.append(_table(["the paper says", "verdict", "from"], said))
     return [*parts, _missing(item, outcomes)]
 
 
-def _claims(item: Item) -> list[Claim]:
-    """The paper's on this item, and ours; where we ran its methods on another loss too, once more on that."""
-    claims = [claim for claim in (*CLAIMS, *ASKED) if claim.item == item.name]
-    if not any(row.name.endswith(ON_MEAN) for row in item.rows):
-        return claims
-    versions = []
-    for claim in claims:
-        pairs = tuple(((a + ON_MEAN, x), (b + ON_MEAN, y)) for (a, x), (b, y) in claim.pairs)
-        for note, chosen in (("On the sum.", claim.pairs), ("On the mean.", pairs)):
-            versions.append(replace(claim, note=f"{claim.note} {note}".strip(), pairs=chosen))
-    return versions
-
-
-def _said(claim: Claim) -> str:
-    text = f'"{claim.text}"' if claim.by_paper else claim.text
-    return f"{text} {claim.note}".strip()
+def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
+    """Return the claims on an experiment with verdict and reason; on both losses, if both were run."""
+    claims = [claim for claim in CLAIMS if claim.item == item.name]
+    if any(row.name.endswith(ON_MEAN) for row in item.rows):
+        claims = [
+            replace(
+                claim,
+                note=f"{claim.note} {note}".strip(),
+                pairs=tuple(((a + loss, x), (b + loss, y)) for (a, x), (b, y) in claim.pairs),
+            )
+            for claim in claims
+            for note, loss in (("On the sum.", ""), ("On the mean.", ON_MEAN))
+        ]
+    there = by_cell(outcomes)
+    return [(claim, *of_claim(claim, item, there)) for claim in claims]
 
 
 def _row(outcome: Outcome) -> list[str]:
-    planned, item, values = outcome.planned, outcome.planned.item, outcome.values
-    ours = _ours(outcome, _interval(values, item))
+    planned, metric, values = outcome.planned, outcome.planned.item.metric, outcome.values
     first = [str(planned.batch), planned.row.name]
-    if item.metric == "seconds":
-        return [*first, _number(planned.paper, item), ours, _link(outcome), _hardware(outcome.lines)]
-    gap, verdict = "", _verdict(outcome) or ""
-    if values and planned.paper and not item.apart:
-        gap = text_of(fmean(values) - planned.paper, item.metric, signed=True)
-    on_test = ""
+    paper, ours, n = text_of(planned.paper, metric), _ours(outcome, _interval(outcome)), _link(outcome)
+    if metric == "seconds":
+        return [*first, paper, ours, n, _hardware(outcome)]
+    gap = on_test = ""
+    if values and planned.paper and not planned.item.apart:
+        gap = text_of(fmean(values) - planned.paper, metric, signed=True)
     if there := outcome.on_test:
-        mean = text_of(fmean(values_of(there, item.metric)), item.metric)
+        mean = text_of(fmean(values_of(there, metric)), metric)
         on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(replace(outcome, lines=there))})"
-    paper, n = _number(planned.paper, item), _link(outcome)
-    return [*first, _rate(outcome), paper, ours, n, gap, verdict, on_test]
+    return [*first, _lr(outcome), paper, ours, n, gap, of_number(outcome) or "", on_test]
 
 
-def _rate(outcome: Outcome) -> str:
+def _by_batch(outcomes: list[Outcome]) -> list[Outcome]:
+    return sorted(outcomes, key=lambda outcome: outcome.planned.batch)
+
+
+def _lr(outcome: Outcome) -> str:
     return "" if outcome.lr is None else f"{outcome.lr:g}{'*' * outcome.at_edge}"
 
 
 def _ours(outcome: Outcome, interval: str = "") -> str:
-    """The mean of a cell, its interval, and how many runs these leave out; or why there is none."""
+    """Return the mean of a cell, its interval, and the number of diverged runs; or why there is no mean."""
     if not outcome.tried:
         begun = outcome.trials or outcome.on_test
         return "rate not chosen yet" if outcome.lr is None and begun else "not run yet"
@@ -282,127 +256,96 @@ def _ours(outcome: Outcome, interval: str = "") -> str:
     return " ".join(part for part in (mean, interval, left_out) if part)
 
 
-def _verdict(outcome: Outcome) -> str | None:
-    planned, item = outcome.planned, outcome.planned.item
-    if planned.paper is None or item.apart:
-        return None
-    if outcome.nothing_trains:
-        return NOT_REPRODUCED
-    return of_number(outcome.values, planned.paper, item.metric, outcome.diverged)
-
-
 def _missing(item: Item, outcomes: list[Outcome]) -> str:
-    """What has not been run, and what it would cost: at the least, since a grid may grow."""
-    runs, seconds, cells = 0, 0.0, []
-    for outcome in outcomes:
-        count = outcome.to_come
-        if count:
-            runs += count
-            seconds += count * outcome.planned.seconds()
-            cells.append(outcome.planned.name)
-    if not cells:
+    """Describe the missing runs and their minimal cost; a grid may still be extended."""
+    missing = [outcome for outcome in outcomes if outcome.to_come]
+    if not missing:
         return "All of it has been run."
-    needs = f" It needs {item.needs}." if item.needs else ""
+    seconds = sum(outcome.to_come * outcome.planned.seconds() for outcome in missing)
     return (
-        f"Missing: {runs} runs, about {duration(seconds)} on {COSTS_ON} one after the other, of {', '.join(cells)}. "
-        f"`sngm paper run {item.name}` makes them.{needs}"
+        f"Missing: {sum(outcome.to_come for outcome in missing)} runs, about {duration(seconds)} on {COSTS_ON} one "
+        f"after the other, of {', '.join(outcome.planned.name for outcome in missing)}. "
+        f"`sngm paper run {item.name}` makes them." + (f" It needs {item.needs}." if item.needs else "")
     )
 
 
 def _repeated(results: Results) -> str:
-    """Runs that were made again, with their printed command."""
+    """Return the section on runs that were repeated with their printed command."""
     if not results.repeated:
         return ""
     rows = []
     for again in results.repeated:
         first = results.lines[again.hash]
         metric = tasks.find(first.config.task).metric
-        scores = (line.value(metric) for line in (first, again))
-        shown = ["none" if score is None else text_of(score, metric) for score in scores]
+        shown = [text_of(line.value(metric), metric) or "none" for line in (first, again)]
         commits = [f"`{line.record['commit']}`" for line in (first, again)]
         rows.append([f"`{again.hash}`", f"`{command_of(first.config)}`", *shown, *commits])
     head = ["run", "command", "result", "result again", "commit", "commit again"]
     where = f"Their lines are in `<task>/{REPEATED}`. The earliest runs have no date: of those either may be the first."
-    return f"## Runs made again\n\n{where}\n\n" + "\n".join(_grid(head, rows))
+    return f"## Runs made again\n\n{where}\n\n{_table(head, rows)}"
 
 
 # ---------------------------------------------------------------- the runs of a task
 
 
 def _runs(task: str, results: Results) -> str:
-    lines = sorted(results.of_task(task), key=lambda line: line.order)
+    groups: dict[tuple[int, str], list[Line]] = {}
+    for line in results.of_task(task):
+        groups.setdefault((line.config.batch, _title(line.config)), []).append(line)
     parts = [
         MADE,
         f"# Runs of {task}",
-        f"{len(lines)} runs, as kept in [{FILE}]({FILE}) with their "
+        f"{sum(map(len, groups.values()))} runs, as kept in [{FILE}]({FILE}) with their "
         "curves. Seconds an epoch may be of runs that shared a GPU with others.",
     ]
-    groups: dict[tuple[int, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.config.batch, _anchor_title(line.config)), []).append(line)
+    head = ["run", "lr", "settings", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
     for (_, title), runs in sorted(groups.items()):
-        rows = [_run(line) for line in runs]
-        head = ["run", "lr", "settings", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
-        parts.append(f"## {title}")
-        parts.append("\n".join(_grid(head, rows)))
-        parts.append("```\n" + "\n".join(command_of(line.config) for line in runs) + "\n```")
+        commands = "\n".join(command_of(line.config) for line in runs)
+        parts += [f"## {title}", _table(head, map(_run, runs)), f"```\n{commands}\n```"]
     return "\n\n".join(parts) + "\n"
 
 
 def _run(line: Line) -> list[str]:
     c = line.config
     shown = {key: value for key, value in line.result.items() if not key.endswith("_loss")} or line.result
-    result = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in shown.items())
-    if line.record["status"] == "diverged":
-        result = "diverged"
+    scores = (f"{key.replace('_', ' ')} {'none' if value is None else f'{value:.5g}'}" for key, value in shown.items())
     special = [f"warm-up {c.warmup:g}"] if c.warmup else []
     settings = ", ".join([c.schedule, *special, *(f"{key}={value}" for key, value in sorted(c.task_settings.items()))])
     pace = line.record["timing"].get("seconds_per_epoch")
     return [
-        f"`{line.hash}`", f"{c.lr:g}", settings, c.part, str(c.seed), str(c.epochs), result,
+        f"`{line.hash}`", f"{c.lr:g}", settings, c.part, str(c.seed), str(c.epochs),
+        "diverged" if line.record["status"] == "diverged" else ", ".join(scores),
         "" if pace is None else f"{pace:.3g}", line.hardware, f"`{line.record['commit']}`",
     ]  # fmt: skip
 
 
-def _short(value: float | None) -> str:
-    return "none" if value is None else f"{value:.5g}"
-
-
-def _anchor_title(config: RunConfig) -> str:
-    """The heading of a run: its method, batch, and what of the task is not as usual."""
+def _title(config: RunConfig) -> str:
+    """Return the heading of a run: its method, batch, and task settings that are not the defaults."""
     usual = tasks.build(config.task).settings()
     other = [f", {key} {value}" for key, value in sorted(config.task_settings.items()) if value != usual[key]]
     return f"{config.label} at batch {config.batch}{''.join(other)}"
 
 
 def _link(outcome: Outcome, before: str = "") -> str:
-    """The number of seeds, leading to their runs, or to the trials where there are no others."""
-    item, cell = outcome.planned.item, outcome.planned.cell()
+    """Return the number of seeds as a link to their runs, or to the trials if there are no others."""
     count = str(len(outcome.values))
     if not outcome.lines and not outcome.trials:
         return count
-    # as GitHub makes it of a heading
-    title = _anchor_title(cell.config(cell.grid[0], "full", 0))
-    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
-    return f"[{count}]({before}{item.task}/runs.md#{anchor})"
+    cell = outcome.planned.cell()
+    title = _title(cell.config(cell.grid[0], "full", 0))
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it from a heading
+    return f"[{count}]({before}{outcome.planned.item.task}/runs.md#{anchor})"
 
 
-# ---------------------------------------------------------------- small things
-
-
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
+    return "\n".join("| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines)
 
 
-def _number(value: float | None, item: Item) -> str:
-    return "" if value is None else text_of(value, item.metric)
+def _interval(outcome: Outcome) -> str:
+    half = half_width(outcome.values)
+    return "" if half is None else f"± {text_of(half, outcome.planned.item.metric)}"
 
 
-def _interval(values: Sequence[float], item: Item) -> str:
-    half = half_width(values)
-    return "" if half is None else f"± {text_of(half, item.metric)}"
-
-
-def _hardware(lines: Sequence[Line]) -> str:
-    return ", ".join(name for name, _ in Counter(line.hardware for line in lines).most_common())
+def _hardware(outcome: Outcome) -> str:
+    return ", ".join(name for name, _ in Counter(line.hardware for line in outcome.lines).most_common())

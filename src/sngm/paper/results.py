@@ -1,15 +1,15 @@
-"""The runs behind every number: ``results/<task>/runs.jsonl``, one line a run, small enough for git."""
+"""The kept runs: ``results/<task>/runs.jsonl``, one line for each run, small enough for git."""
 
 from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, replace
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from .. import tasks
 from ..errors import UsageError
@@ -22,17 +22,17 @@ FOLDER = Path("results")
 FILE, REPEATED = "runs.jsonl", "repeated.jsonl"
 KEPT = (
     "config", "label", "hash", "status", "result", "result_of", "result_epoch", "data", "started", "versions",
-    "hardware",
+    "hardware", "commit",
 )  # fmt: skip
 TIMES = ("seconds", "seconds_per_epoch", "step")
 NOT_OF_A_CURVE = ("epoch", "step", "lr")
-DIGITS = 5  # of a curve's numbers
-NAMED = "with code that is committed and installed by pip install -e from its clone, or with SNGM_COMMIT set"
+DIGITS = 5  # significant digits in a curve
+NAMED = "with committed code installed by pip install -e from its clone, or with SNGM_COMMIT set"
 
 
 @dataclass(frozen=True)
 class Line:
-    """One run as it is kept: the record of its folder, and its curve by columns."""
+    """A kept run: the record of its folder, and its curve by columns."""
 
     record: dict[str, Any]
 
@@ -46,13 +46,11 @@ class Line:
 
     @property
     def result(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.record["result"]
-        return found
+        return cast(dict[str, Any], self.record["result"])
 
     @property
     def curve(self) -> dict[str, list[float | None]]:
-        found: dict[str, list[float | None]] = self.record["curve"]
-        return found
+        return cast(dict[str, list[float | None]], self.record["curve"])
 
     @property
     def hardware(self) -> str:
@@ -60,150 +58,163 @@ class Line:
 
     @property
     def order(self) -> tuple[Any, ...]:
-        """Of lines in a file: the same whichever machine's came first."""
+        """The sort key of lines in a file, independent of the order in which they were added."""
         c = self.config
         return c.method, c.batch, c.part, c.lr, c.seed, self.hash, str(self.record["commit"]), self.text
 
     @cached_property
     def made(self) -> tuple[Any, ...]:
-        """What tells a run from the same one made again; the one that was begun first counts."""
-        times, place = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
-        return str(self.record.get("started", "")), str(self.record["commit"]), times, place
+        """What distinguishes runs of the same config; the smallest, which started first, is the result."""
+        timing, hardware = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
+        return str(self.record.get("started", "")), str(self.record["commit"]), timing, hardware
 
     @cached_property
     def text(self) -> str:
         return json.dumps(finite(self.record), sort_keys=True, allow_nan=False, separators=(", ", ": "))
 
     def value(self, metric: str) -> float | None:
-        """The test score, None if the run diverged or has none."""
-        found = self.result.get(f"test_{metric}") if self.record["status"] == "finished" else None
+        """Return the value of a metric, None if the run diverged or has none.
+
+        "seconds" is that of an epoch, "train_loss" that of the last epoch; others are scores on test data, unless they
+        begin with "validation_".
+        """
+        if metric == "seconds":
+            found = self.record["timing"].get("seconds_per_epoch")
+        elif self.record["status"] != "finished":
+            return None
+        elif metric == "train_loss":
+            found = self.curve[metric][-1]
+        else:
+            found = self.result.get(metric if metric.startswith("validation_") else f"test_{metric}")
         return None if found is None else float(found)
 
 
 class Results:
-    """All committed runs of all tasks: one a config, and those that were made again."""
+    """All kept runs of all tasks: one for each config, and those that repeat one."""
 
-    def __init__(self, lines: Iterable[Line], repeated: Iterable[Line] = ()) -> None:
-        # files that git has merged, or that a stop has left, may hold two of one config, and one run twice
-        every = sorted(_by_run([*lines, *repeated]).values(), key=lambda line: line.made)
-        first = {line.hash: line for line in reversed(every)}
-        self.lines = {line.hash: line for line in sorted(first.values(), key=lambda line: line.order)}
-        self.repeated = sorted((line for line in every if first[line.hash] is not line), key=lambda line: line.order)
+    def __init__(self, lines: Iterable[Line]) -> None:
+        # files that git merged, or whose writing was interrupted, may hold a run twice
+        by_run: dict[tuple[Any, ...], Line] = {}
+        for line in lines:
+            if by_run.setdefault((line.hash, *line.made), line).text != line.text:
+                raise UsageError(
+                    f"{line.config.task}, run {line.hash}: two lines describe it and differ; restore the file from git"
+                )
+        first = {line.hash: line for line in sorted(by_run.values(), key=lambda line: line.made, reverse=True)}
+        every = sorted(by_run.values(), key=lambda line: line.order)
+        self.lines = {line.hash: line for line in every if first[line.hash] is line}
+        self.repeated = [line for line in every if first[line.hash] is not line]
+        _check_data(every)
 
     def of(self, config: RunConfig) -> Line | None:
-        """The run of a config. A trial whose task keeps validation data of its own is a full run as well."""
+        """Return the run of a config. A full run with validation data also counts as the trial of its config."""
         if found := self.lines.get(config.hash):
             return found
-        if config.part == "select":
-            full = self.lines.get(replace(config, part="full").hash)
-            if full and "validation" in full.record["data"]:
-                return full
-        return None
+        full = self.lines.get(replace(config, part="full").hash)
+        return full if full and config.part == "select" and "validation" in full.record["data"] else None
 
     def of_task(self, task: str) -> list[Line]:
         return [line for line in self.lines.values() if line.config.task == task]
 
 
 def read(folder: Path = FOLDER) -> Results:
-    """All runs kept in a folder."""
-    there: dict[str, list[Line]] = {FILE: [], REPEATED: []}
-    for task in sorted(path for path in folder.glob("*") if path.is_dir()):
-        for name, lines in there.items():
-            lines += _of_task(task / name)
-        _check_data([line for lines in there.values() for line in lines if line.config.task == task.name])
-    return Results(there[FILE], there[REPEATED])
+    """Read all runs kept in a folder."""
+    folders = sorted(path for path in folder.glob("*") if path.is_dir())
+    return Results(line for task in folders for line in _of_task(task))
 
 
-def _of_task(path: Path) -> list[Line]:
-    """The lines of a file, if it is there: all of the task that its folder is named for."""
-    lines = read_lines(path) if path.exists() else []
-    if other := next((line for line in lines if line.config.task != path.parent.name), None):
-        raise UsageError(f"{path}: run {other.hash} is of {other.config.task}, and belongs in the folder of that name")
+def _of_task(folder: Path) -> list[Line]:
+    """Read both files of a task, if they exist, and check that the runs are of that task."""
+    lines = []
+    for path in (folder / FILE, folder / REPEATED):
+        lines += read_lines(path) if path.exists() else []
+        if other := next((line for line in lines if line.config.task != folder.name), None):
+            raise UsageError(f"{path}: run {other.hash} is of {other.config.task}; move it to the folder of that name")
     return lines
 
 
 def read_lines(path: Path) -> list[Line]:
-    """The runs of one file."""
+    """Read the runs of one file."""
     lines, where = [], str(path)
     try:
         for number, text in enumerate(path.read_text("utf-8").splitlines(), 1):
             where = f"{path}, line {number}"
-            lines.append(whole(Line(json.loads(text, parse_constant=_no_number))))
+            lines.append(validated(Line(json.loads(text, parse_constant=_not_a_number))))
     except (*BROKEN, UsageError) as error:
-        raise UsageError(
-            f"{where}: not a run as it was kept ({in_words(error)}); git may have the file as it was"
-        ) from error
+        raise UsageError(f"{where}: not a valid record of a run ({explain(error)}); restore it from git") from error
     return lines
 
 
-def _no_number(text: str) -> None:
-    raise ValueError(f"{text} is no number")
+def _not_a_number(text: str) -> None:
+    raise ValueError(f"{text} is not a finite number")
 
 
-def in_words(error: Exception) -> str:
-    """What is wrong with a record; Python's own words say nothing to people."""
+def explain(error: Exception) -> str:
+    """Describe what is wrong with a record."""
     if isinstance(error, KeyError):
         return f"no {error.args[0]}"
     if isinstance(error, json.JSONDecodeError):
-        return f"no JSON from its character {error.colno} on"
-    return str(error) if isinstance(error, (ValueError, UsageError, OSError)) else "a part of it is of another kind"
+        return f"invalid JSON at character {error.colno}"
+    return str(error) if isinstance(error, (ValueError, UsageError, OSError)) else "a value has the wrong type"
 
 
-def whole(line: Line) -> Line:
-    """The line itself, if all parts are there and say the same; what is not is a ValueError, or another of BROKEN."""
-    line.order, line.made, line.hardware  # noqa: B018  read all that is needed
-    record, result, curve = line.record, line.result, line.curve
-    if line.config.task not in tasks.names():  # whose code would be run, to know its metric
-        raise ValueError(f"of {line.config.task}, a task of your own; only those that come with sngm are kept")
-    for name in ("result", "curve", "data", "timing", "versions"):
-        if not isinstance(record[name], dict):
-            raise ValueError(f"{name} is no mapping")
-    if line.config.hash != line.hash or record["label"] != line.config.label:
-        raise ValueError("the config is not the one that its hash and label are of")
-    if why := unnamed(record["commit"]):
-        raise ValueError(why)
-    if record["status"] not in FINISHED or record.get("result_of", "last") not in ("last", "best"):
-        raise ValueError(f"not a run that has finished: {record['status']}, {record.get('result_of')}")
-    if not isinstance(record["command"], str):
-        raise ValueError("no command")
-    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the first runs that were kept have none
-    times = [record["timing"].get(key) for key in TIMES[:2]]
-    for value in [*result.values(), *times, *(value for column in curve.values() for value in column)]:
-        if value is not None and not isinstance(value, (int, float)):
-            raise ValueError(f"{value!r} is no number")
-    if any(value is not None and value < 0 for value in times):
-        raise ValueError("a time below zero")
-    if record["status"] == "finished":
-        of = "validation" if line.config.part == "select" else "test"
-        metric = tasks.find(line.config.task).metric
-        if (score := f"{of}_{metric}") not in result:
-            raise ValueError(f"no {score} in the result")
-        if metric in ("accuracy", "auc") and not 0 <= (result[score] or 0) <= 1:
-            raise ValueError(f"{score} is {result[score]}, and should be between 0 and 1")
-        for key in {"train_loss", *result}:
-            if key not in curve:
-                raise ValueError(f"no {key} in the curve")
-        for key in result:
-            there = curve[key][record["result_epoch"] - 1 :][:1]
-            if there != [rounded(result[key])]:
-                raise ValueError(
-                    f"{key} is {result[key]} in the result, and {there[0] if there else 'not'} in the curve"
-                )
+def validated(line: Line) -> Line:
+    """Return the line if it is complete and consistent; raise ValueError, or another of BROKEN, if not."""
+    for wrong, why in _checks(line):
+        if wrong:
+            raise ValueError(why)
     return line
 
 
-def of_folder(path: Path) -> Line:
-    """A finished run's folder as a line to keep. Refused: what cannot be made again."""
+def _checks(line: Line) -> Iterator[tuple[Any, str]]:
+    """Yield conditions that must be false, each with an error message, in an order in which they can be evaluated."""
+    line.order, line.made, line.hardware  # noqa: B018  raise KeyError for a missing entry
+    record, result, curve, task = line.record, line.result, line.curve, line.config.task
+    yield task not in tasks.names(), f"of {task}, a task of your own; only runs of built-in tasks are kept"
+    for name in ("result", "curve", "data", "timing", "versions"):
+        yield not isinstance(record[name], dict), f"{name} is not a mapping"
+    yield line.config.hash != line.hash, "the hash is not that of the config"
+    yield record["label"] != line.config.label, "the label is not that of the config"
+    yield (why := unnamed(record["commit"])), why or ""
+    ended, of = record["status"], record.get("result_of", "last")
+    yield ended not in FINISHED or of not in ("last", "best"), f"not a finished run: {ended}, {of}"
+    yield not isinstance(record["command"], str), "no command"
+    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the first runs that were kept have none
+    times = [record["timing"].get(key) for key in TIMES[:2]]
+    values = [*result.values(), *times, *(value for column in curve.values() for value in column)]
+    others = [value for value in values if value is not None and not isinstance(value, (int, float))]
+    yield others, f"not a number: {others[:1]}"
+    yield any(value is not None and value < 0 for value in times), "a time below zero"
+    if ended != "finished":
+        return
+    metric = tasks.find(task).metric
+    score = f"{'validation' if line.config.part == 'select' else 'test'}_{metric}"
+    yield score not in result, f"no {score} in the result"
+    outside = metric in ("accuracy", "auc") and not 0 <= (result[score] or 0) <= 1
+    yield outside, f"{score} must be between 0 and 1, got {result[score]}"
+    for key in ("train_loss", *result):
+        yield key not in curve, f"no {key} in the curve"
+    for key, value in result.items():
+        there = curve[key][record["result_epoch"] - 1 :][:1]
+        yield (
+            there != [rounded(value)],
+            f"{key} is {value} in the result, and {there[0] if there else 'missing'} in the curve",
+        )
+
+
+def from_folder(path: Path) -> Line:
+    """Return a finished run's folder as a line to keep.
+
+    Raises:
+        UsageError: the run is not finished, was changed, or cannot be reproduced.
+    """
     record = read_record(path / "run.json")
     if record.get("status") not in FINISHED:
-        raise UsageError(f"{path}: not a run that has finished; go on with it first")
+        raise UsageError(f"{path}: the run has not finished; resume it first")
     if record.get("made_before"):
-        raise UsageError(
-            f"{path}: made in pieces with other code or on other hardware; make it again in another folder, in one go"
-        )
-    commit = record.get("commit")
-    if why := unnamed(commit):
-        raise UsageError(f"{path}: {why}, so nobody could repeat it; make it again in another folder, {NAMED}")
+        raise UsageError(f"{path}: resumed with other code or on other hardware; run it again in another folder")
+    if why := unnamed(record.get("commit")):
+        raise UsageError(f"{path}: {why}, so it cannot be reproduced; run it again in another folder, {NAMED}")
     try:
         if metrics_changed(path, record):
             raise ValueError("metrics.jsonl was changed")
@@ -212,113 +223,72 @@ def of_folder(path: Path) -> Line:
         kept = {key: record[key] for key in KEPT if key in record}
         timing = {key: record["timing"][key] for key in TIMES if key in record.get("timing", {})}
         curve = {key: [rounded(epoch.get(key)) for epoch in epochs] for key in columns}
-        line = Line({**kept, "timing": timing, "commit": commit, "curve": curve})
-        return whole(Line({**line.record, "command": command_of(line.config)}))
+        command = command_of(RunConfig.from_dict(record["config"]))
+        return validated(Line({**kept, "timing": timing, "curve": curve, "command": command}))
     except BROKEN as error:
-        raise UsageError(
-            f"{path}: not as it was written ({in_words(error)}); make it again in another folder"
-        ) from error
+        raise UsageError(f"{path}: not a valid run ({explain(error)}); run it again in another folder") from error
 
 
 def unnamed(commit: Any) -> str | None:
-    """Why this does not name the code of a run, if it does not."""
+    """Return why a commit does not identify the code of a run, or None if it does."""
     if not commit or not isinstance(commit, str):
         return "its record names no commit"
-    return "the code had changes that are in no commit" if commit.endswith("+") else None
+    return "the code had uncommitted changes" if commit.endswith("+") else None
 
 
 def rounded(value: float | None) -> float | None:
-    """To so many digits that a curve can be drawn."""
+    """Round a value of a curve to `DIGITS` significant digits."""
     return None if value is None else float(f"{value:.{DIGITS}g}")
 
 
-class Kept(NamedTuple):
-    """How many runs were new, and how many of those repeat one that is kept."""
+def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
+    """Add runs to the files of their tasks; return how many were new, and how many of those repeat a kept one.
 
-    new: int
-    repeated: int
-
-
-def keep(lines: Iterable[Line], folder: Path = FOLDER) -> Kept:
-    """Add runs to the files of their tasks; say how many were new.
-
-    Of runs with the same config, the one that was begun first is the result, and the others are that run repeated.
+    Of runs with the same config, the one that started first is the result, and the others are repeats.
     """
-    by_task: dict[str, list[Line]] = {}
+    new = repeated = 0
+    for task in sorted({folder / line.config.task for line in lines}):
+        task.mkdir(parents=True, exist_ok=True)
+        with locked(task, waiting=lambda: None):  # another process may be keeping runs too
+            before = _of_task(task)
+            there, merged = Results(before), Results([*before, *(x for x in lines if x.config.task == task.name)])
+            # in this order, an interruption between the two leaves a run in both files, not in none
+            for name, kept in ((REPEATED, merged.repeated), (FILE, merged.lines.values())):
+                if kept or (task / name).exists():
+                    write_atomically(task / name, "".join(line.text + "\n" for line in kept).encode())
+        repeated += len(merged.repeated) - len(there.repeated)
+        new += len(merged.lines) + len(merged.repeated) - len(there.lines) - len(there.repeated)
+    return new, repeated
+
+
+def _check_data(lines: Iterable[Line]) -> None:
+    """Raise UsageError if two runs of a task used different data."""
+    seen: dict[tuple[str, str, str], Line] = {}
     for line in lines:
-        by_task.setdefault(line.config.task, []).append(line)
-    counts = [_keep_of_task(folder / task, new) for task, new in by_task.items()]
-    return Kept(sum(count.new for count in counts), sum(count.repeated for count in counts))
-
-
-def _keep_of_task(folder: Path, new: list[Line]) -> Kept:
-    folder.mkdir(parents=True, exist_ok=True)
-    files = {name: folder / name for name in (FILE, REPEATED)}
-    with locked(folder, waiting=lambda: None):  # another process may be keeping runs too
-        there = _by_run(line for path in files.values() for line in _of_task(path))
-        every = _by_run([*there.values(), *new])
-        _check_data(list(every.values()))
-        ordered = sorted(every.values(), key=lambda line: line.made)
-        first = {line.hash: line for line in reversed(ordered)}
-        for name, path in reversed(files.items()):  # stopped between the two, a run may stand in both, but not in none
-            lines = [line for line in ordered if (first[line.hash] is line) == (name == FILE)]
-            if lines or path.exists():
-                text = "".join(line.text + "\n" for line in sorted(lines, key=lambda line: line.order))
-                write_atomically(path, text.encode())
-    repeated = len(every) - len(first) - (len(there) - len({line.hash for line in there.values()}))
-    return Kept(len(every) - len(there), repeated)
-
-
-def _run(line: Line) -> tuple[Any, ...]:
-    """The same of two lines that tell of one run."""
-    return line.hash, *line.made
-
-
-def _by_run(lines: Iterable[Line]) -> dict[tuple[Any, ...], Line]:
-    found: dict[tuple[Any, ...], Line] = {}
-    for line in lines:
-        if found.setdefault(_run(line), line).text != line.text:
-            raise UsageError(
-                f"{line.config.task}, run {line.hash}: two lines tell of it and differ; git may have the file as it was"
-            )
-    return found
-
-
-def _check_data(lines: list[Line]) -> None:
-    """Runs of one task are only comparable on the same data."""
-    seen: dict[tuple[str, str], Line] = {}
-    for line in lines:
-        key = line.config.part, str(line.config.task_settings.get("files"))
-        other = seen.setdefault(key, line)
+        other = seen.setdefault((line.config.task, line.config.part, str(line.config.task_settings.get("files"))), line)
         if differing := differences(other.record["data"], line.record["data"]):
             raise UsageError(
-                f"{line.config.task}, run {line.hash}: on other data than run {other.hash}, which is kept: "
+                f"{line.config.task}, run {line.hash}: trained on different data than run {other.hash}, which is kept: "
                 + "; ".join(differing)
             )
 
 
 def command_of(config: RunConfig) -> str:
-    """The command that makes this run again: what differs from the task's defaults on a GPU.
+    """Return the command that repeats this run: the settings that differ from the task's defaults on a GPU.
 
-    >>> from sngm.train import resolve
+    >>> from sngm.training import resolve
     >>> command_of(resolve("digits", "sngm", lr=0.3, batch=512, seed=1, method_settings={"weight_decay": 8e-4}))
     'sngm train digits --method sngm --lr 0.3 --batch 512 --seed 1 --set weight_decay=0.0008'
     """
     usual = resolve(config.task, config.method, lr=config.lr, batch=config.batch, device="cuda")
-    words = ["sngm", "train", config.task, "--method", config.method, "--lr", repr(config.lr), "--batch"]
-    words.append(str(config.batch))
-    for field in fields(RunConfig):
-        name = field.name
-        value, default = getattr(config, name), getattr(usual, name)
-        if value == default or name in ("method_settings", "task_settings", "task_source"):
-            continue
-        shown = "inf" if value is None else str(value)
-        words += [f"--{name.replace('_', '-')}", shown]
-    for settings, defaults in (
-        (config.method_settings, usual.method_settings),
-        (config.task_settings, usual.task_settings),
-    ):
-        for key, value in sorted(settings.items()):
-            if repr(value) != repr(defaults.get(key)):  # 0 and 0.0 make different records
+    words = ["sngm", "train", config.task, "--method", config.method, "--lr", repr(config.lr)]
+    words += ["--batch", str(config.batch)]
+    for name in (field.name for field in fields(RunConfig)):
+        value = getattr(config, name)
+        if value != getattr(usual, name) and name not in ("method_settings", "task_settings", "task_source"):
+            words += [f"--{name.replace('_', '-')}", "inf" if value is None else str(value)]
+    for name in ("method_settings", "task_settings"):
+        for key, value in sorted(getattr(config, name).items()):
+            if repr(value) != repr(getattr(usual, name).get(key)):  # 0 and 0.0 make different records
                 words += ["--set", f"{key}={value}"]
     return shlex.join(words)

@@ -1,4 +1,4 @@
-"""What the runs say of a number or a claim of the paper, by stated rules."""
+"""Verdicts on the numbers and claims of the paper, from the kept runs by the rules that introduction.md states."""
 
 from __future__ import annotations
 
@@ -8,52 +8,37 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ..report.stats import contrast, difference, half_width
-from ..study.grid import Cell
 from ..training.config import RunConfig
 from .experiments import Item, Planned
 from .results import Line, Results
 from .tables import Claim
 
-REPRODUCED, NOT_REPRODUCED, HOLDS, CONTRADICTED, OPEN = (
-    "reproduced", "not reproduced", "holds", "contradicted", "open",
-)  # fmt: skip
-SEEDS = 3  # the fewest that a verdict on a number rests on
+REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
+HOLDS, CONTRADICTED, OPEN = "holds", "contradicted", "open"
+SEEDS = 3  # the fewest for a verdict
 LEVEL = 0.05  # of Welch's test
-RULES = f"""A number of the paper is *reproduced* if ours, the mean over at least {SEEDS} seeds, differs from it by at
-most 0.5 points of accuracy, 1 % of a perplexity or 0.005 of an AUC, and half of our 95 % interval (Student's t) is no
-wider than that. It is *not reproduced* if the interval lies beyond that distance as a whole, or a seed diverged, or
-every rate that was tried; else, or with fewer seeds, the verdict is *open*.
-
-A claim is tested by pairs of cells with at least {SEEDS} seeds each. Of a pair, the first is better if Welch's test
-says so at 5 %; two are similar if the 95 % interval of their difference lies within the distance above, and are not if
-it lies outside; one that diverged with all seeds, or at all rates, whose trials have one seed each, is worse than one
-that never did, and not similar to it. Where a lower training loss is claimed, that of the last epoch is compared too. A
-batch size speaks for the claim if all its pairs show it, and against it if one shows the opposite. The claim *holds* if
-every batch size speaks for it (four of five where the paper says "almost all"), is *contradicted* if more speak against
-it than may, and is *open* otherwise. The levels are those of single tests, and not corrected for their number. Times
-are compared on one kind of hardware; beside the paper's, on eight V100, they get no verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What is there of a cell: the rate chosen, the results at it, and the runs that are missing."""
+    """The state of a cell: the chosen learning rate, the results at it, and the missing runs."""
 
     planned: Planned
     lr: float | None
     lines: list[Line]
-    """The full runs at that rate, of seeds 0, 1, 2, ...: as many as there are."""
+    """The full runs at that learning rate, with consecutive seeds from 0."""
     missing: list[RunConfig]
     seeds: int
-    """How many were wanted."""
+    """The planned number."""
     rates: tuple[float, ...] = ()
-    """Those tried and to be tried."""
+    """Learning rates tried and to be tried."""
     trials: int = 0
-    """Runs by which a rate has been or will be chosen, as many as there are."""
+    """The number of finished runs for choosing the learning rate."""
     at_edge: bool = False
     nothing_trains: bool = False
-    """Every rate that was tried diverged."""
+    """Whether every learning rate that was tried diverged."""
     on_test: list[Line] = field(default_factory=list)
-    """The paper's own reading: of the rates with full runs that all trained, those with the best mean on test data."""
+    """The full runs at the learning rate with the best mean on test data, of those where no seed diverged."""
 
     @property
     def values(self) -> list[float]:
@@ -69,35 +54,28 @@ class Outcome:
 
     @property
     def to_come(self) -> int:
-        """How many runs are still needed: those known to be missing, and the results that wait for a rate."""
+        """The number of runs still needed: the missing ones, and the results that wait for a learning rate."""
         waiting = self.seeds if self.lr is None and self.missing else 0
         return len(self.missing) + waiting
 
 
 def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
-    """As claims and figures name them: a method at a batch."""
+    """Return outcomes by method and batch, as claims and figures name them."""
     return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
 
 
-def value_of(line: Line, metric: str) -> float | None:
-    """What a run says of this."""
-    if metric == "seconds":
-        found = line.record["timing"].get("seconds_per_epoch")
-        return None if found is None else float(found)
-    if metric == "train_loss":
-        return line.curve[metric][-1] if line.record["status"] == "finished" else None
-    if metric.startswith("validation_"):
-        return line.result.get(metric) if line.record["status"] == "finished" else None
-    return line.value(metric)
-
-
 def values_of(lines: Iterable[Line], metric: str) -> list[float]:
-    """Of the runs that did not diverge."""
-    return [value for line in lines if (value := value_of(line, metric)) is not None]
+    """Return the values of a metric, of the runs that did not diverge."""
+    return [value for line in lines if (value := line.value(metric)) is not None]
 
 
-def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
-    """Go through a cell as a study would, with the runs that are there."""
+def outcomes_of(item: Item, results: Results) -> list[Outcome]:
+    """Return what the kept runs give for every cell of an experiment."""
+    return [outcome_of(planned, results) for planned in item.cells()]
+
+
+def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
+    """Return the state of a cell: go through its runs as a study would, with the kept ones."""
     item, cell = planned.item, planned.cell(seeds)
     todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
     while todo:
@@ -108,7 +86,10 @@ def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcom
         else:
             trials += config.part == "select"
             todo += cell.take(config, line.record, item.metric, item.higher_is_better)
-    lines = [] if cell.lr is None else _seeds(cell, cell.lr, results)
+    lines = []
+    if cell.lr is not None:  # seeds beyond the planned ones count too
+        found = (results.of(cell.config(cell.lr, "full", seed)) for seed in itertools.count())
+        lines = [line for line in itertools.takewhile(bool, found) if line]
     return Outcome(
         planned, cell.lr, lines, missing, cell.study.seeds,
         rates=tuple(sorted({*cell.grid, *cell.scores, *(config.lr for config in missing)})),
@@ -119,12 +100,6 @@ def look(planned: Planned, results: Results, seeds: int | None = None) -> Outcom
     )  # fmt: skip
 
 
-def _seeds(cell: Cell, lr: float, results: Results) -> list[Line]:
-    """More than were planned count too."""
-    found = (results.of(cell.config(lr, "full", seed)) for seed in itertools.count())
-    return [line for line in itertools.takewhile(lambda line: line is not None, found) if line is not None]
-
-
 def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
     by_rate: dict[float, list[Line]] = {}
     wanted = _but_for_rate(like)
@@ -132,44 +107,54 @@ def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
         config = line.config
         if (config.method, config.batch) == (like.method, like.batch) and _but_for_rate(config) == wanted:
             by_rate.setdefault(line.config.lr, []).append(line)
-    trained = [lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)]  # by every seed
+    trained = [lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)]
     sign = 1 if item.higher_is_better else -1
     return max(trained, key=lambda lines: sign * fmean(values_of(lines, item.metric)), default=[])
 
 
 def _but_for_rate(config: RunConfig) -> RunConfig:
     settings = dict(config.method_settings)
-    if "inner_lr" in settings:  # EXTRAP-SGD's, which grows with the other
+    if "inner_lr" in settings:  # EXTRAP-SGD's, proportional to lr
         settings["inner_lr"] = float(f"{settings['inner_lr'] / config.lr:.6g}")
     return replace(config, lr=1.0, seed=0, method_settings=settings)
 
 
 def tolerance(metric: str, paper: float) -> float:
-    """By how much a number may differ from the paper's and count as the same."""
+    """Return the largest difference from the paper's number that counts as the same."""
     return 0.01 * paper if metric.removeprefix("validation_") == "perplexity" else 0.005
 
 
-def of_number(values: Sequence[float], paper: float, metric: str, diverged: int = 0) -> str:
-    """Whether these runs give the paper's number.
+def of_number(outcome: Outcome) -> str | None:
+    """Return the verdict on whether a cell reproduces the paper's number; None if there is nothing to compare."""
+    planned = outcome.planned
+    if planned.paper is None or planned.item.apart:
+        return None
+    if outcome.nothing_trains:
+        return NOT_REPRODUCED
+    return judge_number(outcome.values, planned.paper, planned.item.metric, outcome.diverged)
 
-    >>> of_number([0.891, 0.892, 0.893], 0.8923, "accuracy"), of_number([0.891], 0.8923, "accuracy")
+
+def judge_number(values: Sequence[float], paper: float, metric: str, diverged: int = 0) -> str:
+    """Return the verdict on whether these runs reproduce the paper's number.
+
+    >>> judge_number([0.891, 0.892, 0.893], 0.8923, "accuracy"), judge_number([0.891], 0.8923, "accuracy")
     ('reproduced', 'open')
-    >>> of_number([0.851, 0.852, 0.853], 0.8923, "accuracy")
+    >>> judge_number([0.851, 0.852, 0.853], 0.8923, "accuracy")
     'not reproduced'
     """
     if len(values) + diverged < SEEDS or metric == "seconds":
         return OPEN
     half = half_width(values)
-    if diverged:
+    if diverged or half is None:
         return NOT_REPRODUCED
     difference, allowed = abs(fmean(values) - paper), tolerance(metric, paper)
-    if half is not None and difference <= allowed and half <= allowed:
+    if difference <= allowed and half <= allowed:
         return REPRODUCED
-    return NOT_REPRODUCED if half is not None and difference - half > allowed else OPEN
+    return NOT_REPRODUCED if difference - half > allowed else OPEN
 
 
 def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]) -> tuple[str, str]:
-    """The verdict on a claim, and the numbers it rests on."""
+    """Return the verdict on a claim, and the numbers behind it."""
     found: dict[int, list[str]] = {}  # by batch
     numbers: list[str] = []
     left = 0
@@ -194,7 +179,7 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
 
 
 def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:
-    """Of two cells: what a claim about them gets, and why."""
+    """Return the verdict on one pair of cells, and the reason."""
     item, (a, b) = ours.planned.item, (values_of(cell.lines, metric) for cell in (ours, theirs))
     if any(not values and cell.values for values, cell in ((a, ours), (b, theirs))):
         return OPEN, f"no {metric.replace('_', ' ')} in their records"
@@ -214,35 +199,28 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
         return OPEN, f"{gap}, on different hardware"
     if kind == "similar":
-        return _similar(a, b, metric)
+        found = difference(a, b, 1 - LEVEL)
+        if found is None:
+            return OPEN, f"{gap}, no spread"
+        (apart, half), allowed = found, tolerance(metric, fmean(b))
+        verdict = HOLDS if abs(apart) + half < allowed else CONTRADICTED if abs(apart) - half > allowed else OPEN
+        return verdict, f"{gap} ± {text_of(half, metric)}"
     p = contrast((1, a), (-1, b))
+    if p is None:
+        return OPEN, gap
     higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
-    return _better(a, b, higher), gap + ("" if p is None else f", p = {p:.2g}")
+    verdict = OPEN if p >= LEVEL else HOLDS if (fmean(a) > fmean(b)) == higher else CONTRADICTED
+    return verdict, f"{gap}, p = {p:.2g}"
 
 
-def _better(ours: list[float], theirs: list[float], higher: bool) -> str:
-    p = contrast((1, ours), (-1, theirs))
-    if p is None or p >= LEVEL:
-        return OPEN
-    return HOLDS if (fmean(ours) > fmean(theirs)) == higher else CONTRADICTED
-
-
-def _similar(ours: list[float], theirs: list[float], metric: str) -> tuple[str, str]:
-    """By the interval of the difference."""
-    found = difference(ours, theirs, 1 - LEVEL)
-    if found is None:
-        return OPEN, f"{text_of(fmean(ours) - fmean(theirs), metric, signed=True)}, no spread"
-    (gap, half), allowed = found, tolerance(metric, fmean(theirs))
-    verdict = HOLDS if abs(gap) + half < allowed else CONTRADICTED if abs(gap) - half > allowed else OPEN
-    return verdict, f"{text_of(gap, metric, signed=True)} ± {text_of(half, metric)}"
-
-
-def text_of(value: float, metric: str, signed: bool = False) -> str:
-    """A result as tables show it.
+def text_of(value: float | None, metric: str, signed: bool = False) -> str:
+    """Format a result for tables; "" for None.
 
     >>> text_of(0.89234, "accuracy"), text_of(117.83, "perplexity"), text_of(-0.0012, "auc", signed=True)
     ('89.23', '117.83', '-0.0012')
     """
+    if value is None:
+        return ""
     sign, metric = "+" if signed else "", metric.removeprefix("validation_")
     if metric == "accuracy":
         return f"{100 * value:{sign}.2f}"

@@ -1,6 +1,6 @@
-"""Theorems 1 and 2 and the bound of MSGD: how small the gradient gets on average.
+"""Theorems 1 to 3, the remark on LARS and the bound of MSGD: upper bounds on the mean gradient norm of a run.
 
-The arguments, here and in `blocks` the same, by position or keyword, floats or arrays that broadcast:
+All functions take these arguments, by position or keyword, as floats or arrays that broadcast:
 
 - ``gap``: F(w_0) - F(w*), how far the loss at the start is above its minimum
 - ``eta``: the learning rate, constant over the run
@@ -9,37 +9,41 @@ The arguments, here and in `blocks` the same, by position or keyword, floats or 
 - ``sigma``: E||grad f_i - grad F||^2 <= sigma^2 for a random sample i
 - ``beta``: momentum
 - ``blocks``, ``rho``: S, and the largest ``||g|| / sum of the norms of its blocks`` of a run
+- ``gamma_l``, ``gamma_u``: the lower and upper limit of LARS's phi
 
 A bound is a number that the mean of E||grad F(w_t)|| over t = 0 ... T-1 does not exceed (for MSGD, of its square).
-Floats give a float, arrays an array. A condition that is violated is a ValueError with the largest admissible eta;
-one that is met with equality may be missed by rounding, up to 1e-12.
+Floats give a float, arrays an array. A violated condition raises ValueError with the largest admissible eta; the
+conditions have a relative tolerance of 1e-12.
 
-Each `_best` returns ``Best(eta, bound)``, the admissible eta with the lowest bound. Where no eta is best, it is the
-limit: with gap = 0 every smaller eta is better, and eta is 0; where nothing grows with eta (L = 0; for MSGD also
-sigma = 0) it is the largest admissible eta, infinite if there is no condition. The bound is the bound's limit.
+Each `_best` returns ``Best(eta, bound)``, the admissible eta with the lowest bound. If there is no minimum, it returns
+the limit: eta is 0 with gap = 0, and the largest admissible eta (infinite without a condition) where nothing grows with
+eta (L = 0; for MSGD also sigma = 0).
 """
 
 from __future__ import annotations
 
-import numpy as np
+import math
 
-from .sums import Best, Floats, Number, Sum, largest, number, read
+import numpy as np
+from numpy.typing import ArrayLike
+
+from .terms import ROUNDING, Best, Floats, Number, Terms, as_number, largest_eta, validate
 
 
 def kappa(beta: Floats) -> Number:
-    """(1 + beta) / (1 - beta)^2, the price of momentum in every bound.
+    """Return (1 + beta) / (1 - beta)^2, the factor by which momentum enters every bound.
 
     >>> round(kappa(0.9), 9)
     190.0
     """
-    (beta,) = read(beta=beta)
-    return number((1 + beta) / np.square(1 - beta))  # not ** 2, whose last digit is another one for arrays
+    (beta,) = validate(beta=beta)
+    return as_number((1 + beta) / np.square(1 - beta))  # ** 2 rounds differently for arrays
 
 
 def smooth_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats
 ) -> Number:
-    """Theorem 1: SNGM on an L-smooth function, with any learning rate.
+    """Return the bound of Theorem 1: SNGM on an L-smooth function, with any learning rate.
 
     ``(1-beta) gap / (eta T) + L kappa eta / 2 + 2 sigma / sqrt(B)``. Assumes gradients that are L-Lipschitz and samples
     of variance at most sigma^2.
@@ -51,7 +55,7 @@ def smooth_bound(
 
 
 def smooth_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
-    """Theorem 1 at its best learning rate, ``sqrt(2 (1-beta) gap / (L kappa T))``.
+    """Return the best learning rate of Theorem 1, ``sqrt(2 (1-beta) gap / (L kappa T))``, and its bound.
 
     eta is 0 with gap = 0 and infinite with L = 0; the bound then is its limit, ``2 sigma / sqrt(B)``.
 
@@ -61,19 +65,15 @@ def smooth_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Flo
     return _smooth(gap, steps, batch, L, sigma, beta).best()
 
 
-def _smooth(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number) -> Sum:
-    gap, steps, batch, L, sigma, beta = read(gap=gap, steps=steps, batch=batch, L=L, sigma=sigma, beta=beta)
-    return Sum(
-        over=(1 - beta) * gap / steps,
-        times=L / 2 * kappa(beta),
-        rest=2 * sigma / np.sqrt(batch),
-    )
+def _smooth(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number) -> Terms:
+    gap, steps, batch, L, sigma, beta = validate(**locals())
+    return Terms(inverse=(1 - beta) * gap / steps, linear=L / 2 * kappa(beta), constant=2 * sigma / np.sqrt(batch))
 
 
 def relaxed_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats
 ) -> Number:
-    """Theorem 2: SNGM on an (L, lam)-smooth function, if ``8 eta kappa lam <= 1``.
+    """Return the bound of Theorem 2: SNGM on an (L, lam)-smooth function, if ``8 eta kappa lam <= 1``.
 
     ``2 (1-beta) gap / (eta T) + 8 L kappa eta + 4 sigma / sqrt(B)``. Assumes a Hessian of norm at most
     ``L + lam ||grad F||`` and samples of variance at most sigma^2.
@@ -87,7 +87,9 @@ def relaxed_bound(
 def relaxed_best(
     gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats
 ) -> Best:
-    """Theorem 2 at its best learning rate, ``sqrt((1-beta) gap / (4 L kappa T))`` or, if less, ``1 / (8 kappa lam)``.
+    """Return the best learning rate of Theorem 2, and its bound.
+
+    It is ``sqrt((1-beta) gap / (4 L kappa T))`` or, if less, ``1 / (8 kappa lam)``.
 
     >>> relaxed_best(gap=1, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5)
     Best(eta=0.025, bound=2.0)
@@ -95,15 +97,13 @@ def relaxed_best(
     return _relaxed(gap, steps, batch, L, sigma, beta, lam).best()
 
 
-def _relaxed(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number, lam: Number) -> Sum:
-    gap, steps, batch, L, sigma, beta, lam = read(
-        gap=gap, steps=steps, batch=batch, L=L, sigma=sigma, beta=beta, lam=lam
-    )
-    return Sum(
-        over=2 * (1 - beta) * gap / steps,
-        times=8 * L * kappa(beta),
-        rest=4 * sigma / np.sqrt(batch),
-        limit=largest(8 * kappa(beta) * lam),
+def _relaxed(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number, lam: Number) -> Terms:
+    gap, steps, batch, L, sigma, beta, lam = validate(**locals())
+    return Terms(
+        inverse=2 * (1 - beta) * gap / steps,
+        linear=8 * L * kappa(beta),
+        constant=4 * sigma / np.sqrt(batch),
+        limit=largest_eta(8 * kappa(beta) * lam),
         condition="8 * eta * kappa * lam <= 1",
     )
 
@@ -111,10 +111,11 @@ def _relaxed(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number
 def msgd_bound(
     gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats
 ) -> Number:
-    """Section 3: momentum SGD on an L-smooth function, if ``eta <= (1-beta)^2 / ((1+beta) L)``. Of the SQUARED norm.
+    """Return the bound of Section 3 on the SQUARED gradient norm of momentum SGD on an L-smooth function.
 
     ``2 (1-beta) gap / (eta T) + L eta sigma^2 / ((1-beta)^2 B) + 4 L^2 eta^2 sigma^2 / (1-beta)^2`` bounds the mean of
-    E||grad F||^2; its square root bounds the mean of E||grad F||. Assumes what Theorem 1 does.
+    E||grad F||^2, if ``eta <= (1-beta)^2 / ((1+beta) L)``; its square root bounds the mean of E||grad F||. Assumes what
+    Theorem 1 does.
 
     >>> msgd_bound(gap=1, eta=0.1, steps=100, batch=10, L=1, sigma=1, beta=0)
     0.25
@@ -123,7 +124,7 @@ def msgd_bound(
 
 
 def msgd_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
-    """`msgd_bound` at its best learning rate: the root of a cubic, or the condition's limit if that is less.
+    """Return the best learning rate of `msgd_bound`, the root of a cubic or the condition's limit, and its bound.
 
     Without noise (sigma = 0) that is ``(1-beta)^2 / ((1+beta) L)``; with L = 0 it is infinite.
 
@@ -133,13 +134,134 @@ def msgd_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Float
     return _msgd(gap, steps, batch, L, sigma, beta).best()
 
 
-def _msgd(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number) -> Sum:
-    gap, steps, batch, L, sigma, beta = read(gap=gap, steps=steps, batch=batch, L=L, sigma=sigma, beta=beta)
-    return Sum(
-        over=2 * (1 - beta) * gap / steps,
-        times=L * np.square(sigma) / (np.square(1 - beta) * batch),
+def _msgd(gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number) -> Terms:
+    gap, steps, batch, L, sigma, beta = validate(**locals())
+    return Terms(
+        inverse=2 * (1 - beta) * gap / steps,
+        linear=L * np.square(sigma) / (np.square(1 - beta) * batch),
         square=4 * np.square(L) * np.square(sigma) / np.square(1 - beta),
-        rest=0.0,
-        limit=largest(kappa(beta) * L),
+        constant=0.0,
+        limit=largest_eta(kappa(beta) * L),
         condition="eta <= (1 - beta)**2 / ((1 + beta) * L)",
     )
+
+
+def block_bound(
+    gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats,
+    blocks: Floats, rho: Floats,
+) -> Number:  # fmt: skip
+    """Return the bound of Theorem 3: block-wise SNGM with S blocks, each divided by its own norm.
+
+    If ``8 eta kappa lam rho S <= 1``:
+    ``2 rho (1-beta) gap / (eta T) + 8 L kappa rho S eta + 2 sigma (1 + rho sqrt(S)) / sqrt(B)``. Assumes what Theorem 2
+    does, and that rho is at least ``||g|| / sum of the norms of its blocks`` for every gradient g of the run, so
+    ``1/sqrt(S) <= rho <= 1``. One block with rho = 1 is Theorem 2.
+
+    >>> block_bound(gap=1, eta=0.0625, steps=100, batch=16, L=1, sigma=1, beta=0, lam=1, blocks=4, rho=0.5)
+    2.16
+    """
+    return _block(gap, steps, batch, L, sigma, beta, lam, blocks, rho).at(eta)
+
+
+def block_best(
+    gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats, blocks: Floats,
+    rho: Floats,
+) -> Best:  # fmt: skip
+    """Return the best learning rate of Theorem 3, and its bound.
+
+    It is Theorem 2's divided by sqrt(S) or, if less, ``1 / (8 kappa lam rho S)``. The bound is never below that of
+    `relaxed_best`, and equal to it if ``rho = 1/sqrt(S)`` (Section 6).
+
+    >>> block_best(gap=2, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5, blocks=4, rho=1)
+    Best(eta=0.00625, bound=8.1)
+    """
+    return _block(gap, steps, batch, L, sigma, beta, lam, blocks, rho).best()
+
+
+def _block(*arguments: Number) -> Terms:
+    return _lars(*arguments)._replace(condition="8 * eta * kappa * lam * rho * blocks <= 1")
+
+
+def lars_bound(
+    gap: Floats, eta: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats,
+    blocks: Floats, rho: Floats, gamma_l: Floats, gamma_u: Floats,
+) -> Number:  # fmt: skip
+    """Return the bound of the remark on Theorem 3: LARS with ``gamma_l <= phi(||w||) <= gamma_u``.
+
+    If ``8 eta kappa lam rho S gamma_u^2 / gamma_l <= 1``:
+    ``2 rho (1-beta) gap / (gamma_l eta T) + 8 L kappa rho S eta gamma_u^2 / gamma_l
+    + 2 sigma (1 + rho sqrt(S) gamma_u / gamma_l) / sqrt(B)``. The remark prints no formula: this is what its recipe
+    gives, every +eta in the proof replaced by eta gamma_u and every -eta by -eta gamma_l. Assumes what Theorem 3 does,
+    and momentum on phi g / ||g||. With gamma_l = gamma_u it is Theorem 3 at ``gamma eta``.
+
+    >>> lars_bound(1, 0.03125, 100, 16, 1, 1, 0, 1, 4, 0.5, gamma_l=2, gamma_u=2)
+    2.16
+    """
+    return _lars(gap, steps, batch, L, sigma, beta, lam, blocks, rho, gamma_l, gamma_u).at(eta)
+
+
+def lars_best(
+    gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats, blocks: Floats,
+    rho: Floats, gamma_l: Floats, gamma_u: Floats,
+) -> Best:  # fmt: skip
+    """Return the best learning rate of `lars_bound`, Theorem 3's over gamma_u or the condition's limit, and its bound.
+
+    >>> lars_best(1, 100, 16, 1, 1, 0, 0, 4, 0.5, gamma_l=1, gamma_u=2)
+    Best(eta=0.0125, bound=3.1)
+    """
+    return _lars(gap, steps, batch, L, sigma, beta, lam, blocks, rho, gamma_l, gamma_u).best()
+
+
+def _lars(
+    gap: Number, steps: Number, batch: Number, L: Number, sigma: Number, beta: Number, lam: Number, blocks: Number,
+    rho: Number, gamma_l: Number = 1.0, gamma_u: Number = 1.0,
+) -> Terms:  # fmt: skip
+    gap, steps, batch, L, sigma, beta, lam, blocks, rho, gamma_l, gamma_u = validate(**locals())
+    low = 1 / np.sqrt(blocks)
+    if np.any(rho < low * (1 - ROUNDING)):
+        raise ValueError(f"rho must be at least 1 / sqrt(blocks), which is {float(np.max(low))}, and at most 1")
+    if np.any(gamma_l > gamma_u):
+        raise ValueError("gamma_l must be at most gamma_u")
+    spread = gamma_u / gamma_l
+    return Terms(
+        inverse=2 * rho * (1 - beta) * gap / (gamma_l * steps),
+        linear=8 * L * kappa(beta) * rho * blocks * gamma_u * spread,
+        constant=2 * sigma * (1 + rho * np.sqrt(blocks) * spread) / np.sqrt(batch),
+        limit=largest_eta(8 * kappa(beta) * lam * rho * blocks * gamma_u * spread),
+        condition="8 * eta * kappa * lam * rho * blocks * gamma_u**2 / gamma_l <= 1",
+    )
+
+
+def rho(norms: ArrayLike) -> Number:
+    """Return ||g|| over the sum of its blocks' norms (Theorem 3); the last axis of `norms` holds the blocks.
+
+    The ratio is between 1/sqrt(S), for equal norms, and 1, for one block. The theorem's constant is the maximum over a
+    run: ``rho(norms).max()``, with a row for each step.
+
+    >>> rho([3.0, 4.0])
+    0.7142857142857143
+    >>> rho([[1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 5.0, 0.0]])
+    array([0.5, 1. ])
+    """
+    norms = np.asarray(norms, dtype=np.float64)
+    if norms.ndim == 0 or norms.shape[-1] == 0:
+        raise ValueError("norms must have one entry a block along its last axis")
+    top = norms.max(axis=-1, keepdims=True)
+    if not np.all((norms >= 0) & (norms < math.inf) & (top > 0)):
+        raise ValueError("norms must be finite and at least 0, and some block must have one above 0")
+    shares = norms / top  # avoids overflow and underflow of the squares
+    value = np.sqrt(np.square(shares).sum(axis=-1)) / shares.sum(axis=-1)
+    return as_number(np.clip(value, 1 / math.sqrt(norms.shape[-1]), 1.0))
+
+
+def cos_angle(norms: ArrayLike) -> Number:
+    """Return the cosine between g and the block-wise direction n = (g_s / ||g_s||), from the norms of g's blocks.
+
+    Section 6: ``sum of norms / (sqrt(S) ||g||)``, that is ``1 / (sqrt(S) rho(norms))``: 1 for equal norms, 1/sqrt(S)
+    when one block has all of the gradient. As in the paper every block counts in S, also one of norm 0.
+
+    >>> round(cos_angle([3.0, 4.0]), 4)
+    0.9899
+    """
+    share = np.asarray(rho(norms))
+    return as_number(np.minimum(1.0, 1 / (math.sqrt(np.shape(norms)[-1]) * share)))

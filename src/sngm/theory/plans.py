@@ -1,4 +1,4 @@
-"""What to set for a budget of gradients: Corollaries 1 and 2, Table 1, and the orders stated for EXTRAP-SGD."""
+"""Batch size and learning rate for a budget of gradients: Corollaries 1 and 2, Table 1, the order of EXTRAP-SGD."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from .bounds import kappa
-from .sums import ROUNDING, Floats, Number, largest, number, read, within
+from .terms import ROUNDING, Floats, Number, as_number, check_condition, largest_eta, validate
 
 
 class Plan(NamedTuple):
@@ -20,43 +20,37 @@ class Plan(NamedTuple):
     batch: Number
     lr: Number
     steps: Number
-    """ceil(gradients / batch), as the corollaries have it: up to a batch more than the budget."""
+    """ceil(gradients / batch), as in the corollaries: up to one batch more than the budget."""
     bound: Number
     least_gradients: Number
-    """From this budget on, lr meets the condition of the bound; 0 where every budget will do."""
+    """The smallest budget at which lr meets the condition of the bound; 0 if every budget does."""
     gradients: Number
 
     @property
     def proved(self) -> Any:
-        """Whether lr meets the condition of the bound, without which the bound is a formula and not a theorem."""
+        """Whether lr meets the condition of the bound; if not, `bound` is not guaranteed."""
         enough = np.asarray(self.gradients) >= np.asarray(self.least_gradients) * (1 - 4 * ROUNDING)
         return bool(enough) if enough.ndim == 0 else enough
 
     @property
     def whole_batch(self) -> Any:
-        """`batch` rounded down, since it is the largest the statement allows, but at least 1."""
+        """`batch` rounded down, but at least 1."""
         return _whole(np.maximum(1.0, np.floor(self.batch)))
 
     @property
     def whole_steps(self) -> Any:
-        """The steps of `whole_batch` that use up the budget."""
+        """The number of steps of `whole_batch` that use up the budget."""
         return _whole(np.ceil(np.divide(self.gradients, self.whole_batch)))
 
 
 def plan(
-    gradients: Floats,
-    method: str,
-    *,
-    gap: Floats = 1.0,
-    L: Floats = 1.0,
-    sigma: Floats = 1.0,
-    beta: Floats = 0.9,
+    gradients: Floats, method: str, *, gap: Floats = 1.0, L: Floats = 1.0, sigma: Floats = 1.0, beta: Floats = 0.9,
     lam: Floats = 0.0,
-) -> Plan:
-    """Table 1 for a budget of C gradients and the method "msgd" or "sngm".
+) -> Plan:  # fmt: skip
+    """Return batch size, learning rate and bound of Table 1, for C gradients and the method "msgd" or "sngm".
 
     - "sngm": ``batch = sqrt(C)``, ``lr = sqrt(batch / C) = C^(-1/4)``, and the bound of Corollary 1; where lam is above
-      0 that of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`) and is refused below it.
+      0 that of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises ValueError.
     - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))``, ``lr = batch / sqrt(C)``, and the square root of `msgd_bound`'s
       formula there. Table 1 gives orders. With their constants taken as 1, as here, lr is above the bound's condition
       ``eta <= 1 / (kappa L)`` unless beta = 0 or ``C >= (kappa L)^4``; `proved` says whether it is met.
@@ -69,14 +63,14 @@ def plan(
     >>> plan(10**8, "msgd", gap=1, L=2, sigma=3, beta=0).batch
     100.0
     """
-    gradients, gap, L, sigma, beta, lam = read(gradients=gradients, gap=gap, L=L, sigma=sigma, beta=beta, lam=lam)
+    gradients, gap, L, sigma, beta, lam = validate(gradients=gradients, gap=gap, L=L, sigma=sigma, beta=beta, lam=lam)
     root = np.sqrt(gradients)
-    fourth = np.sqrt(root)  # not ** 0.25, which misses whole numbers
+    fourth = np.sqrt(root)  # ** 0.25 is inexact for whole numbers
     if method.lower() == "sngm":
         batch, lr = root, 1 / fourth
         least = least_gradients(beta, lam)
         enough = f"at least {float(np.max(least))} gradients (Corollary 2)"
-        within(lr, largest(8 * kappa(beta) * lam), f"8 * eta * kappa * lam <= 1, that is {enough}")
+        check_condition(lr, largest_eta(8 * kappa(beta) * lam), f"8 * eta * kappa * lam <= 1, that is {enough}")
         smooth = (1 - beta) * gap + L * kappa(beta) / 2 + 2 * sigma
         relaxed = 2 * (1 - beta) * gap + 8 * L * kappa(beta) + 4 * sigma
         bound = np.where(lam > 0, relaxed, smooth) / fourth
@@ -91,23 +85,23 @@ def plan(
         noise = L * np.square(sigma) / root + 4 * np.square(L * sigma * lr)
         bound = np.sqrt(2 * (1 - beta) * gap / root + noise / np.square(1 - beta))
     else:
-        raise ValueError(f"there is a plan for msgd and one for sngm, not for {method!r}")
-    steps = np.ceil(gradients / batch * (1 - ROUNDING))  # what is whole but for rounding takes no step more
-    return Plan(*map(number, (batch, lr, steps, bound, least, gradients)))
+        raise ValueError(f"method must be 'msgd' or 'sngm', got {method!r}")
+    steps = np.ceil(gradients / batch * (1 - ROUNDING))  # no extra step because of rounding
+    return Plan(*map(as_number, (batch, lr, steps, bound, least, gradients)))
 
 
 def least_gradients(beta: Floats, lam: Floats) -> Number:
-    """The fewest gradients Corollary 2 holds for, ``(8 kappa lam)^4``, where its lr, C^(-1/4), meets its condition.
+    """Return the smallest budget for which Corollary 2 holds, ``(8 kappa lam)^4``.
 
     >>> least_gradients(beta=0.0, lam=1.25)
     10000.0
     """
-    beta, lam = read(beta=beta, lam=lam)
-    return number(_fourth_power(8 * kappa(beta) * lam))
+    beta, lam = validate(beta=beta, lam=lam)
+    return as_number(_fourth_power(8 * kappa(beta) * lam))
 
 
 def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Number:
-    """What Section 3 states for EXTRAP-SGD, ``B / (eta C) + (eta + eta^2) / B`` if ``eta <= 1 / L``.
+    """Return the order that Section 3 states for EXTRAP-SGD, ``B / (eta C) + (eta + eta^2) / B`` if ``eta <= 1 / L``.
 
     An order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, also that of the
     condition. With eta = B / sqrt(C) it is of order 1 / sqrt(C), up to the batch sqrt(C) / L where the condition ends.
@@ -115,13 +109,13 @@ def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Nu
     >>> extrap_order(gradients=10_000, eta=0.1, batch=10, L=1)
     0.021
     """
-    gradients, eta, batch, L = read(gradients=gradients, eta=eta, batch=batch, L=L)
-    within(eta, largest(L), "eta <= 1 / L")
-    return number(batch / (eta * gradients) + (eta + np.square(eta)) / batch)
+    gradients, eta, batch, L = validate(gradients=gradients, eta=eta, batch=batch, L=L)
+    check_condition(eta, largest_eta(L), "eta <= 1 / L")
+    return as_number(batch / (eta * gradients) + (eta + np.square(eta)) / batch)
 
 
 def _fourth_power(x: Number) -> Number:
-    return np.square(np.square(x))  # not ** 4, whose last digit is another one for arrays
+    return np.square(np.square(x))  # ** 4 rounds differently for arrays
 
 
 def _whole(value: Number) -> Any:

@@ -1,4 +1,4 @@
-"""What an experiment leaves: a verdict by a stated rule, and the numbers it came from."""
+"""The result of a check: a verdict by a stated rule, and the numbers behind it."""
 
 from __future__ import annotations
 
@@ -9,49 +9,69 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ...report.figures import Figure
+from ...report.figures import Figure, Series
 
 Array = NDArray[np.float64]
 
 HOLDS, FAILS, OPEN = "holds", "fails", "open"
 LEVEL = 0.99  # of the intervals over seeds
-MET_WITHIN = 1e-9  # relative: a statement that is met with equality may seem exceeded by this much
+ROUNDING = 1e-9  # relative tolerance for statements that are met with equality
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement of the paper, and what measurements say about it."""
+    """One statement of the paper, and the verdict of the measurements."""
 
-    name: str
     statement: str
     rule: str
-    """When it holds, when it fails, and when the numbers leave it open."""
+    """When the statement holds, when it fails, and when the numbers leave it open."""
     verdict: str
     measured: str
     expected: str = HOLDS
-    """The verdict that docs/theory.md explains: "fails" for what is known not to hold as the check reads it."""
+    """The verdict in docs/theory.md; "fails" for statements that are known not to hold as the check reads them."""
     why: str = ""
-    """Where another verdict than "holds" is expected: the reason."""
+    """The reason, if "holds" is not expected."""
     head: Sequence[str] = ()
     rows: Sequence[Sequence[object]] = ()
     figures: dict[str, Figure] = field(default_factory=dict)
-    """By the names of their files."""
+    """By file name."""
+    name: str = ""
     seconds: float = 0.0
 
     @property
     def surprising(self) -> bool:
-        """Whether it contradicts what is proved or documented; one that is left open does not."""
+        """Whether the verdict contradicts the documented one; "open" does not."""
         return self.verdict not in (self.expected, OPEN)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON, without the figures."""
+        """Return the finding for JSON, without the figures."""
         found = {key: value for key, value in asdict(self).items() if key not in ("figures", "head", "rows")}
         numbers = [dict(zip(self.head, row, strict=True)) for row in self.rows]
-        return {**found, "surprising": self.surprising, "numbers": numbers}
+        return {"name": self.name, **found, "surprising": self.surprising, "numbers": numbers}
+
+
+def chart(
+    title: str, description: str, x_label: str, y_label: str, panels: dict[str, list[Series]], log: str = ""
+) -> Figure:
+    """Return a figure of which low values are the good ones; `log` names the logarithmic axes, such as "xy"."""
+    return Figure(
+        title, description, x_label, y_label, panels, log_x="x" in log, log_y="y" in log, worst_at_bottom=False
+    )
+
+
+def digits(value: float, count: int = 4) -> float:
+    """Round to significant digits.
+
+    >>> digits(0.123456), digits(123456, 2)
+    (0.1235, 120000.0)
+    """
+    return float(f"{value:.{count}g}")
 
 
 def interval(values: Array) -> tuple[Array, Array, Array]:
-    """Mean and ends of the 99 % interval by Student's t, over the seeds along the last axis; infinite if one is.
+    """Return mean, lower and upper end of the 99 % interval by Student's t, over the seeds along the last axis.
+
+    All three are infinite if one value is.
 
     >>> [round(float(x), 2) for x in interval(np.array([1.0, 2.0, 3.0]))]
     [2.0, -3.73, 7.73]
@@ -63,12 +83,12 @@ def interval(values: Array) -> tuple[Array, Array, Array]:
     values = np.where(finite[..., None], values, 0.0)
     mean = values.mean(axis=-1)
     half = stdtrit(count - 1, (1 + LEVEL) / 2) * values.std(axis=-1, ddof=1) / np.sqrt(count)
-    low, high = (np.where(finite, end, np.inf) for end in (mean - half, mean + half))
-    return np.where(finite, mean, np.inf), low, high
+    mean, low, high = (np.where(finite, value, np.inf) for value in (mean, mean - half, mean + half))
+    return mean, low, high
 
 
 def judge(holds: Any, fails: Any) -> str:
-    """The verdict where some things must all hold, and one that fails is enough.
+    """Return "fails" if any of `fails` is true, "holds" if all of `holds` are, "open" otherwise.
 
     >>> judge([True, True], [False, False]), judge([True, False], [False, True]), judge([True, False], [False, False])
     ('holds', 'fails', 'open')
@@ -77,6 +97,6 @@ def judge(holds: Any, fails: Any) -> str:
 
 
 def under(low: Any, high: Any, bound: Any) -> str:
-    """The verdict on values that must lie under a bound, by the ends of their intervals."""
-    limit = np.multiply(bound, 1 + MET_WITHIN)
+    """Return the verdict on values that must lie under a bound, from the ends of their intervals."""
+    limit = np.multiply(bound, 1 + ROUNDING)
     return judge(np.less_equal(high, limit), np.greater(low, limit))

@@ -1,4 +1,4 @@
-"""Lemmas 1 to 3 and the counter-example to LARS, with the optimizers of the package, and the lemmas on a training."""
+"""Lemmas 1 to 3 and the counter-example to LARS, checked with the optimizers of the package and in a training run."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ import torch
 from ... import theory
 from ...optim import LARS, SNGM
 from ...report.figures import Figure, Series
-from .findings import MET_WITHIN, Array, Finding, judge
-from .problems import BOWL, COSH, EXP, QUADRATIC, QUARTIC, UNEVEN, WAVES, Problem, length, over
+from .findings import ROUNDING, Array, Finding, chart, digits, judge
+from .problems import BOWL, COSH, EXP, QUADRATIC, QUARTIC, UNEVEN, WAVES, Problem, length, or_1
 
 LEMMA_BETAS = (0.0, 0.5, 0.9, 0.99)
 NOT_EXCEEDED = (
-    f"Holds if the limit is nowhere exceeded by more than rounding (a relative {MET_WITHIN:g}), fails otherwise."
+    f"Holds if the limit is nowhere exceeded by more than rounding (a relative {ROUNDING:g}), fails otherwise."
 )
-# z is a difference of weights divided by 1-β, so that rounding grows with the weights over the length of a step.
+# z is a difference of weights divided by 1-β, so its rounding error grows with the weights over the length of a step.
 TRAINED_WITHIN = 1e-6
-AT_0 = 1e-6  # LARS is this near to 0 after the steps given to it, and no start is
+AT_0 = 1e-6  # LARS ends this close to 0; no start is
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What an optimizer did: a row a step. w and u begin before the first step, g is what each step was given."""
+    """The steps of an optimizer, a row each: w and u from before the first step on, and the gradients g."""
 
     w: Array
     u: Array
@@ -40,7 +40,7 @@ class Trace:
 def trace(
     gradient: Callable[[Array], Array], start: Array, eta: float, beta: float, steps: int, blocks: Sequence[int] = ()
 ) -> Trace:
-    """Steps of the package's SNGM in float64; with blocks of these sizes, of its block-wise form."""
+    """Run the package's SNGM in float64; with block sizes, its block-wise form."""
     sizes = list(blocks) or [len(start)]
     params = [torch.nn.Parameter(part.clone()) for part in torch.split(torch.from_numpy(start.copy()), sizes)]
     optimizer = SNGM(params, lr=eta, momentum=beta, scope="tensor" if blocks else "global")
@@ -50,25 +50,30 @@ def trace(
         for p, part in zip(params, torch.split(torch.from_numpy(g[-1]), sizes), strict=True):
             p.grad = part.clone()
         optimizer.step()
-        w.append(torch.cat([p.detach() for p in params]).numpy())
-        if beta:  # without momentum there is no buffer
-            u.append(torch.cat([optimizer.state[p]["momentum_buffer"] for p in params]).numpy().copy())
-        else:
-            u.append((w[-2] - w[-1]) / eta)
+        w.append(flat(params))
+        # without momentum there is no buffer
+        u.append(flat([optimizer.state[p]["momentum_buffer"] for p in params]) if beta else (w[-2] - w[-1]) / eta)
     return Trace(np.array(w), np.array(u), np.array(g), eta, beta)
 
 
-def noisy(problem: Problem, seed: int = 0) -> Callable[[Array], Array]:
-    """The gradient of a batch of one, with noise that goes on from call to call."""
-    random = np.random.default_rng(seed)
+def flat(tensors: Sequence[torch.Tensor]) -> Array:
+    """Copy tensors into one vector."""
+    return torch.cat([t.detach().flatten() for t in tensors]).numpy().copy()
+
+
+def noisy(problem: Problem) -> Callable[[Array], Array]:
+    """Return a function for the gradient of a batch of one, with new noise at every call."""
+    random = np.random.default_rng(0)
     return lambda w: problem.gradient(w) + problem.draw(random, 1, 1)[0]
 
 
-# ---------------------------------------------------------------- Lemma 1
+def points(values: Array, first: int = 0) -> list[tuple[float, float]]:
+    """Return the values against the step."""
+    return [(float(t), float(x)) for t, x in enumerate(values, first)]
 
 
 def lemma_1(seeds: int) -> Finding:
-    """How fast a gradient can grow with the distance, over random pairs of points and along runs."""
+    """Check how fast a gradient grows with the distance, over random pairs of points and along runs."""
     random = np.random.default_rng(1)
     draws = 2000 * seeds
     rows, lines, worst = [], [], 0.0
@@ -79,152 +84,129 @@ def lemma_1(seeds: int) -> Finding:
         w = random.normal(size=(draws, size)) * 10 ** random.uniform(-2, 0.7, size=(draws, 1))
         distance = 10 ** random.uniform(-3, 1, size=(draws, 1))
         way = random.normal(size=(draws, size))
-        apart = ratios(problem, w, w + distance * over(way, length(way)[..., None]))
-        eta = 0.1 / (8 * theory.kappa(0.9) * max(problem.lam, 1))
-        run = trace(noisy(problem), problem.start, eta, 0.9, 200)
-        z = auxiliary(run)
-        followed = np.concatenate([ratios(problem, run.w[:-1], run.w[1:]), ratios(problem, run.w[1:], z[1:])])
-        rows.append([problem.name, problem.L, problem.lam, float(apart.max()), float(followed.max())])
-        worst = max(worst, float(apart.max()), float(followed.max()))
+        apart = ratios(problem, w, w + distance * way / length(way)[..., None])
+        run = trace(noisy(problem), problem.start, 0.1 / (8 * theory.kappa(0.9) * max(problem.lam, 1)), 0.9, 200)
+        along = np.concatenate([ratios(problem, run.w[:-1], run.w[1:]), ratios(problem, run.w[1:], auxiliary(run)[1:])])
+        rows.append([problem.name, problem.L, problem.lam, digits(apart.max(), 6), digits(along.max(), 6)])
+        worst = max(worst, float(apart.max()), float(along.max()))
         nearest = np.abs(np.log(distance / shown)).argmin(axis=1)
-        points = [(float(x), float(apart[nearest == i].max())) for i, x in enumerate(shown)]
-        lines.append(Series(label, slot, points))
-    figure = Figure(
-        title="Lemma 1: the gradient over its limit",
-        description="The largest ratio of a gradient's norm to Lemma 1's limit, by the distance of the two points.",
-        x_label="distance α", y_label="largest ratio", panels={"random pairs of points": lines}, log_x=True,
-        worst_at_bottom=False,
-    )  # fmt: skip
+        largest = [(float(x), float(apart[nearest == i].max())) for i, x in enumerate(shown)]
+        lines.append(Series(label, slot, largest))
     return Finding(
-        name="lemma-1",
-        statement="Lemma 1: at distance α the gradient of an (L, λ)-smooth h is at most (L α + ||∇h||) e^(λ α) long.",
-        rule=NOT_EXCEEDED,
-        verdict=judge(worst <= 1 + MET_WITHIN, worst > 1 + MET_WITHIN),
-        measured=(
-            f"{draws} random pairs of points for each of {len(rows)} functions, and runs of SNGM: gradient over limit "
-            f"at most {worst:.6f}"
-        ),
+        "Lemma 1: at distance α the gradient of an (L, λ)-smooth h is at most (L α + ||∇h||) e^(λ α) long.",
+        NOT_EXCEEDED,
+        judge(worst <= 1 + ROUNDING, worst > 1 + ROUNDING),
+        f"{draws} random pairs of points for each of {len(rows)} functions, and runs of SNGM: gradient over limit "
+        f"at most {worst:.6f}",
         head=("function", "L", "lambda", "random pairs", "along a run"),
-        rows=[[*row[:3], *(float(f"{x:.6g}") for x in row[3:])] for row in rows],
-        figures={"lemma-1": figure},
-    )
+        rows=rows,
+        figures={"lemma-1": chart(
+            "Lemma 1: the gradient over its limit",
+            "The largest ratio of a gradient's norm to Lemma 1's limit, by the distance of the two points.",
+            "distance α", "largest ratio", {"random pairs of points": lines}, log="x",
+        )},
+    )  # fmt: skip
 
 
 def ratios(problem: Problem, w: Array, u: Array) -> Array:
-    """The gradient's norm at u over what the lemma allows, with the least alpha it is stated for."""
+    """Return the gradient's norm at u over the limit of Lemma 1, with alpha = ||u - w||."""
     alpha = length(u - w)
     with np.errstate(over="ignore"):
         limit = (problem.L * alpha + length(problem.gradient(w))) * np.exp(problem.lam * alpha)
-        return over(length(problem.gradient(u)), limit)
-
-
-# ---------------------------------------------------------------- Lemmas 2 and 3
+        return length(problem.gradient(u)) / or_1(limit)
 
 
 def auxiliary(run: Trace) -> Array:
-    """Lemma 3's z for every w, with w_{-1} = w_0."""
+    """Return Lemma 3's z for every w, with w_{-1} = w_0."""
     before = np.concatenate([run.w[:1], run.w[:-1]])
     return (run.w - run.beta * before) / (1 - run.beta)
 
 
 def lemma_2(_: int) -> Finding:
-    """The buffer under gradients of all sizes, and under one that never turns, which is the worst."""
+    """Check the norm of the buffer under gradients of all sizes, and under a constant one, which is the worst case."""
     random = np.random.default_rng(2)
-    rows, lines, worst = [], [], 0.0
+    rows, lines = [], []
     for slot, beta in enumerate(LEMMA_BETAS):
-        steady = trace(lambda w: np.ones_like(w), np.zeros(10), 0.1, beta, 500)
+        constant = length(trace(lambda w: np.ones_like(w), np.zeros(10), 0.1, beta, 500).u)
         wild = trace(lambda w: random.normal(size=10) * 10 ** random.uniform(-9, 9), np.zeros(10), 0.1, beta, 500)
         blocks = trace(noisy(UNEVEN), UNEVEN.start, 0.1, beta, 300, UNEVEN.blocks)
         by_block = np.stack([length(part) for part in np.split(blocks.u, 4, axis=-1)])
-        found = [float(norms.max()) * (1 - beta) for norms in (length(steady.u), length(wild.u), by_block)]
-        rows.append([beta, *(float(f"{x:.12g}") for x in found)])
-        worst = max(worst, *found)
-        shown = [1, 2, 3, 5, 10, 20, 50, 100, 200, 500]
-        norms = length(steady.u)
-        lines.append(Series(f"momentum {beta:g}", slot, [(float(t), float(norms[t])) for t in shown]))
-    figure = Figure(
-        title="Lemma 2: the norm of the buffer",
-        description="Under a gradient that never turns the norm of u grows to 1 / (1 - momentum) and not beyond.",
-        x_label="step", y_label="||u||", panels={"the worst case: one direction": lines}, log_x=True, log_y=True,
-        worst_at_bottom=False,
-    )  # fmt: skip
+        rows.append([beta, *(float(norms.max()) * (1 - beta) for norms in (constant, length(wild.u), by_block))])
+        shown = [(float(t), float(constant[t])) for t in (1, 2, 3, 5, 10, 20, 50, 100, 200, 500)]
+        lines.append(Series(f"momentum {beta:g}", slot, shown))
+    worst = max(max(row[1:]) for row in rows)
     return Finding(
-        name="lemma-2",
-        statement="Lemma 2: the norm of SNGM's buffer u is at most 1 / (1-β).",
-        rule=NOT_EXCEEDED,
-        verdict=judge(worst <= 1 + MET_WITHIN, worst > 1 + MET_WITHIN),
-        measured=f"(1-β) ||u|| at most {worst:.9f}, with the package's SNGM under gradients of norms from 1e-9 to 1e9",
+        "Lemma 2: the norm of SNGM's buffer u is at most 1 / (1-β).",
+        NOT_EXCEEDED,
+        judge(worst <= 1 + ROUNDING, worst > 1 + ROUNDING),
+        f"(1-β) ||u|| at most {worst:.9f}, with the package's SNGM under gradients of norms from 1e-9 to 1e9",
         head=("momentum", "one direction", "random", "block by block"),
-        rows=rows,
-        figures={"lemma-2": figure},
-    )
+        rows=[[digits(x, 12) for x in row] for row in rows],
+        figures={"lemma-2": chart(
+            "Lemma 2: the norm of the buffer",
+            "Under a gradient that never turns the norm of u grows to 1 / (1 - momentum) and not beyond.",
+            "step", "||u||", {"the worst case: one direction": lines}, log="xy",
+        )},
+    )  # fmt: skip
 
 
 def lemma_3(_: int) -> Finding:
-    """The auxiliary sequence, for SNGM and in its block-wise form."""
+    """Check the auxiliary sequence z, for SNGM and its block-wise form."""
     rows, worst = [], 0.0
     for beta in LEMMA_BETAS:
         for problem, blocks in ((QUADRATIC, ()), (COSH, ()), (UNEVEN, UNEVEN.blocks), (COSH, COSH.blocks)):
             run = trace(noisy(problem), problem.start, 0.01, beta, 200, blocks)
             missed = float(residuals(run, blocks).max())
-            rows.append([problem.name, len(blocks) or 1, beta, float(f"{missed:.2g}")])
+            rows.append([problem.name, len(blocks) or 1, beta, digits(missed, 2)])
             worst = max(worst, missed)
+            if problem is QUADRATIC and beta == 0.9:
+                figure = step_lengths(run)
     return Finding(
-        name="lemma-3",
-        figures={"lemma-3": moves()},
-        statement="Lemma 3: z = (w_t - β w_{t-1}) / (1-β) moves by exactly -η / (1-β) times the normalised gradient.",
-        rule=f"Holds if no move differs by more than rounding (a relative {MET_WITHIN:g}), fails otherwise.",
-        verdict=judge(worst <= MET_WITHIN, worst > MET_WITHIN),
-        measured=f"the move of z differs from the lemma by at most {worst:.1g} of its length, over {len(rows)} runs",
+        "Lemma 3: z = (w_t - β w_{t-1}) / (1-β) moves by exactly -η / (1-β) times the normalised gradient.",
+        f"Holds if no move differs by more than rounding (a relative {ROUNDING:g}), fails otherwise.",
+        judge(worst <= ROUNDING, worst > ROUNDING),
+        f"the move of z differs from the lemma by at most {worst:.1g} of its length, over {len(rows)} runs",
         head=("function", "blocks", "momentum", "largest difference"),
         rows=rows,
+        figures={"lemma-3": figure},
     )
 
 
-def moves() -> Figure:
-    """What the lemma is for: w speeds up and slows down, z does not."""
-    beta, eta = LEMMA_BETAS[2], 0.01
-    run = trace(noisy(QUADRATIC), QUADRATIC.start, eta, beta, 200)
-    lines = []
-    for slot, (label, way) in enumerate((("w", run.w), ("z", auxiliary(run)))):
-        lengths = length(np.diff(way, axis=0)) * (1 - beta) / eta
-        points = [(float(t), float(x)) for t, x in enumerate(lengths, 1)]
-        lines.append(Series(label, slot, points, marks=False))
-    return Figure(
-        title="Lemma 3: how far w and z move in a step",
-        description="Each step of z has the length η / (1-β). The steps of w are shorter, and vary.",
-        x_label="step", y_label="length of the move, times (1-β) / η", worst_at_bottom=False,
-        panels={f"SNGM on a noisy quadratic, momentum {beta:g}": lines},
+def step_lengths(run: Trace) -> Figure:
+    """Plot the lengths of the steps of w, which vary, and of z, which do not."""
+    unit = (1 - run.beta) / run.eta
+    lines = [
+        Series(label, slot, points(length(np.diff(way, axis=0)) * unit, 1), marks=False)
+        for slot, (label, way) in enumerate((("w", run.w), ("z", auxiliary(run))))
+    ]
+    return chart(
+        "Lemma 3: how far w and z move in a step",
+        "Each step of z has the length η / (1-β). The steps of w are shorter, and vary.",
+        "step", "length of the move, times (1-β) / η", {f"SNGM on a noisy quadratic, momentum {run.beta:g}": lines},
     )  # fmt: skip
 
 
 def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
-    """How far z ends up from where Lemma 3 has it, over the length of its move."""
+    """Return the distance of z from where Lemma 3 puts it, over the length of its move."""
     cuts = list(np.cumsum(blocks))[:-1]
-    direction = np.concatenate([over(g, length(g)[..., None]) for g in np.split(run.g, cuts, axis=-1)], axis=-1)
+    direction = np.concatenate([g / or_1(length(g))[..., None] for g in np.split(run.g, cuts, axis=-1)], axis=-1)
     z, move = auxiliary(run), run.eta / (1 - run.beta)
     return length(z[1:] - z[:-1] + move * direction) / (move * length(direction))
 
 
 def training(_: int) -> Finding:
-    """Lemmas 2 and 3 on the digits task, by a hook that watches the optimizer of the trainer."""
+    """Check Lemmas 2 and 3 on the digits task, with hooks on the optimizer of the trainer."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from ...training import Options, resolve, train
 
-    w: list[Array] = []
-    u: list[Array] = []
-    g: list[Array] = []
-
-    def flat(tensors: list[torch.Tensor]) -> Array:
-        return torch.cat([t.detach().flatten() for t in tensors]).numpy().copy()
+    w, u, g = list[Array](), list[Array](), list[Array]()
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         if not w:
             w.append(flat(params))
-            u.append(np.zeros_like(w[0]))
-        g.append(flat([p.grad for p in params if p.grad is not None]))
+        g.append(flat([p.grad for p in params]))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -232,7 +214,7 @@ def training(_: int) -> Finding:
         u.append(flat([optimizer.state[p]["momentum_buffer"] for p in params]))
 
     eta, beta = 0.1, 0.9
-    # Lemma 3 needs a constant rate, and the paper's theory has no weight decay.
+    # Lemma 3 needs a constant learning rate, and the paper's theory has no weight decay.
     config = resolve(
         "digits", "sngm", lr=eta, batch=64, epochs=5, schedule="constant", precision="float64",
         method_settings={"weight_decay": 0.0}, device=torch.device("cpu"),
@@ -244,44 +226,31 @@ def training(_: int) -> Finding:
     finally:
         for hook in hooks:
             hook.remove()
-    run = Trace(np.array(w), np.array(u), np.array(g), eta, beta)
-    norms = length(run.u)
-    steps = length(np.diff(run.w, axis=0))
-    missed = float(residuals(run).max())
-    largest = float(norms.max()) * (1 - beta)
-    points = [(float(t), float(x)) for t, x in enumerate(norms)]
+    run = Trace(np.array(w), np.array([np.zeros_like(w[0]), *u]), np.array(g), eta, beta)
+    norms, missed = length(run.u), float(residuals(run).max())
+    largest, step = float(norms.max()) * (1 - beta), length(np.diff(run.w, axis=0)).max() * (1 - beta) / eta
     limit = [(0.0, 1 / (1 - beta)), (float(len(g)), 1 / (1 - beta))]
-    figure = Figure(
-        title="Lemma 2 on a training",
-        description=f"The norm of SNGM's buffer over {len(g)} steps of the digits task, under its limit of 10.",
-        x_label="step", y_label="||u||", worst_at_bottom=False,
-        panels={"digits, momentum 0.9": [Series("||u||", 0, points, marks=False), Series("1 / (1-β)", 1, limit)]},
-    )  # fmt: skip
-    holds = largest <= 1 + MET_WITHIN and missed <= TRAINED_WITHIN
+    holds = largest <= 1 + ROUNDING and missed <= TRAINED_WITHIN
     return Finding(
-        name="training",
-        statement="Lemmas 2 and 3 on a real run: the digits task, trained by SNGM at a constant learning rate.",
-        rule=(
-            f"Holds if (1-β) ||u|| is at most 1 and z moves as Lemma 3 says up to {TRAINED_WITHIN:g} of its length, "
-            "fails otherwise."
-        ),
-        verdict=judge(holds, not holds),
-        measured=(
-            f"{len(g)} steps to {record['result']['test_accuracy']:.1%} test accuracy: (1-β) ||u|| at most "
-            f"{largest:.4f}, the longest step {steps.max() * (1 - beta) / eta:.4f} of η / (1-β), the move of z off "
-            f"by at most {missed:.1g} of its length"
-        ),
+        "Lemmas 2 and 3 on a real run: the digits task, trained by SNGM at a constant learning rate.",
+        f"Holds if (1-β) ||u|| is at most 1 and z moves as Lemma 3 says up to {TRAINED_WITHIN:g} of its length, "
+        "fails otherwise.",
+        judge(holds, not holds),
+        f"{len(g)} steps to {record['result']['test_accuracy']:.1%} test accuracy: (1-β) ||u|| at most {largest:.4f}, "
+        f"the longest step {step:.4f} of η / (1-β), the move of z off by at most {missed:.1g} of its length",
         head=("steps", "(1-beta) ||u||", "z off by"),
-        rows=[[len(g), float(f"{largest:.6g}"), float(f"{missed:.2g}")]],
-        figures={"training": figure},
-    )
-
-
-# ---------------------------------------------------------------- LARS
+        rows=[[len(g), digits(largest, 6), digits(missed, 2)]],
+        figures={"training": chart(
+            "Lemma 2 on a training",
+            f"The norm of SNGM's buffer over {len(g)} steps of the digits task, under its limit of 10.",
+            "step", "||u||",
+            {"digits, momentum 0.9": [Series("||u||", 0, points(norms), marks=False), Series("1 / (1-β)", 1, limit)]},
+        )},
+    )  # fmt: skip
 
 
 def lars(_: int) -> Finding:
-    """Where LARS with phi(z) = z stops on its way to the minimum of (x+1)^2 / 2, and SNGM does not."""
+    """Check that LARS with phi(z) = z stops at 0 on its way to the minimum of (x+1)^2 / 2, and SNGM does not."""
     rows: list[list[object]] = []
     stuck, arrived, panel = [], [], []
     for eta in (0.05, 0.1, 0.5):
@@ -289,40 +258,33 @@ def lars(_: int) -> Finding:
             steps = round(20 / eta)
             by_lars, by_sngm = (descend(method, start, eta, steps) for method in ("lars", "sngm"))
             forecast = start * (1 - eta) ** steps
-            stuck.append(abs(by_lars[-1] - forecast) <= MET_WITHIN and abs(by_lars[-1]) < AT_0)
-            arrived.append(abs(by_sngm[-1] + 1) <= eta * (1 + MET_WITHIN))
-            rows.append([eta, start, steps, float(f"{by_lars[-1]:.3g}"), float(f"{by_sngm[-1]:.4g}")])
+            stuck.append(abs(by_lars[-1] - forecast) <= ROUNDING and abs(by_lars[-1]) < AT_0)
+            arrived.append(abs(by_sngm[-1] + 1) <= eta * (1 + ROUNDING))
+            rows.append([eta, start, steps, digits(by_lars[-1], 3), digits(by_sngm[-1])])
             if (eta, start) == (0.1, 1.0):
                 panel = [
-                    Series(label, slot, [(float(t), x) for t, x in enumerate(way[:61])], marks=False)
+                    Series(label, slot, points(way[:61]), marks=False)
                     for slot, (label, way) in enumerate((("SNGM", by_sngm), ("LARS, φ(z) = z", by_lars)))
                 ]
-    figure = Figure(
-        title="LARS on (x + 1)² / 2",
-        description="From x = 1, LARS goes to 0 and stays there; SNGM goes to the minimum at -1.",
-        x_label="step", y_label="x", panels={"learning rate 0.1, from x = 1": panel},
-    )  # fmt: skip
-    right = np.array(stuck) & np.array(arrived)
+    right = stuck + arrived
     return Finding(
-        name="lars",
-        statement="Section 4: from x > 0, LARS with φ(z) = z and η < 1 goes to 0 on (x+1)² / 2, not to its minimum -1.",
-        rule=(
-            f"Holds if LARS ends at (1-η)^T x_0, within {AT_0:g} of 0, and SNGM within η of -1, for every η and start, "
-            "fails otherwise."
-        ),
-        verdict=judge(right, ~right),
-        measured=(
-            f"{sum(stuck)} of {len(rows)} runs of LARS end at 0, where the gradient is 1; "
-            f"{sum(arrived)} of {len(rows)} runs of SNGM end within η of -1"
-        ),
+        "Section 4: from x > 0, LARS with φ(z) = z and η < 1 goes to 0 on (x+1)² / 2, not to its minimum -1.",
+        f"Holds if LARS ends at (1-η)^T x_0, within {AT_0:g} of 0, and SNGM within η of -1, for every η and start, "
+        "fails otherwise.",
+        judge(right, np.logical_not(right)),
+        f"{sum(stuck)} of {len(rows)} runs of LARS end at 0, where the gradient is 1; "
+        f"{sum(arrived)} of {len(rows)} runs of SNGM end within η of -1",
         head=("eta", "start", "steps", "LARS ends at", "SNGM ends at"),
         rows=rows,
-        figures={"lars": figure},
-    )
+        figures={"lars": Figure(
+            "LARS on (x + 1)² / 2", "From x = 1, LARS goes to 0 and stays there; SNGM goes to the minimum at -1.",
+            "step", "x", {"learning rate 0.1, from x = 1": panel},
+        )},
+    )  # fmt: skip
 
 
-def descend(method: str, start: float, eta: float, steps: int) -> list[float]:
-    """Every x on the way down (x+1)^2 / 2 without momentum, by the package's optimizers."""
+def descend(method: str, start: float, eta: float, steps: int) -> Array:
+    """Return every x on the way down (x+1)^2 / 2 without momentum, by the package's optimizers."""
     x = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
     optimizer: torch.optim.Optimizer = SNGM([x], lr=eta, momentum=0.0)
     if method == "lars":
@@ -332,4 +294,4 @@ def descend(method: str, start: float, eta: float, steps: int) -> list[float]:
         x.grad = (x + 1).detach()
         optimizer.step()
         way.append(x.item())
-    return way
+    return np.array(way)

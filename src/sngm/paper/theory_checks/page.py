@@ -1,4 +1,4 @@
-"""The findings as one page that opens offline, in the style of a study's report."""
+"""The findings as a self-contained HTML page, in the style of a study's report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ section p{max-width:54rem}
 
 
 def write(folder: Path, findings: Sequence[Finding], facts: dict[str, Any]) -> Path:
-    """Write findings.json, an SVG for each figure, and report.html, whose path is returned."""
+    """Write findings.json, an SVG for each figure, and report.html; return the path of the last."""
     with results_in(folder):
         write_json(folder / "findings.json", {**facts, "findings": [finding.as_dict() for finding in findings]})
         for finding in findings:
@@ -32,7 +32,7 @@ def write(folder: Path, findings: Sequence[Finding], facts: dict[str, Any]) -> P
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """All verdicts in a sentence.
+    """Count the verdicts in a sentence.
 
     >>> summary([]).split(". ")[0]
     "Of 0 checks of the paper's statements 0 hold, 0 fail and 0 are left open"
@@ -45,7 +45,7 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def html(findings: Sequence[Finding], facts: dict[str, Any]) -> str:
-    """The page. It loads nothing and runs nothing."""
+    """Return the page; it loads nothing and has no scripts."""
     head = f'<header><p class="soft">The paper, checked</p><h1>{escape(summary(findings))}</h1></header>'
     body = [
         f'<th scope="row"><a href="#{finding.name}">{finding.name}</a></th><td>{_verdict(finding)}</td>'

@@ -1,7 +1,6 @@
-"""Functions whose constants are known exactly, and the paper's iterations on them, for many seeds and rates at once.
+"""Functions with known constants, and the paper's iterations on them, vectorised over seeds and learning rates.
 
-The iterations are written in numpy, since thousands of runs side by side are then as fast as a few; a test holds them
-to the optimizers of the package.
+The iterations are written in numpy; a test compares them with the optimizers of the package.
 """
 
 from __future__ import annotations
@@ -16,20 +15,21 @@ from numpy.typing import NDArray
 from ... import theory
 from .findings import Array
 
-DIVERGED = 1e3  # times the gradient norm at the start: noise and overshooting stay far below, divergence passes it soon
+DIVERGED = 1e3  # times the gradient norm at the start; noise and overshooting stay far below
 
 
 @dataclass(frozen=True, slots=True)
 class Phi:
-    """What LARS multiplies a block's step by, given the norm of the block's weights: from `low` to `high`."""
+    """The factor of LARS on a block's step, a function of the norm of its weights with values from `low` to `high`."""
 
     low: float
     high: float
     radius: float | None = None
-    """None: the norm itself, cut at both ends, as the paper's example has it. Else it jumps from low to high here."""
+    """None: phi is the norm, clipped at both ends, as in the paper's example. Else phi jumps from low to high here."""
 
     def __call__(self, norms: Array) -> Array:
-        """
+        """Return phi of these norms.
+
         >>> Phi(1.0, 3.0)(np.array([0.5, 2.0, 9.0])), Phi(1.0, 3.0, radius=2.0)(np.array([0.5, 2.0, 9.0]))
         (array([1., 2., 3.]), array([1., 1., 3.]))
         """
@@ -40,28 +40,28 @@ class Phi:
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A function of the last axis of an array, with noise of known variance on its gradient."""
+    """A function of the last axis of an array, with infimum 0 and noise of known variance on its gradient."""
 
     name: str
     formula: str
     loss: Callable[[Array], Array]
     gradient: Callable[[Array], Array]
-    """In an array of its own, which a step may write to."""
+    """Returns a new array, which a step may modify."""
     start: Array
     L: float
     noise: Array
-    """The standard deviation of one sample's gradient, by coordinate: normal noise, or a coin's."""
+    """The standard deviation of one sample's gradient, by coordinate."""
     lam: float = 0.0
     blocks: tuple[int, ...] = ()
-    """The sizes of the blocks, one after another; none: all is one block."""
+    """The sizes of consecutive blocks; empty: one block."""
     coin: bool = False
-    """Noise that is plus or minus its deviation, rather than normal: the sign of a gradient then can be pure chance."""
+    """Whether noise is plus or minus its deviation, rather than normal; it can hide the sign of a gradient."""
     phi: Phi | None = None
     """For runs of LARS."""
 
     @property
     def gap(self) -> float:
-        """What the loss at the start is above its infimum, which is 0 for every function here."""
+        """The loss at the start above its infimum, which is 0."""
         return float(self.loss(self.start))
 
     @property
@@ -70,11 +70,11 @@ class Problem:
         return float(np.linalg.norm(self.noise))
 
     def diverges(self, norm: Any) -> Any:
-        """Whether a mean gradient norm is so far above the start's that the run must have left for good."""
+        """Return whether a mean gradient norm is so far above the start's that the run must have diverged."""
         return np.greater(norm, DIVERGED * np.linalg.norm(self.gradient(self.start)))
 
     def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
-        """The noise of the mean gradient of a batch, for each seed."""
+        """Draw the noise of the mean gradient of a batch, for each seed."""
         if self.coin:
             mean: Array = 2 * random.binomial(batch, 0.5, size=(seeds, 1)) / batch - 1
         else:
@@ -84,7 +84,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What is measured along runs, each an array with a row for each learning rate and a column for each seed."""
+    """Measurements along runs, with a row for each learning rate and a column for each seed."""
 
     norm: Array
     """The mean of ||grad F(w_t)|| over the steps; infinite where a run diverged."""
@@ -97,7 +97,7 @@ class Runs:
 def simulate(
     problem: Problem, method: str, etas: Array, beta: float, batch: int, steps: int, seeds: int, seed: int = 0
 ) -> Runs:
-    """Runs of "msgd", "sngm", "block-sngm" or "lars" from u = 0. All learning rates meet the same noise."""
+    """Run "msgd", "sngm", "block-sngm" or "lars" from u = 0, with the same noise for all learning rates."""
     random = np.random.default_rng(seed)
     lanes = (len(etas), seeds)
     w = np.broadcast_to(problem.start, (*lanes, len(problem.start))).copy()
@@ -105,7 +105,7 @@ def simulate(
     total, square, rho = np.zeros(lanes), np.zeros(lanes), np.zeros(lanes)
     sizes = problem.blocks or (len(problem.start),)
     offsets = np.cumsum((0, *sizes[:-1]))
-    with np.errstate(over="ignore", invalid="ignore"):  # divergence is a result
+    with np.errstate(over="ignore", invalid="ignore"):  # runs may diverge
         for _ in range(steps):
             g = problem.gradient(w)
             norm = length(g)
@@ -117,7 +117,7 @@ def simulate(
                 g /= or_1(length(g))[..., None]
             elif method in ("block-sngm", "lars"):
                 norms = block_norms(g, offsets)
-                # a gradient of 0 has no ratio: it counts as equal norms, whose ratio is the least
+                # rho of a zero gradient is undefined; equal norms give the smallest value
                 rho = np.maximum(rho, theory.rho(np.where(norms.any(axis=-1, keepdims=True), norms, 1.0)))
                 g /= np.repeat(or_1(norms), sizes, axis=-1)
                 if method == "lars":
@@ -131,23 +131,18 @@ def simulate(
 
 
 def length(vectors: Array) -> Array:
-    """The Euclidean norm over the last axis."""
+    """Return the Euclidean norm over the last axis."""
     return np.asarray(np.sqrt(np.einsum("...i,...i->...", vectors, vectors)))
 
 
 def block_norms(vectors: Array, offsets: NDArray[np.int_]) -> Array:
-    """The norms of the blocks that begin at these offsets of the last axis."""
+    """Return the norms of the blocks that begin at these offsets of the last axis."""
     return np.asarray(np.sqrt(np.add.reduceat(vectors * vectors, offsets, axis=-1)))
 
 
 def or_1(norms: Array) -> Array:
-    """What to divide by: a gradient of norm 0 stays 0."""
+    """Replace norms of 0 by 1, so that division leaves a zero gradient unchanged."""
     return np.where(norms == 0, 1.0, norms)
-
-
-def over(g: Array, norms: Array) -> Array:
-    """Divided by the norm, where there is one."""
-    return np.divide(g, norms, out=np.zeros_like(g), where=norms > 0)
 
 
 # ---------------------------------------------------------------- the functions
@@ -156,7 +151,7 @@ def over(g: Array, norms: Array) -> Array:
 def quadratic(
     name: str, curvature: Array, start: Array, noise: Array, blocks: tuple[int, ...] = (), turn: Array | None = None
 ) -> Problem:
-    """Half the sum of curvature times square. With `turn`, an orthogonal matrix, the coordinates are coupled."""
+    """Return half the sum of curvature times square. An orthogonal matrix `turn` couples the coordinates."""
     if turn is None:
         loss, gradient = (lambda w: 0.5 * (curvature * w * w).sum(axis=-1)), (lambda w: curvature * w)
     else:
@@ -167,16 +162,16 @@ def quadratic(
 
 
 def even(sigma: float, size: int) -> Array:
-    """Noise that is alike in all coordinates."""
+    """Return noise of total standard deviation sigma, equal in all coordinates."""
     return np.full(size, sigma / np.sqrt(size))
 
 
 BOWL = quadratic("bowl", np.ones(1), np.ones(1), np.zeros(1))
 
-# All that it ever has is noise: its gap is 0.
+# Noise only: its gap is 0.
 STILL = quadratic("quadratic at its minimum", np.ones(40), np.zeros(40), even(1.0, 40))
 
-# Every block does what the bowl does.
+# Every block is a bowl.
 BOWLS = quadratic("bowls", np.ones(64), np.ones(64), np.zeros(64), blocks=(1,) * 64)
 
 QUADRATIC = quadratic("quadratic", np.geomspace(0.01, 1, 20), np.ones(20), even(1.0, 20))
@@ -192,9 +187,9 @@ SLOPE = Problem(
     coin=True,
 )  # fmt: skip
 
-SLOPES = Problem(
-    "slopes", "the slope twice, a block each, under one coin",
-    SLOPE.loss, SLOPE.gradient, np.array([5.0, 0.5]), 1.0, np.ones(2), blocks=(1, 1), coin=True,
+SLOPES = replace(
+    SLOPE, name="slopes", formula="the slope twice, a block each, under one coin", start=np.array([5.0, 0.5]),
+    noise=np.ones(2), blocks=(1, 1),
 )  # fmt: skip
 
 # cosh'' = sqrt(1 + sinh^2) <= 1 + |cosh'|, and of a sum the largest counts: (1, 1)-smooth
@@ -227,14 +222,14 @@ COUPLED = quadratic(
 
 # ---------------------------------------------------------------- for LARS
 
-# Every block stays where phi is `low`, and the way down takes 1 / low times the steps.
+# phi is `low` in every block, so that the descent takes 1 / low times the steps.
 SLOW_BOWLS = replace(BOWLS, name="bowls, φ low", phi=Phi(0.125, 0.25, radius=2.0))
 SCALED_UNEVEN = replace(UNEVEN, name="uneven, φ cut", phi=Phi(0.5, 2.0))
 SCALED_SLOPES = replace(SLOPES, name="slopes, φ cut", phi=Phi(0.5, 1.0))
 
 
 def stairs(edge: float = 64.0, half_fall: float = 30.0) -> Problem:
-    """Steps of 1 climb these stairs, and what they climb is then lost in small steps down a slope.
+    """Return stairs that steps of length 1 climb, followed by a slope that small steps descend.
 
     At every whole number on the stairs the function rises a little to the right, so that a step goes to the left, where
     the next stair is higher. With phi `high` on the stairs and `low` below their edge, LARS gains height at gradients
@@ -244,7 +239,7 @@ def stairs(edge: float = 64.0, half_fall: float = 30.0) -> Problem:
     landing = swing * (1 - lean)  # the slope where steps land
     bottom = 2 * half_fall + landing  # the slope grows over half of the fall and shrinks over the other
     height = landing * half_fall + half_fall**2 / 2 + (landing + half_fall) ** 2 / 2
-    count = int((height - 0.01) / (swing * lean))  # so many stairs that the start is just above the foot of the slope
+    count = int((height - 0.01) / (swing * lean))  # the start is just above the foot of the slope
     first = edge + count
     low = height - swing * lean * count
 

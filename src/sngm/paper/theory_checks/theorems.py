@@ -1,0 +1,300 @@
+"""Theorems 1 to 3 and the bounds of MSGD and LARS, compared with runs on functions whose constants are known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ... import theory
+from ...report.figures import Series
+from . import problems
+from .findings import Array, Finding, chart, digits, interval, under
+from .problems import Problem, simulate
+
+MOMENTA = (0.0, 0.5, 0.9)
+BATCHES = (1, 16, 256)
+ANY_RATES = np.array([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0])  # where the theorem has no condition on the learning rate
+SHARES = np.array([0.01, 0.03, 0.1, 0.3, 1.0])  # of the largest admissible learning rate, where it has one
+# The bowl starts at 1. A step of 2 goes to -1 and back forever, which attains the bound of Theorem 1.
+OSCILLATING = np.array([0.03, 0.3, 2.0, 10.0])
+# In so few steps, momentum 0.9 overshoots the bowl's minimum by far at these learning rates, so that kappa matters.
+SHORT, OVERSHOOTING = 20, np.array([0.005, 0.01, 0.02, 0.05])
+LONG = 4000  # so many steps that noise is the largest term of a bound
+RULE = (
+    "Holds if the upper end of the 99 % interval over seeds is under the bound at every point of the grid, "
+    "fails if the lower end is above it at one, open otherwise."
+)
+NEEDED = (
+    " What is needed of a part is the smallest share of it, with all else left whole, that keeps the bound above the "
+    "lower ends: where it is above 0, the check would fail without that part."
+)
+HEAD = ("function", "steps", "momentum", "batch", "eta", "measured", "bound", "upper limit / bound")
+
+Given = dict[str, Any]  # the arguments of a bound
+# A part of a bound: the argument whose term it is in (the term vanishes if the argument is 0), and the factor that is
+# left of that term without the part.
+Part = tuple[str, Callable[[Given], Any]]
+TERMS: dict[str, Part] = {name: (key, lambda a: 0.0) for name, key in (("gap", "gap"), ("L", "L"), ("noise", "sigma"))}
+KAPPA: dict[str, Part] = {"κ": ("L", lambda a: 1 / theory.kappa(a["beta"]))}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A function, and how to run on it."""
+
+    problem: Problem
+    steps: int
+    etas: Array | None = None
+    """None: those of the theorem."""
+    betas: Sequence[float] = MOMENTA
+
+
+@dataclass(frozen=True, slots=True)
+class Measurement:
+    """One case, momentum and batch size: the interval of the gradient norm at each learning rate, and the bound."""
+
+    problem: Problem
+    given: Given
+    mean: Array
+    low: Array
+    high: Array
+    bound: Array
+    without: dict[str, Array]
+    """The bound without one of its parts, by the name of the part."""
+
+    @property
+    def ratios(self) -> Array:
+        """The upper end of the interval over the bound."""
+        return ratio(self.high, self.bound)
+
+    @property
+    def tightest(self) -> int:
+        """The index of the learning rate where the measured value is closest to the bound."""
+        return int(np.argmax(self.ratios))
+
+    def row(self) -> list[object]:
+        i = self.tightest
+        numbers = (self.given["eta"][i], self.mean[i], self.bound[i], self.ratios[i])
+        return [self.problem.name, *(self.given[key] for key in ("steps", "beta", "batch")), *map(digits, numbers)]
+
+    def needed(self, part: str) -> float:
+        """Return the share of a part that is needed, at the learning rate where that share is largest."""
+        size = self.bound - self.without[part]
+        there = size > 0
+        shares = (self.low[there] - self.without[part][there]) / size[there]
+        return float(shares.max(initial=-np.inf))
+
+
+def ratio(value: Array, bound: Array) -> Array:
+    """Return value / bound, infinite for a bound of 0."""
+    with np.errstate(divide="ignore"):
+        return value / bound
+
+
+@dataclass(frozen=True, slots=True)
+class Theorem:
+    """A bound, and the runs that check it."""
+
+    name: str
+    statement: str
+    title: str
+    """Of the figure."""
+    drawn: Problem
+    method: str
+    bound: str
+    """The function of `sngm.theory`."""
+    arguments: str
+    cases: Sequence[Case]
+    parts: dict[str, Part]
+    slope: Callable[[Problem, float], float] = lambda problem, beta: 0.0
+    """The condition on the learning rate is eta * slope(problem, beta) <= 1."""
+    rates: Array = field(default_factory=lambda: ANY_RATES)
+    """The learning rates where the slope is 0."""
+    unit: str = "norm"
+    more: Callable[[list[Measurement]], str] = lambda lines: ""
+    """Text to add to what was measured."""
+
+    def __call__(self, seeds: int) -> Finding:
+        """Run the grid and compare it with the bound. Without noise, seeds and batch sizes make no difference."""
+        lines = [
+            self.measure(case, beta, batch, seeds if case.problem.sigma else 2)
+            for case in self.cases
+            for beta in case.betas
+            for batch in (BATCHES if case.problem.sigma else BATCHES[:1])
+        ]
+        low, high, bound, ratios = (
+            np.concatenate([getattr(line, key) for line in lines]) for key in ("low", "high", "bound", "ratios")
+        )
+        closest = max(lines, key=lambda line: float(line.ratios.max()))
+        needed = [f"{part} {max(0.0, *(line.needed(part) for line in lines)):.3g}" for part in self.parts]
+        return Finding(
+            statement=self.statement,
+            rule=RULE + NEEDED,
+            verdict=under(low, high, bound),
+            measured=(
+                f"{len(ratios)} points, upper limit over bound at most {ratios.max():.4f} ({closest.problem.name}, "
+                f"momentum {closest.given['beta']:g}, batch {closest.given['batch']}, "
+                f"eta {closest.given['eta'][closest.tightest]:.3g}), median {np.median(ratios):.2g}; "
+                f"needed of each part: {', '.join(needed)}{self.more(lines)}"
+            ),
+            head=HEAD,
+            rows=[line.row() for line in lines],
+            figures={
+                self.name: chart(
+                    self.title,
+                    f"The measured mean gradient {self.unit} of {self.drawn.formula} and its bound, against the "
+                    "learning rate.",
+                    "learning rate / largest admissible one" if self.slope(self.drawn, 0.0) else "learning rate",
+                    f"mean gradient {self.unit}", self.panels(lines), log="xy",
+                )
+            },
+        )  # fmt: skip
+
+    def measure(self, case: Case, beta: float, batch: int, seeds: int) -> Measurement:
+        """Run one case at all learning rates."""
+        problem, slope = case.problem, self.slope(case.problem, beta)
+        etas = case.etas if case.etas is not None else SHARES / slope if slope else self.rates
+        runs = simulate(problem, self.method, etas, beta, batch, case.steps, seeds)
+        known = {
+            "gap": problem.gap, "eta": etas, "steps": case.steps, "batch": batch, "L": problem.L,
+            "sigma": problem.sigma, "beta": beta, "lam": problem.lam, "blocks": len(problem.blocks),
+            "rho": runs.rho.max(axis=-1),  # the largest of all runs at a learning rate
+            "gamma_l": problem.phi and problem.phi.low, "gamma_u": problem.phi and problem.phi.high,
+        }  # fmt: skip
+        given = {name: known[name] for name in self.arguments.split()}
+
+        def bound(**change: float) -> Array:
+            return np.asarray(getattr(theory, self.bound)(**{**given, **change}))
+
+        whole, without = bound(), {}
+        for part, (argument, left) in self.parts.items():
+            rest = bound(**{argument: 0.0})
+            without[part] = rest + (whole - rest) * left(given)
+        measured = interval(runs.square if self.method == "msgd" else runs.norm)
+        return Measurement(problem, given, *measured, whole, without)
+
+    def panels(self, lines: list[Measurement]) -> dict[str, list[Series]]:
+        """Return the measured values and the bound on the drawn function, for the ends of the grid."""
+        panels = {}
+        for line in lines:
+            beta, batch = line.given["beta"], line.given["batch"]
+            if line.problem is self.drawn and beta in MOMENTA[::2] and batch in (BATCHES[0], BATCHES[-1]):
+                etas = (SHARES if self.slope(self.drawn, beta) else line.given["eta"]).tolist()
+                measured, bound = (list(zip(etas, values.tolist(), strict=True)) for values in (line.mean, line.bound))
+                panels[f"momentum {beta:g}, batch {batch}"] = [
+                    Series("measured", 0, measured, (line.high - line.mean).tolist()),
+                    Series("bound", 1, bound),
+                ]
+        return panels
+
+
+SMOOTH = "gap eta steps batch L sigma beta"
+BLOCKS = f"{SMOOTH} lam blocks rho"
+
+THEOREM_1 = Theorem(
+    "theorem-1",
+    "Theorem 1: the mean gradient norm of SNGM is under (1-β) gap / (η T) + L κ η / 2 + 2 σ / sqrt(B), for any η.",
+    "Theorem 1: SNGM on a noisy quadratic", problems.QUADRATIC, "sngm", "smooth_bound", SMOOTH,
+    cases=(
+        Case(problems.BOWL, 400, OSCILLATING), Case(problems.BOWL, SHORT, OVERSHOOTING), Case(problems.QUADRATIC, 400),
+        Case(problems.WAVES, 400), Case(problems.SLOPE, LONG),
+    ),
+    parts=TERMS | KAPPA,
+)  # fmt: skip
+
+THEOREM_2 = Theorem(
+    "theorem-2",
+    "Theorem 2: on (L, λ)-smooth functions it is under 2 (1-β) gap / (η T) + 8 L κ η + 4 σ / sqrt(B), if 8 η κ λ ≤ 1.",
+    "Theorem 2: SNGM on a sum of cosh(x) - 1", problems.COSH, "sngm", "relaxed_bound", f"{SMOOTH} lam",
+    cases=(
+        Case(problems.COSH, 1000), Case(problems.QUARTIC, 1000), Case(problems.EXP, 1000),
+        Case(problems.BOWL, 400, OSCILLATING), Case(problems.BOWL, SHORT, OVERSHOOTING), Case(problems.QUADRATIC, 400),
+        Case(problems.SLOPE, LONG),
+    ),
+    parts=TERMS | KAPPA,
+    slope=lambda problem, beta: 8 * theory.kappa(beta) * problem.lam,
+)  # fmt: skip
+
+THEOREM_3 = Theorem(
+    "theorem-3",
+    "Theorem 3: that of block-wise SNGM is under 2 ρ (1-β) gap / (η T) + 8 L κ ρ S η "
+    "+ 2 σ (1 + ρ sqrt(S)) / sqrt(B), if 8 η κ λ ρ S ≤ 1.",
+    "Theorem 3: block-wise SNGM on four blocks of a quadratic", problems.UNEVEN, "block-sngm", "block_bound", BLOCKS,
+    cases=(
+        Case(problems.UNEVEN, 400), Case(problems.COUPLED, 400), Case(problems.COSH, 400), Case(problems.QUARTIC, 400),
+        Case(problems.BOWLS, 400, OSCILLATING), Case(problems.BOWLS, SHORT, OVERSHOOTING), Case(problems.SLOPES, LONG),
+    ),
+    parts=TERMS | KAPPA | {"S": ("L", lambda a: 1 / a["blocks"])},
+    # rho is not known before the run, but it is at most 1
+    slope=lambda problem, beta: 8 * theory.kappa(beta) * problem.lam * len(problem.blocks),
+    rates=ANY_RATES[:-1],
+)  # fmt: skip
+
+
+def even_noise(a: Given) -> Any:
+    """Return what is left of the noise term of LARS without γ_u/γ_l."""
+    even = a["rho"] * np.sqrt(a["blocks"])
+    return (1 + even) / (1 + even * a["gamma_u"] / a["gamma_l"])
+
+
+LARS = Theorem(
+    "lars-bound",
+    "Remark on Theorem 3, as we derive it: with γ_l ≤ φ ≤ γ_u that of LARS is under 2 ρ (1-β) gap / (γ_l η T) "
+    "+ 8 L κ ρ S η γ_u²/γ_l + 2 σ (1 + ρ sqrt(S) γ_u/γ_l) / sqrt(B).",
+    "The remark on LARS: four blocks of a quadratic, φ from 1/2 to 2", problems.SCALED_UNEVEN, "lars", "lars_bound",
+    f"{BLOCKS} gamma_l gamma_u",
+    cases=(
+        Case(problems.SLOW_BOWLS, 400, np.array([0.01, 0.02, 0.03, 0.04])), Case(problems.SCALED_UNEVEN, 400),
+        Case(problems.SCALED_SLOPES, LONG),
+        Case(problems.STAIRS, 21_600, np.array([1 / 128]), betas=(0.0,)),  # on the stairs a step must have length 1
+    ),
+    parts=TERMS | {
+        "1/γ_l of the gap": ("gap", lambda a: a["gamma_l"]),
+        "γ_u²/γ_l of L": ("L", lambda a: a["gamma_l"] / a["gamma_u"] ** 2),
+        "γ_u/γ_l of L": ("L", lambda a: a["gamma_l"] / a["gamma_u"]),
+        "γ_u/γ_l of the noise": ("sigma", even_noise),
+    },
+    rates=ANY_RATES[:-1],
+)  # fmt: skip
+
+
+def third_over_second(a: Given) -> Any:
+    """Return the third term of MSGD's bound over the second; both are proportional to sigma squared."""
+    return 4 * a["L"] * a["eta"] * a["batch"]
+
+
+def slip_1(lines: list[Measurement]) -> str:
+    """Compare MSGD's runs with the bound whose third term is divided by B, and with the bound without it."""
+    mended, third = [], []
+    for line in lines:
+        quiet, over = line.without["noise (terms 2 and 3)"], third_over_second(line.given)
+        noise = (line.bound - quiet) * (1 + over / line.given["batch"]) / (1 + over)
+        mended.append(ratio(line.high, quiet + noise).max())
+        if line.problem.sigma:
+            third.append(ratio(line.mean, line.without["term 3"]).max())
+    return (
+        f"; with term 3 divided by B (slip 1) at most {max(mended):.4f} of the bound, and the mean "
+        f"at most {max(third):.4f} of the bound without term 3 where there is noise"
+    )
+
+
+MSGD = Theorem(
+    "msgd-bound",
+    "MSGD (Section 3): the mean squared gradient norm is under 2 (1-β) gap / (η T) + L η σ² / ((1-β)² B) "
+    "+ 4 L² η² σ² / (1-β)², if η ≤ (1-β)² / ((1+β) L).",
+    "Section 3: momentum SGD on a noisy quadratic", problems.QUADRATIC, "msgd", "msgd_bound", SMOOTH,
+    cases=[Case(getattr(problems, name), 400) for name in ("BOWL", "QUADRATIC", "WAVES", "SLOPE", "STILL")],
+    parts={
+        "gap": TERMS["gap"],
+        "noise (terms 2 and 3)": TERMS["noise"],
+        "term 2": ("sigma", lambda a: 1 - 1 / (1 + third_over_second(a))),
+        "term 3": ("sigma", lambda a: 1 / (1 + third_over_second(a))),
+        "1/(1-β)²": ("sigma", lambda a: (1 - a["beta"]) ** 2),
+    },
+    slope=lambda problem, beta: theory.kappa(beta) * problem.L,
+    unit="norm, squared",
+    more=slip_1,
+)  # fmt: skip
