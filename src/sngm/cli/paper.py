@@ -138,7 +138,7 @@ def run(
         with interrupt_on_signal():
             outcomes, failed = making.run(
                 planned, out=out, options=Options(device=device, data_dir=data_dir), seeds=seeds, jobs=jobs,
-                budget=limit, results=results, show=lambda study: study_progress(),
+                budget=limit, results=results, show=study_progress,
             )  # fmt: skip
     except KeyboardInterrupt:
         raise Interrupted(f"finished runs are in {results}; the same command resumes") from None

@@ -17,7 +17,7 @@ import numpy as np
 
 from .. import tasks
 from ..errors import UsageError
-from ..study.grid import Cell, Study
+from ..study.grid import Cell, StudyConfig
 from .tables import FIGURES, NUMBERS, TABLES
 
 Rates = Mapping[int, float]  # by batch
@@ -107,7 +107,7 @@ class Planned:
     def paper(self) -> float | None:
         return None if self.row.paper is None else self.item.numbers.get(self.row.paper, {}).get(self.batch)
 
-    def study(self, seeds: int | None = None) -> Study:
+    def study(self, seeds: int | None = None) -> StudyConfig:
         """Return the study of this cell alone."""
         item, row, cls = self.item, self.row, tasks.find(self.item.task)
         usual = cls.usual(self.batch)
@@ -116,7 +116,7 @@ class Planned:
         method = row.method
         if row.grows:
             method += f"(weight_decay={usual['weight_decay'] * math.sqrt(self.batch / 128):.3g})"
-        return Study(
+        return StudyConfig(
             task=item.task,
             methods=(method,),
             batches=(self.batch,),

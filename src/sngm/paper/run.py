@@ -15,7 +15,7 @@ from typing import Any
 from ..errors import UsageError
 from ..files import check_writable
 from ..study import launch
-from ..study.grid import Study, run_name
+from ..study.grid import run_name
 from ..training.config import RunConfig
 from ..training.distributed import choose_device
 from ..training.loop import Options
@@ -25,7 +25,7 @@ from .results import FOLDER, NAMED, from_folder, keep, read
 from .verdicts import Outcome, outcome_of
 
 Failure = tuple[RunConfig, launch.Record]
-Show = Callable[[Study], AbstractContextManager[Callable[[launch.Progress], None]]]  # shows the progress of a study
+Show = Callable[[], AbstractContextManager[Callable[[launch.Progress], None]]]  # shows the progress of a study
 
 
 def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
@@ -107,7 +107,7 @@ def _make(
         say(progress)
 
     alone = 1 if planned.item.metric == "seconds" else jobs  # runs at the same time would slow each other down
-    with show(study) as say:
+    with show() as say:
         launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new)
 
 

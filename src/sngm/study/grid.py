@@ -91,9 +91,6 @@ class StudyConfig:
         return identity
 
 
-Study = StudyConfig
-
-
 @dataclass
 class Cell:
     """One method at one batch size: the rates to try, what they gave, and the runs at the rate chosen."""
