@@ -1,0 +1,352 @@
+"""The Python API, used as in a notebook."""
+
+import importlib
+import inspect
+import json
+import pkgutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+import sngm
+from sngm import tasks
+from sngm.errors import Failed, UsageError
+from sngm.optim import registry
+from sngm.study import launch
+
+torch.manual_seed(0)
+X = torch.randn(240, 4)
+Y = (X[:, 0] > 0).long()
+TRAIN, TEST = TensorDataset(X[:160], Y[:160]), TensorDataset(X[160:], Y[160:])
+QUIET = {"progress": False, "device": "cpu"}
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    methods, local = dict(registry.METHODS), dict(tasks.LOCAL)
+    yield
+    for now, before in ((registry.METHODS, methods), (tasks.LOCAL, local)):
+        now.clear()
+        now.update(before)
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 2)
+
+
+def task(**more) -> sngm.Task:
+    return sngm.Task.from_torch(linear, TRAIN, TEST, **{"epochs": 2, "batches": (20, 40)} | more)
+
+
+def plain(params, lr):
+    return torch.optim.SGD(params, lr=lr)
+
+
+# ---------------------------------------------------------------- train
+
+
+def test_train_returns_result_history_and_model():
+    run = sngm.train("digits", method="sngm", lr=0.1, batch=512, epochs=2, seed=0, settings={"width": 2}, **QUIET)
+    assert run.status == "finished"
+    assert run.result["test_accuracy"] == run.history[-1]["test_accuracy"]
+    assert [epoch["epoch"] for epoch in run.history] == [1, 2]
+    assert not run.model.training
+    assert run.folder.parent == Path("runs")
+    assert json.loads((run.folder / "run.json").read_text())["result"] == run.result
+    assert "test accuracy" in repr(run)
+    assert "<table>" in run._repr_html_()
+
+
+def test_train_is_the_command_line(tmp_path):
+    ours = sngm.train("digits", "sngm(momentum=0.8)", lr=0.1, batch=512, epochs=1, settings={"width": 2}, **QUIET)
+    words = "train digits --method sngm(momentum=0.8) --lr 0.1 --batch 512 --epochs 1 --set width=2 --device cpu --json"
+    command = [sys.executable, "-m", "sngm", *words.split(), "--out", str(tmp_path / "theirs")]
+    theirs = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    assert theirs["config"] == ours.record["config"]
+    assert theirs["hash"] == ours.record["hash"]
+
+
+def test_the_same_call_loads_the_finished_run():
+    first = sngm.train(task(), lr=0.1, batch=20, **QUIET)
+    started = (first.folder / "run.json").stat().st_mtime_ns
+    again = sngm.train(task(), lr=0.1, batch=20, **QUIET)
+    assert again.folder == first.folder
+    assert (first.folder / "run.json").stat().st_mtime_ns == started
+    assert sngm.load_run(str(first.folder)).result == first.result
+
+
+def test_another_model_is_another_run():
+    first = sngm.train(task(), lr=0.1, batch=20, **QUIET)
+    wide = sngm.Task.from_torch(lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)), TRAIN, TEST, name="linear")
+    assert sngm.train(wide, lr=0.1, batch=20, epochs=2, **QUIET).folder != first.folder
+
+
+def test_a_run_of_other_data_in_the_same_folder_is_refused():
+    sngm.train(task(), lr=0.1, batch=20, out="here", **QUIET)
+    other = sngm.Task.from_torch(linear, TensorDataset(-X[:160], Y[:160]), TEST, epochs=2)
+    with pytest.raises(UsageError, match="holds a run on other data"):
+        sngm.train(other, lr=0.1, batch=20, out="here", **QUIET)
+
+
+class Mine(sngm.Task):
+    """A class that no other process can import under this name."""
+
+    epochs = 1
+    batches = (20,)
+
+    def __init__(self, width: int = 3):
+        self.width = width
+
+    def data(self):
+        return tasks.Splits(tasks.Tensors(X[:160], Y[:160]), tasks.Tensors(X[160:], Y[160:]))
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, self.width), nn.Linear(self.width, 2))
+
+
+def test_classes_and_instances_are_tasks():
+    by_class = sngm.train(Mine, lr=0.1, settings={"width": 5}, **QUIET)
+    by_instance = sngm.train(Mine(5), lr=0.1, **QUIET)
+    assert by_class.record["hash"] == by_instance.record["hash"]
+    assert sngm.train(tasks.find("digits")(width=2), lr=0.1, batch=512, epochs=1, **QUIET).record["config"]["task"] == (
+        "digits"
+    )
+
+
+class Noisy(Dataset):
+    """Samples with random noise that differs at each look."""
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, i):
+        return X[i] + 0.1 * torch.randn(4), int(Y[i])
+
+
+def test_random_samples_of_a_dataset_are_those_of_an_unbroken_run(tmp_path):
+    noisy = sngm.Task.from_torch(linear, Noisy(), TEST, epochs=3)
+    whole = sngm.train(noisy, lr=0.1, batch=16, out="whole", **QUIET)
+    from sngm.errors import Interrupted
+    from sngm.training import Options
+    from sngm.training import train as loop
+
+    steps = []
+    options = Options(device="cpu", progress=lambda step, *_: steps.append(step), should_stop=lambda: steps[-1] == 7)
+    with pytest.raises(Interrupted):
+        loop(whole.config, tmp_path / "broken", options)
+    again = sngm.train(noisy, lr=0.1, batch=16, out="broken", **QUIET)
+    assert again.result == whole.result
+    for ours, theirs in zip(again.model.parameters(), whole.model.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_regression_has_its_own_loss_and_metric():
+    data = TensorDataset(X[:160], X[:160, :1] * 3), TensorDataset(X[160:], X[160:, :1] * 3)
+
+    def error(outputs, target):
+        return (outputs - target).abs().mean(1)
+
+    made = sngm.Task.from_torch(
+        lambda: nn.Linear(4, 1), *data, loss=nn.functional.mse_loss, metric=error, higher_is_better=False, epochs=1
+    )
+    result = sngm.train(made, lr=0.1, batch=20, **QUIET).result
+    assert result["test_error"] > 0
+    assert result["test_loss"] > 0
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "words"),
+    [
+        ({"lr": "fast"}, UsageError, "lr must be a number"),
+        ({"lr": float("nan")}, UsageError, "lr must be"),
+        ({"epochs": 1.5}, UsageError, "epochs must be"),
+        ({"step": "fast"}, UsageError, "`step` must be one of"),
+        ({"ephocs": 3}, TypeError, "did you mean 'epochs'"),
+        ({"method": 3}, TypeError, "a method is a name"),
+        ({"method": "sgnm"}, UsageError, "did you mean 'sngm'"),
+        ({"track": "paper"}, UsageError, "no tracker is called"),
+        ({"settings": {"nobody": 1}}, UsageError, "no setting 'nobody'"),
+    ],
+)
+def test_a_wrong_argument_is_named(given, error, words):
+    with pytest.raises(error, match=words):
+        sngm.train("digits", **{"lr": 0.1, **given}, **QUIET)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize("wrong", [3, nn.Linear, nn.Linear(2, 2), None])
+def test_something_that_is_no_task_is_refused(wrong):
+    with pytest.raises(TypeError, match="task must be a name"):
+        sngm.train(wrong)
+
+
+def test_from_torch_refuses_what_it_cannot_use():
+    with pytest.raises(TypeError, match="function that builds a new model"):
+        sngm.Task.from_torch(nn.Linear(4, 2), TRAIN, TEST)
+    with pytest.raises(UsageError, match="test_dataset must be a map-style dataset"):
+        sngm.Task.from_torch(linear, TRAIN, iter([]))
+    with pytest.raises(TypeError, match="has no argument 'epoch'"):
+        task(epoch=3)
+    with pytest.raises(ValueError, match="metric must be"):
+        task(metric="auc")
+    with pytest.raises(UsageError, match=r"tuple \(input, target\)"):
+        sngm.train(sngm.Task.from_torch(linear, X, TEST), lr=0.1, **QUIET)
+
+
+# ---------------------------------------------------------------- compare
+
+
+def test_compare_takes_names_classes_and_functions(monkeypatch):
+    methods = ["sngm(weight_decay=8e-4)", torch.optim.AdamW, plain]
+    study = sngm.compare(task(), methods=methods, batches=[20], lrs=[0.1], seeds=2, **QUIET)
+    assert [cell.method for cell in study.summary.cells.values()] == [
+        "sngm(weight_decay=0.0008)", "torch.optim.adamw:AdamW", "plain",
+    ]  # fmt: skip
+    assert study.best(batch=20) == study.best()
+    assert study.best().n == 2
+    assert len(study.runs) == 6
+    assert "| plain |" in study.table()
+    assert "<th>batch 20</th>" in study._repr_html_()
+    assert study.report("page.html") == Path("page.html")
+    assert "</html>" in Path("page.html").read_text()
+    with pytest.raises(ValueError, match="batch must be one of 20"):
+        study.best(batch=21)
+    before = {run.folder: run.result for run in study.runs}
+    monkeypatch.setattr(launch, "_make", None)  # nothing is run again
+    assert {run.folder: run.result for run in sngm.load_study(study.folder).runs} == before
+    assert sngm.compare(task(), methods=methods, batches=[20], lrs=[0.1], seeds=2, **QUIET).folder == study.folder
+
+
+def test_worker_processes_give_the_numbers_of_this_process(monkeypatch):
+    given = {"methods": [plain], "batches": [20], "lrs": [0.1], "seeds": 1, **QUIET}
+    apart = sngm.compare(task(), out="apart", **given)
+    monkeypatch.setattr(launch, "_pack_local", lambda: (_ for _ in ()).throw(TypeError("cannot pickle")))
+    with pytest.warns(UserWarning, match="runs go one after another in this process"):
+        here = sngm.compare(task(), out="here", **given)
+    assert [run.result for run in here.runs] == [run.result for run in apart.runs]
+
+
+def test_a_study_as_a_frame_has_a_row_for_each_run():
+    pandas = pytest.importorskip("pandas")
+    study = sngm.compare(task(), methods=["sngm"], batches=[20], lrs=[0.1], seeds=2, **QUIET)
+    frame = study.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame["seed"]) == [0, 1]
+    assert frame["test_accuracy"].between(0, 1).all()
+
+
+def test_to_frame_says_what_to_install(monkeypatch):
+    study = sngm.compare(task(), methods=["sngm"], batches=[20], lrs=[0.1], seeds=1, **QUIET)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="pip install pandas"):
+        study.to_frame()
+
+
+def test_a_failing_method_is_named():
+    def broken(params, lr):
+        raise RuntimeError("of my own")
+
+    with pytest.raises((UsageError, Failed, RuntimeError), match="of my own"):
+        sngm.compare(task(), methods=[broken], batches=[20], lrs=[0.1], seeds=1, **QUIET)
+
+
+def test_lists_must_be_lists():
+    with pytest.raises(TypeError, match="methods must be a list"):
+        sngm.compare(task(), methods="sngm")
+    with pytest.raises(TypeError, match="batches must be a list"):
+        sngm.compare(task(), methods=["sngm"], batches=32)
+
+
+# ---------------------------------------------------------------- methods of the user
+
+
+def test_a_registered_method_is_like_a_built_in_one():
+    sngm.register("nesterov", torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
+    run = sngm.train(task(), "nesterov(momentum=0.8)", lr=0.1, batch=20, **QUIET)
+    assert run.record["label"] == "nesterov(momentum=0.8)"
+    assert run.record["config"]["method_source"]
+    assert "nesterov" in sngm.optim.names()
+
+
+@pytest.mark.parametrize(
+    ("name", "build", "words"),
+    [("sngm", plain, "built-in"), ("a b", plain, "letters, digits"), ("mine", 3, "build must be"),
+     ("mine", lambda params: None, "argument 'lr'")],
+)  # fmt: skip
+def test_a_method_that_cannot_be_registered_is_refused(name, build, words):
+    with pytest.raises((ValueError, TypeError), match=words):
+        sngm.register(name, build)
+
+
+def test_an_edited_method_is_another_run():
+    namespace = {"torch": torch}
+    folders = []
+    for momentum in ("0.5", "0.9"):
+        path = Path(f"m{momentum[-1]}.py")
+        path.write_text(f"import torch\ndef own(params, lr): return torch.optim.SGD(params, lr, momentum={momentum})\n")
+        exec(compile(path.read_text(), str(path.resolve()), "exec"), namespace)
+        folders.append(sngm.train(task(), namespace["own"], lr=0.1, batch=20, **QUIET).folder)
+    assert folders[0] != folders[1]
+
+
+# ---------------------------------------------------------------- probe and advise
+
+
+def test_probe_measures_a_task_and_runs(capsys):
+    found = sngm.probe(task(), batch=20, lr=0.1, samples=32, iterations=2, points=2, out="probe", **QUIET)
+    assert found["sigma"] > 0
+    assert "sigma" in repr(found)
+    assert "sigma" in found._repr_html_()
+    assert json.loads(Path("probe/probe.json").read_text())["sigma"] == found["sigma"]
+    run = sngm.train(task(), lr=0.1, batch=20, **QUIET)
+    assert len(sngm.probe([run.folder], samples=32, iterations=2, **QUIET)["runs"]) == 1
+    assert capsys.readouterr() == ("", "")
+
+
+def test_advise_carries_a_recipe_over():
+    advice = sngm.advise(task(), from_sgd={"lr": 0.1, "batch": 20, "weight_decay": 1e-4}, to_batch=80, **QUIET)
+    assert advice["batch"] == 80
+    assert advice["lr"] > 0
+    assert advice["weight_decay"] == pytest.approx(2e-4)
+    assert advice["command"] == f'sngm.train(task, "sngm(weight_decay=0.0002)", lr={advice["lr"]:g}, batch=80)'
+    budget = sngm.advise(gradients=8e6, gap=2.3, L=20, sigma=15, progress=False)
+    assert {row["method"] for row in budget["methods"]} == {"msgd", "sngm"}
+    with pytest.raises(UsageError, match="`from_sgd` and `to_batch` go together"):
+        sngm.advise(task(), from_sgd={"lr": 0.1, "batch": 20})
+
+
+# ---------------------------------------------------------------- the package
+
+
+def test_no_submodule_hides_a_function():
+    code = f"""
+import importlib, sngm
+for name in {[name for _, name, _ in pkgutil.walk_packages(sngm.__path__, "sngm.") if "kernel" not in name]!r}:
+    if not name.endswith("__main__"):
+        importlib.import_module(name)
+for name in ("train", "compare", "probe", "advise", "load_run", "load_study", "register", "load"):
+    assert type(getattr(sngm, name)).__name__ == "function", name
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_signatures_and_docstrings_list_every_option():
+    for function in (sngm.train, sngm.compare, sngm.probe):
+        names = list(inspect.signature(function).parameters)
+        assert {"epochs", "precision", "device", "progress", "out"} <= set(names)
+        assert "options" not in names
+        for name in names:
+            assert f"{name}:" in inspect.getdoc(function), name
+
+
+def test_the_optimizers_need_no_trainer():
+    code = "import sys; from sngm import SNGM; sys.exit('sngm.api' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+    assert importlib.import_module("sngm").__version__
