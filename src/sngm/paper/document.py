@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -16,17 +16,17 @@ from .. import tasks
 from ..durations import duration
 from ..errors import UsageError
 from ..files import write_atomically
-from ..report import figures
+from ..report.drawing import standalone
+from ..report.figures import Figure
 from ..report.stats import half_width
-from ..training.config import RunConfig
 from .drawing import by_batch, drawn
 from .experiments import ASKED, COSTS_ON, ITEMS, ON_MEAN, Item, find
 from .results import FILE, REPEATED, Line, Results, command_of, read
+from .runs_page import MADE, heading, markdown_table, runs_page
 from .tables import CLAIMS, FIGURES, MSGD, SNGM, TABLE_1, Claim
 from .verdicts import NOT_REPRODUCED, RULES, Outcome, by_cell, look, of_claim, of_number, text_of, values_of
 
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
-MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
 FIRST_ITEM = "table-2"
 
 
@@ -37,11 +37,11 @@ def pages(results: Results) -> dict[str, str]:
     pictures = drawn(outcomes) | {name: figure for name, figure in tables.items() if figure}
     found = {"README.md": _readme(results, outcomes, pictures)}
     for task in sorted({line.config.task for line in results.lines.values()}):
-        found[f"{task}/runs.md"] = _runs(task, results)
+        found[f"{task}/runs.md"] = runs_page(task, results)
     for name, figure in pictures.items():
         plotted = {title: {s.label: s.plotted for s in panel} for title, panel in figure.panels.items()}
         found[f"{name}.json"] = json.dumps(plotted, indent=1) + "\n"
-        found[f"{name}.svg"] = figures.standalone(figure)
+        found[f"{name}.svg"] = standalone(figure)
     return found
 
 
@@ -67,7 +67,7 @@ def block(results: Results) -> str:
     head = ["batch", "method", "lr", "paper", "ours", "95 % interval", "n", "hardware"]
     picture = by_batch(item, outcomes)
     shown = [f"![{picture.description}](results/{_picture(item)}.svg)", ""] if picture else []
-    return "\n".join([BEGIN, *shown, *_grid(head, rows), "", text, END])
+    return "\n".join([BEGIN, *shown, *markdown_table(head, rows), "", text, END])
 
 
 def _picture(item: Item) -> str:
@@ -141,7 +141,7 @@ def _with_block(readme: Path, text: str) -> str:
 # ---------------------------------------------------------------- the page of all results
 
 
-def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, figures.Figure]) -> str:
+def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, Figure]) -> str:
     parts = [
         MADE,
         "# The paper's results, and ours",
@@ -167,7 +167,7 @@ def theory() -> str:
     rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
     return "\n\n".join([
         "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all",
-        "\n".join(_grid(["", MSGD, SNGM], rows)),
+        "\n".join(markdown_table(["", MSGD, SNGM], rows)),
         "There is nothing to train: `sngm check-theory` measures what these bounds say; [theory](../docs/theory.md) "
         "has what it found.",
     ])  # fmt: skip
@@ -223,11 +223,11 @@ def _section(item: Item, outcomes: list[Outcome]) -> list[str]:
         if item.metric == "seconds":
             head = ["batch", "method", "paper, eight V100", "ours", "n", "hardware"]
         ordered = sorted(shown, key=lambda outcome: outcome.planned.batch)
-        parts.append("\n".join(_grid(head, [_row(outcome) for outcome in ordered])))
+        parts.append("\n".join(markdown_table(head, [_row(outcome) for outcome in ordered])))
     there = by_cell(outcomes)
     if claims := _claims(item):
         rows = [[_said(claim), *of_claim(claim, item, there)] for claim in claims]
-        parts.append("\n".join(_grid(["the paper says", "verdict", "from"], rows)))
+        parts.append("\n".join(markdown_table(["the paper says", "verdict", "from"], rows)))
     return [*parts, _missing(item, outcomes)]
 
 
@@ -323,56 +323,7 @@ def _repeated(results: Results) -> str:
         rows.append([f"`{again.hash}`", f"`{command_of(first.config)}`", *shown, *commits])
     head = ["run", "command", "result", "result again", "commit", "commit again"]
     where = f"Their lines are in `<task>/{REPEATED}`. The earliest runs have no date: of those either may be the first."
-    return f"## Runs made again\n\n{where}\n\n" + "\n".join(_grid(head, rows))
-
-
-# ---------------------------------------------------------------- the runs of a task
-
-
-def _runs(task: str, results: Results) -> str:
-    lines = sorted(results.of_task(task), key=lambda line: line.order)
-    parts = [
-        MADE,
-        f"# Runs of {task}",
-        f"{len(lines)} runs, as kept in [{FILE}]({FILE}) with their "
-        "curves. Seconds an epoch may be of runs that shared a GPU with others.",
-    ]
-    groups: dict[tuple[int, str], list[Line]] = {}
-    for line in lines:
-        groups.setdefault((line.config.batch, _anchor_title(line.config)), []).append(line)
-    for (_, title), runs in sorted(groups.items()):
-        rows = [_run(line) for line in runs]
-        head = ["run", "lr", "settings", "part", "seed", "epochs", "result", "s/epoch", "hardware", "commit"]
-        parts.append(f"## {title}")
-        parts.append("\n".join(_grid(head, rows)))
-        parts.append("```\n" + "\n".join(command_of(line.config) for line in runs) + "\n```")
-    return "\n\n".join(parts) + "\n"
-
-
-def _run(line: Line) -> list[str]:
-    c = line.config
-    shown = {key: value for key, value in line.result.items() if not key.endswith("_loss")} or line.result
-    result = ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in shown.items())
-    if line.record["status"] == "diverged":
-        result = "diverged"
-    special = [f"warm-up {c.warmup:g}"] if c.warmup else []
-    settings = ", ".join([c.schedule, *special, *(f"{key}={value}" for key, value in sorted(c.task_settings.items()))])
-    pace = line.record["timing"].get("seconds_per_epoch")
-    return [
-        f"`{line.hash}`", f"{c.lr:g}", settings, c.part, str(c.seed), str(c.epochs), result,
-        "" if pace is None else f"{pace:.3g}", line.hardware, f"`{line.record['commit']}`",
-    ]  # fmt: skip
-
-
-def _short(value: float | None) -> str:
-    return "none" if value is None else f"{value:.5g}"
-
-
-def _anchor_title(config: RunConfig) -> str:
-    """The heading of a run: its method, batch, and what of the task is not as usual."""
-    usual = tasks.build(config.task).settings()
-    other = [f", {key} {value}" for key, value in sorted(config.task_settings.items()) if value != usual[key]]
-    return f"{config.label} at batch {config.batch}{''.join(other)}"
+    return f"## Runs made again\n\n{where}\n\n" + "\n".join(markdown_table(head, rows))
 
 
 def _link(outcome: Outcome, before: str = "") -> str:
@@ -382,17 +333,12 @@ def _link(outcome: Outcome, before: str = "") -> str:
     if not outcome.lines and not outcome.trials:
         return count
     # as GitHub makes it of a heading
-    title = _anchor_title(cell.config(cell.grid[0], "full", 0))
+    title = heading(cell.config(cell.grid[0], "full", 0))
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
     return f"[{count}]({before}{item.task}/runs.md#{anchor})"
 
 
 # ---------------------------------------------------------------- small things
-
-
-def _grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    lines = [head, ["---"] * len(head), *rows]
-    return ["| " + " | ".join(text.replace("|", "\\|") for text in line) + " |" for line in lines]
 
 
 def _number(value: float | None, item: Item) -> str:

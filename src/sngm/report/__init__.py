@@ -5,7 +5,7 @@ any machine, also while a study is still running.
 """
 
 from .page import write
-from .stats import Cell, Summary, summarise
+from .summary import Cell, Summary, summarise
 from .tables import rows, table
 
 __all__ = ["Cell", "Summary", "rows", "summarise", "table", "write"]

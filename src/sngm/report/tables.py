@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 
-from .stats import Cell, Summary
+from .summary import Cell, Summary
 
 
 def rows(summary: Summary) -> list[list[str]]:
