@@ -724,7 +724,7 @@ def test_a_changed_record_or_table_is_found(copied, name, old, new):
 def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture = copied / "figure-3.svg"
     text = picture.read_text()
-    picture.write_text(text.replace("stroke-width:2", "stroke-width:3"))
+    picture.write_text(text.replace("stroke-width: 2", "stroke-width: 3"))
     assert sngm("paper report --check").code == 0
     for changed in ("drawn otherwise", "", text.replace(">SNGM", ">MSGD")):
         picture.write_text(changed)
