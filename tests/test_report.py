@@ -104,7 +104,9 @@ def test_a_cell_holds_the_full_runs_at_the_chosen_rate(folder):
     assert found.half_width == pytest.approx(0.0248, abs=1e-4)
     assert (found.selection[0.03], found.selection[0.1], found.seconds) == (0.90, 0.95, 2.0)
     assert math.isnan(found.selection[0.3])
-    assert summary.notes == ["1 run left out of the table: another rate than the chosen one, or a seed run twice."]
+    assert summary.notes == [
+        "1 run left out of the table: another learning rate than the chosen one, or a seed run twice."
+    ]
 
 
 def test_the_table_says_mean_interval_seeds_and_rate(folder):
@@ -295,7 +297,7 @@ def test_a_rate_that_was_chosen_on_test_data_is_called_that(folder):
     folder.run("sngm", 32, 0.9, lr=0.3)
     summary = folder.summary()
     assert summary.cells["sngm", 32].lr == 0.3
-    assert "† no rate was chosen on validation data" in report.table(summary)
+    assert "† no learning rate was chosen on validation data" in report.table(summary)
 
 
 def test_uneven_runs_are_pointed_out(folder):

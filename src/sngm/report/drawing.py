@@ -165,7 +165,12 @@ def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, figure.possible[0]), min(high, figure.possible[1]))
     whole, linear = (MaxNLocator(6, steps=[1, 2, 5, 10], integer=integer) for integer in (True, False))
-    powers_of_10 = LogLocator(numticks=7) if figure.decades else FixedLocator(xs, nbins=8)
+    ticks = xs[:1]
+    for x in xs:  # those of xs whose labels do not overlap
+        pixels = (axes.transData.transform((x, low)) - axes.transData.transform((ticks[-1], low)))[0]
+        if pixels > 12 + 3.6 * len(f"{x:g}{ticks[-1]:g}"):
+            ticks.append(x)
+    powers_of_10 = LogLocator(numticks=7) if figure.decades else FixedLocator(ticks)
     axes.xaxis.set_major_locator(powers_of_10 if figure.log_x else whole)
     few = LogLocator(subs=(1, 2, 5) if log_y and high / low < 1000 else (1,))
     axes.yaxis.set_major_locator(few if log_y and high / low > 3 else linear)

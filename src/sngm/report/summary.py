@@ -1,7 +1,8 @@
-"""From records to numbers that carry their uncertainty, and from those to one honest answer."""
+"""Summarise the records of a study: a mean with its interval for each cell, and an answer in a sentence or two."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -16,13 +17,13 @@ from .stats import contrast, half_width
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One method at one batch size: the rate that was chosen, and what the runs at that rate reached."""
+    """One method at one batch size: the chosen learning rate, and the results of the runs with it."""
 
     method: str
     batch: int
     lr: float | None = None
     runs: list[Run] = field(default_factory=list)
-    """The full runs at this rate, one a seed."""
+    """The full runs with this learning rate, one for each seed."""
     values: dict[int, float] = field(default_factory=dict)
     """Seed -> the metric, of finished runs."""
     diverged: int = 0
@@ -51,25 +52,14 @@ class Cell:
         return fmean(times) if times else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "method": self.method,
-            "batch": self.batch,
-            "lr": self.lr,
-            "mean": self.mean,
-            "half_width": self.half_width,
-            "n": self.n,
-            "values": list(self.values.values()),
-            "diverged": self.diverged,
-            "grid": self.grid,
-            "extensions": self.extensions,
-            "at_edge": self.at_edge,
-            "seconds": self.seconds,
-        }
+        """Return the cell with JSON types only."""
+        names = ["method", "batch", "lr", "mean", "half_width", "n", "values", "diverged", "grid"]
+        found = {name: getattr(self, name) for name in (*names, "extensions", "at_edge", "seconds")}
+        return found | {"values": list(self.values.values())}
 
     @property
     def only_diverged(self) -> bool:
-        """Nothing finished because everything diverged: the full runs, or every rate that was tried."""
+        """Whether every full run diverged, or every learning rate that was tried."""
         if self.runs:
             return self.diverged == len(self.runs)
         return self.lr is None and bool(self.selection) and all(map(math.isnan, self.selection.values()))
@@ -77,7 +67,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All that a report says, as numbers."""
+    """The content of a report."""
 
     task: str
     metric: str
@@ -89,7 +79,7 @@ class Summary:
     notes: list[str]
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the summary with JSON types only."""
         cells = [cell.as_dict() for cell in self.cells.values()]
         return {"task": self.task, "metric": self.metric, "answer": self.answer(), "cells": cells, "notes": self.notes}
 
@@ -103,7 +93,7 @@ class Summary:
         return any(run.result_of == "best" for cell in self.cells.values() for run in cell.runs)
 
     def text(self, value: float, half: float | None = None) -> str:
-        """A value, and its half-width, with as many digits as the latter deserves."""
+        """Format a value and its half-width, to the digits that the half-width makes significant."""
         if self.percent:
             value, half = 100 * value, None if half is None else 100 * half
             digits = 1 if half is None or half >= 0.1 else 2
@@ -116,7 +106,7 @@ class Summary:
         return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
     def answer(self) -> str:
-        """One or two sentences: who is best at the largest batch, how surely, and who lost least on the way there."""
+        """Return one or two sentences: the best method at the largest batch size, and which lost least up to it."""
         scored = {batch: self.ranking(batch) for batch in self.batches}
         reached = [batch for batch in self.batches if scored[batch]]
         if not reached:
@@ -134,7 +124,7 @@ class Summary:
         return " ".join(filter(None, sentences))
 
     def ranking(self, batch: int) -> list[Cell]:
-        """The cells of a batch size that have a mean, best first."""
+        """Return the cells of a batch size that have a mean, best first."""
         cells = [self.cells[method, batch] for method in self.methods if self.cells[method, batch].values]
         return sorted(cells, key=lambda cell: cell.mean or 0.0, reverse=self.higher_is_better)
 
@@ -144,21 +134,16 @@ class Summary:
         A mean that cannot be tested, of one seed or without spread, leads only if it is the best.
         """
         best, *others = self.ranking(batch) or [Cell("", batch)]
-        close = {
-            cell.method
-            for cell in others
-            if _same(cell.mean or 0.0, best.mean or 0.0) or (_welch(best, cell) or 0) >= 0.05
-        }
-        return {best.method} | close
+        same = [cell for cell in others if cell.mean == best.mean or (_welch(best, cell) or 0.0) >= 0.05]
+        return {cell.method for cell in (best, *same)}
 
     def _nothing(self) -> str:
         full = [run for run in self.records.runs if run.part != "select"]
         if self.cells and all(cell.only_diverged for cell in self.cells.values()):
             return f"Every run on {self.task} diverged, so there is nothing to compare."
         if self.records.runs and not full:
-            done = sum(run.status in ("finished", "diverged") for run in self.records.runs)
-            trials = f"{done} trial{'s'[: done != 1]} done"
-            return f"No full run has finished yet: learning rates are still being chosen ({trials})."
+            done = _count(sum(run.status in ("finished", "diverged") for run in self.records.runs), "trial")
+            return f"No full run has finished yet: learning rates are still being chosen ({done} done)."
         return f"No run has finished yet ({len(full)} begun), so there is no answer."
 
     def _best(self, ranked: list[Cell]) -> str:
@@ -190,40 +175,31 @@ class Summary:
         )
         if p is not None:
             return f"{head}: a clear difference ({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
-        short = min(best.n, second.n) < 2
-        why = "with one seed" if short else "as the seeds show no spread"
+        why = "with one seed" if min(best.n, second.n) < 2 else "as the seeds show no spread"
         return f"{head}, but {why} no test can tell that from chance{aside}."
 
     def _aside(self, batch: int) -> str:
-        """What the ranking of a batch size leaves out."""
+        """Return which runs and methods the ranking of a batch size does not include."""
         cells = [self.cells[method, batch] for method in self.methods]
-        parts = [
-            f"{cell.diverged} of {len(cell.runs)} runs of {cell.method}" for cell in cells if cell.n and cell.diverged
-        ]
+        some = [f"{c.diverged} of {len(c.runs)} runs of {c.method}" for c in cells if c.n and c.diverged]
         gone = [cell.method for cell in cells if cell.only_diverged]
         missing = [cell.method for cell in cells if not cell.n and not cell.only_diverged]
-        said = [f"{_and(parts)} diverged and do not count"] if parts else []
-        said += [f"{_and(gone)} diverged"] if gone else []
-        said += [f"{_and(missing)} {'have' if len(missing) > 1 else 'has'} no finished run there"] if missing else []
-        return "".join(f"; {part}" for part in said)
+        have = "have" if len(missing) > 1 else "has"
+        said = {"diverged and do not count": some, "diverged": gone, f"{have} no finished run there": missing}
+        return "".join(f"; {_and(names)} {what}" for what, names in said.items() if names)
 
     def _cost(self, small: int, large: int) -> str:
         sign = 1 if self.higher_is_better else -1
-        costs = []
-        for method in self.methods:
-            first, last = self.cells[method, small], self.cells[method, large]
-            if first.mean is not None and last.mean is not None:
-                costs.append((sign * (first.mean - last.mean), method))
+        means = {method: (self.cells[method, small].mean, self.cells[method, large].mean) for method in self.methods}
+        costs = sorted((sign * (a - b), method) for method, (a, b) in means.items() if a is not None and b is not None)
         if not costs:
             return ""
-        costs.sort()
         head = f"From batch {small} to {large},"
         least, method = costs[0]
         tied = [name for cost, name in costs if _same(cost, least)]
         if len(costs) == 1:
-            return (
-                f"{head} {method} {'gained' if least < 0 else 'lost'} {self._gap(abs(least)) if least else 'nothing'}."
-            )
+            gap = self._gap(abs(least)) if least else "nothing"
+            return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}."
         if len(tied) > 1:
             return f"{head} {_and(tied)} lost the same and least ({self._loss(least)})."
         second, other = costs[1]
@@ -251,7 +227,7 @@ def _and(words: Sequence[str]) -> str:
 
 
 def _same(a: float, b: float) -> bool:
-    """Equal but for rounding in the last digits."""
+    """Return whether two numbers are equal up to rounding."""
     return math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-12)
 
 
@@ -260,7 +236,7 @@ def _p(p: float) -> str:
 
 
 def summarise(folder: Path) -> Summary:
-    """Read a folder and work out what its report says.
+    """Read a folder of records and return the content of its report.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -271,68 +247,52 @@ def summarise(folder: Path) -> Summary:
     task = study.task if study else _most([run.task for run in runs])
     metric = study.metric if study else _metric(runs)
     better = study.higher_is_better if study else higher_is_better(metric)
-    ours = [run for run in runs if run.task == task]
-    if len(ours) < len(runs):
-        notes.append(f"{_runs(len(runs) - len(ours))} of other tasks left out.")
-    if study and study.epochs:
-        same = [run for run in ours if run.epochs in (None, study.epochs) or run.part == "select"]
-        if len(same) < len(ours):
-            notes.append(f"{_runs(len(ours) - len(same))} of other lengths than {study.epochs} epochs left out.")
-        ours = same
+    epochs = study.epochs if study else None
+    of_task = [run for run in runs if run.task == task]
+    ours = [run for run in of_task if not epochs or run.epochs in (None, epochs) or run.part == "select"]
+    if len(of_task) < len(runs):
+        notes.append(f"{_count(len(runs) - len(of_task), 'run')} of other tasks left out.")
+    if len(ours) < len(of_task):
+        notes.append(f"{_count(len(of_task) - len(ours), 'run')} of other lengths than {epochs} epochs left out.")
     lengths = sorted({run.epochs for run in ours if run.epochs and run.part != "select"})
     if len(lengths) > 1:
-        notes.append(
-            f"The runs differ in length ({_and([str(n) for n in lengths])} epochs): the comparison is not even."
-        )
+        notes.append(f"The runs differ in length ({_and([*map(str, lengths)])} epochs): the comparison is not even.")
     methods = list(dict.fromkeys((study.methods if study else []) + sorted({run.method for run in ours})))
     batches = sorted({run.batch for run in ours} | set(study.batches if study else []))
     choices = {(choice.method, choice.batch): choice for choice in (study.choices if study else [])}
-    cells, used = {}, 0
-    for method in methods:
-        for batch in batches:
-            mine = [run for run in ours if run.method == method and run.batch == batch]
-            cells[method, batch] = _cell(method, batch, mine, choices.get((method, batch)), metric, better)
-            used += len(cells[method, batch].runs)
-    extra = sum(run.part != "select" for run in ours) - used
-    if extra:
-        notes.append(f"{_runs(extra)} left out of the table: another rate than the chosen one, or a seed run twice.")
-    failed = [run.name for run in ours if run.status == "failed"]
-    if failed:
-        notes.append(f"{_runs(len(failed))} failed: {', '.join(failed)}.")
-    if records.unreadable:
-        count = len(records.unreadable)
-        names = ", ".join(records.unreadable)
-        notes.append(
-            f"{count} {'records are' if count > 1 else 'record is'} broken, or changed since written: {names}."
-        )
+    cells = {}
+    for key in itertools.product(methods, batches):
+        mine = [run for run in ours if (run.method, run.batch) == key]
+        cells[key] = _cell(*key, mine, choices.get(key), metric, better)
+    if extra := sum(run.part != "select" for run in ours) - sum(len(cell.runs) for cell in cells.values()):
+        why = "another learning rate than the chosen one, or a seed run twice"
+        notes.append(f"{_count(extra, 'run')} left out of the table: {why}.")
+    if failed := [run.name for run in ours if run.status == "failed"]:
+        notes.append(f"{_count(len(failed), 'run')} failed: {', '.join(failed)}.")
+    if broken := records.unreadable:
+        are = "records are" if len(broken) > 1 else "record is"
+        notes.append(f"{len(broken)} {are} broken, or changed since written: {', '.join(broken)}.")
     return Summary(task.rpartition("/")[2], metric, better, methods, batches, cells, records, notes)
 
 
 def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metric: str, better: bool) -> Cell:
-    selection = {}
-    for run in runs:
-        score = run.score(metric) if run.part == "select" else None
-        if score is not None:
-            selection[run.lr] = score if math.isfinite(score) else math.nan
-    selection = dict(sorted(selection.items()))
+    def rank(score: float) -> float:
+        return (score if better else -score) if math.isfinite(score) else -math.inf
+
+    trials = {run.lr: s for run in runs if run.part == "select" and (s := run.score(metric)) is not None}
+    selection = {lr: score if math.isfinite(score) else math.nan for lr, score in sorted(trials.items())}
     full = [run for run in runs if run.part != "select"]
     rates = sorted({run.lr for run in full})
-    sign = 1 if better else -1
-    on_test = False
-    if choice:
-        lr = choice.lr
-    elif len(rates) > 1:
-        # Without a study's word: the rate that did best on validation data, else on test data, which must be said.
-        lr = max(rates, key=lambda rate: _or(sign * selection.get(rate, math.nan)))
+    lr, on_test = choice.lr if choice else rates[0] if rates else None, False
+    if not choice and len(rates) > 1:  # the best on validation data; without any, the best on test data, which is said
         on_test = not any(math.isfinite(selection.get(rate, math.nan)) for rate in rates)
-        if on_test:
-            lr = max(rates, key=lambda rate: _or(sign * _mean([run for run in full if run.lr == rate], metric)))
-    else:
-        lr = rates[0] if rates else None
+        scores = {rate: [run.score(metric) for run in full if run.lr == rate] for rate in rates}
+        test = {rate: fmean(math.nan if score is None else score for score in scores[rate]) for rate in rates}
+        lr = max(rates, key=lambda rate: rank((test if on_test else selection).get(rate, math.nan)))
     by_seed = {run.seed: run for run in full if lr is not None and math.isclose(run.lr, lr, rel_tol=1e-9)}
     chosen = [by_seed[seed] for seed in sorted(by_seed)]
-    scores = {run.seed: score for run in chosen if (score := run.score(metric)) is not None}
-    values = {seed: score for seed, score in scores.items() if math.isfinite(score)}
+    ended = {run.seed: score for run in chosen if (score := run.score(metric)) is not None}
+    values = {seed: score for seed, score in ended.items() if math.isfinite(score)}
     grid = sorted(set(choice.grid if choice else []) or selection)
     return Cell(
         method=method,
@@ -340,7 +300,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
         lr=lr,
         runs=chosen,
         values=values,
-        diverged=len(scores) - len(values),
+        diverged=len(ended) - len(values),
         grid=grid,
         extensions=choice.extensions if choice else None,
         at_edge=choice.at_edge if choice else lr is not None and len(grid) > 1 and lr in (grid[0], grid[-1]),
@@ -349,17 +309,8 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
     )
 
 
-def _or(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
-
-
-def _mean(runs: list[Run], metric: str) -> float:
-    scores = [run.score(metric) for run in runs]
-    return fmean([math.nan if score is None else score for score in scores])
-
-
 def _metric(runs: list[Run]) -> str:
-    """The metric of runs without a study: what they say it is, or the best known that most of them report."""
+    """Return the metric of runs without a study: the one that they record, or else the best known that they report."""
     if said := [run.metric for run in runs if run.metric]:
         return _most(said)
     names = Counter(
@@ -376,5 +327,5 @@ def _most(words: list[str]) -> str:
     return Counter(sorted(words)).most_common(1)[0][0] if words else "unknown task"
 
 
-def _runs(count: int) -> str:
-    return f"{count} run{'s'[: count != 1]}"
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
