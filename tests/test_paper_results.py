@@ -470,8 +470,13 @@ def test_a_table_is_drawn_against_the_batch_size_and_runs_that_diverged_are_cros
 
     theirs, ours = picture().panels.values()
     assert [(s.label, s.plotted) for s in theirs] == [("SNGM", [(32, 90.0)]), ("MSGD", [(32, 80.0)])]
-    assert [(s.label, s.plotted, s.lost) for s in ours] == [("SNGM", [(32, 92.0, 12.706)], []), ("MSGD", [], [32])]
-    assert "ours" in picture().panels
+    assert [(s.label, s.plotted, s.lost) for s in ours] == [("SNGM", [(32, 92.0)], []), ("MSGD", [], [32])]
+    assert ours[0].faint == [[(32, 91.0)], [(32, 93.0)]]
+    assert "ours; without a bar: one or two seeds" in picture().panels
+    ((label, _, _, error),) = [
+        (s.label, *s.plotted[0]) for s in picture([*runs, line(seed=2, value=0.92)]).panels["ours"] if s.plotted
+    ]
+    assert (label, error) == ("SNGM", pytest.approx(2.4841))
     one = picture([*runs[:4], line(seed=1, status="diverged", value=None)]).panels["ours; without a bar: one seed"]
     assert [(s.plotted, s.lost) for s in one] == [([(32, 91.0)], [32])]
     assert picture([]) is None

@@ -62,14 +62,16 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
         means = [_shown(fmean(cell.values), metric) if cell.values else math.nan for cell in cells]
         halves = [half_width(cell.values) if len(cell.values) >= SEEDS else None for cell in cells]
         errors = [None if half is None else _shown(half, metric) for half in halves]
+        pairs = [cell for cell in cells if len(cell.values) == 2]
+        dots: list[Points] = [[(float(cell.planned.batch), _shown(y, metric))] for cell in pairs for y in cell.values]
         points = [(float(cell.planned.batch), mean) for cell, mean in zip(cells, means, strict=True)]
         lost = [float(cell.planned.batch) for cell in cells if cell.diverged or cell.nothing_trains]
         if any(map(math.isfinite, means)) or lost:
-            ours.append(Series(row.name, slot, points, errors, lost=lost))
+            ours.append(Series(row.name, slot, points, errors, dots, lost=lost))
     if not ours:
         return None
-    bare = [e is None for series in ours for (_, y), e in zip(series.points, series.errors, strict=True) if y == y]
-    single = "; without a bar: one seed" if any(bare) else ""
+    bare = {len(series.faint) for series in ours if len(series.plotted) > sum(e is not None for e in series.errors)}
+    single = f"; without a bar: {'one or two seeds' if any(bare) else 'one seed'}" if bare else ""
     return Figure(
         f"{item.title}, against the batch size",
         f"{item.title}, against the batch size: the paper's numbers, and our means over seeds with their 95 % "

@@ -35,12 +35,12 @@ def _breakable(name: object) -> Markup:
     return escape(words(name)).replace("(", Markup("(<wbr>")).replace("_", Markup("_<wbr>"))
 
 
-def words(value: object) -> str:
-    """Return a value of a record as text, not escaped.
+def words(value: object, missing: str = "None") -> str:
+    """Return a value of a record as text, not escaped; None as `missing`.
 
     >>> words({"torch": "2.5", "numpy": "2.1"}), words(0.1 + 0.2), words(None)
     ('torch 2.5, numpy 2.1', '0.3', 'None')
     """
     if isinstance(value, dict):
         return ", ".join(f"{key} {inner}" for key, inner in value.items())
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return missing if value is None else f"{value:g}" if isinstance(value, float) else str(value)

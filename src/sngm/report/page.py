@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from ..durations import duration
 from ..files import write_atomically
 from .drawing import standalone
 from .figures import by_batch, by_rate, curves
-from .html import render
-from .records import Run
+from .html import render, words
 from .summary import Summary, summarise
 from .tables import caption, details, footnotes, table
 
@@ -58,67 +55,33 @@ def html(summary: Summary) -> str:
     counts = {"method": len(summary.methods), "batch size": len(summary.batches), "run": len(runs)}
     size = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items()]
     seconds = [run.seconds for run in runs if run.seconds is not None]
-    rule = "Shaded: the best mean of a column, and those that Welch's test does not tell apart from it (p ≥ 0.05)."
     return render(
         "study",
         title=f"{summary.task}: large-batch study",
         subject=" · ".join([summary.task, *size]),
         answer=summary.answer(),
         summary=summary,
+        headings=[f"batch {batch}" for batch in summary.batches],
+        several=len(summary.methods) > 1,
         details=details,
-        leaders={batch: summary.leaders(batch) for batch in summary.batches},
-        notes=[caption(summary), *([rule] if len(summary.methods) > 1 else []), *footnotes(summary)],
+        caption=caption(summary),
+        footnotes=footnotes(summary),
         figures=[(figure(summary), note) for figure, note in FIGURES.values()],
-        **_search(summary),
+        cells=[cell for cell in summary.cells.values() if cell.grid],
         origin={
-            "hardware": _tally(", ".join(f"{k} {v}" for k, v in run.hardware.items()) for run in runs),
-            "versions": _tally(", ".join(f"{k} {v}" for k, v in run.versions.items()) for run in runs),
+            "hardware": _tally(words(run.hardware) for run in runs),
+            "versions": _tally(words(run.versions) for run in runs),
             "commit": _tally(run.commit or "" for run in runs),
             "time": f"{duration(sum(seconds))} in {len(seconds)} runs" if seconds else "not recorded",
         },
         commands=[study.command] if study and study.command else sorted({run.command for run in runs if run.command}),
-        runs=[
-            [run.name, run.method, run.batch, run.lr, run.seed, "trial" if run.part == "select" else run.part,
-             run.status, _score(summary, run), "–" if run.seconds is None else f"{run.seconds:.1f}", run.hash[:8]]
-            for run in runs
-        ],
-    )  # fmt: skip
-
-
-def _score(summary: Summary, run: Run) -> str:
-    score = run.score(summary.metric)
-    return "–" if score is None or not math.isfinite(score) else summary.text(score)
-
-
-def _search(summary: Summary) -> dict[str, Any]:
-    """Return how the learning rates were chosen: some totals, and a row for each method and batch size."""
-    cells = [cell for cell in summary.cells.values() if cell.grid]
-    trials = [run.status for run in summary.records.runs if run.part == "select"]
-    sizes = sorted({len(cell.grid) for cell in cells})
-    extended = [cell.extensions for cell in cells if cell.extensions is not None]
-    edges = [cell.at_edge for cell in cells if cell.lr is not None]
-    facts = (
-        {
-            "tried": f"{' to '.join(map(str, dict.fromkeys(sizes[:1] + sizes[-1:])))} for each method and batch size",
-            "extended": f"{sum(extended)} times in all, {max(extended)} at most" if extended else "not recorded",
-            "at the edge": f"{sum(edges)} of {len(edges)} chosen learning rates are at the edge of their grid",
-            "diverged": f"{trials.count('diverged')} of {len(trials)} trials",
-        }
-        if cells
-        else {}
+        runs=runs,
     )
-    choices = [
-        [cell.method, cell.batch, "–" if cell.lr is None else cell.lr, ", ".join(f"{lr:g}" for lr in cell.grid),
-         "–" if cell.extensions is None else cell.extensions, "yes" if cell.at_edge else "no",
-         sum(map(math.isnan, cell.selection.values()))]
-        for cell in cells
-    ]  # fmt: skip
-    return {"search": facts, "choices": choices}
 
 
-def _tally(words: Iterable[str]) -> str:
-    """Return each distinct word, with its count if there are several."""
-    counts = Counter(word or "not recorded" for word in words)
+def _tally(values: Iterable[str]) -> str:
+    """Return each distinct value, with its count if there are several."""
+    counts = Counter(value or "not recorded" for value in values)
     if len(counts) < 2:
         return next(iter(counts), "not recorded")
-    return "; ".join(f"{word} ({count} runs)" for word, count in counts.most_common())
+    return "; ".join(f"{value} ({count} runs)" for value, count in counts.most_common())
