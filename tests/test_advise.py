@@ -125,7 +125,7 @@ def test_nets_without_normalisation_are_warned_of_in_the_output_and_on_the_page(
     assert "Beware: The model has no normalisation layer" in result.out
     assert "39.75 %" in result.out
     page = (tmp_path / "bare" / "report.html").read_text()
-    assert page.index("has no normalisation layer") < page.index("To train by")
+    assert page.index("has no normalisation layer") < page.index("Train with it")
     for layer in ("nn.LayerNorm(2)", "nn.BatchNorm1d(2)", "nn.GroupNorm(1, 2)"):
         normed = OWN_TASK.replace("return nn.Linear(2, 1)", f"return nn.Sequential({layer}, nn.Linear(2, 1))")
         (tmp_path / "normed.py").write_text(normed)

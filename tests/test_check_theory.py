@@ -457,7 +457,7 @@ def test_the_page_needs_nothing_but_itself(few):
     page = (few[1] / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")
     assert "<script" not in page
-    assert "Of 4 checks of the paper&#x27;s statements 4 hold, 0 fail and 0 are left open." in page
+    assert "Of 4 checks of the paper&#39;s statements 4 hold, 0 fail and 0 are left open." in page
     for name in ("lemma-1", "lars", "theorem-1", "training"):
         assert f'<section id="{name}">' in page
         assert (few[1] / f"{name}.svg").read_text().startswith("<svg")

@@ -9,6 +9,7 @@ from waiting import PATIENCE
 
 from sngm import report
 
+COLOURS = {"light": ("#0063a6", "#c2410c"), "dark": ("#5cb8f0", "#fb923c")}
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 
 
@@ -89,8 +90,11 @@ def test_the_page_fits_and_every_figure_is_drawn(open_page, request, which, widt
     assert all(size["width"] > 0 and size["height"] > 0 for size in sizes)
     assert page.locator("svg.chart").count() == (11 if which == "study" else 5)
     assert page.evaluate("[...document.querySelectorAll('svg path')].every(p => p.getAttribute('d').length > 4)")
-    lines = "[...document.querySelectorAll('svg.chart')].every(s => s.querySelector('path.line, path.mark, path.bar'))"
-    assert page.evaluate(lines)
+    assert page.evaluate("[...document.querySelectorAll('svg.chart')].every(s => s.querySelector('g > title'))")
+    assert page.evaluate("[...document.querySelectorAll('svg.chart')].every(s => s.role == 'img' && s.ariaLabel)")
+    assert page.evaluate(
+        "new Set([...document.querySelectorAll('[href]')].map(u => u.getAttribute('href')[0])).size == 1"
+    )
     assert page.evaluate("[...document.querySelectorAll('th')].every(th => th.scope)")
 
 
@@ -131,7 +135,7 @@ def contrast(a, b):
 def test_hostile_labels_are_shown_as_text(open_page, hostile):
     page = open_page(hostile)
     assert page.locator("script").count() == 0
-    for place in ("h1", "tbody th", ".legend li", "dd code"):
+    for place in ("h1", "tbody th", ".legend", "dd code"):
         assert "<script>alert('x')</script>|&\"" in page.locator(place).first.text_content()
 
 
@@ -139,11 +143,12 @@ def test_hostile_labels_are_shown_as_text(open_page, hostile):
 @pytest.mark.parametrize("name", ["curves", "batch", "lr"])
 def test_figures_alone_bring_their_own_paper_and_ink(open_page, study, name, scheme):
     page = open_page(study.with_name(f"{name}.svg"), scheme=scheme)
-    fill = page.evaluate("getComputedStyle(document.querySelector('rect')).fill")
-    ink = page.evaluate("getComputedStyle(document.querySelector('.head')).fill")
+    fill = page.evaluate("getComputedStyle(document.querySelector('path')).fill")
+    ink = page.evaluate("getComputedStyle(document.querySelector('text')).fill")
     assert (fill == "rgb(255, 255, 255)") == (scheme == "light")
     assert fill != ink
-    assert page.evaluate("getComputedStyle(document.querySelector('path.line')).stroke").startswith("rgb")
+    strokes = page.evaluate("[...document.querySelectorAll('path')].map(p => getComputedStyle(p).stroke)")
+    assert {f"rgb{rgb(colour)}" for colour in COLOURS[scheme]} & set(strokes)
 
 
 def test_a_page_without_results_opens_too(open_page, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from scipy import stats as scipy_stats
 
 from sngm import report
-from sngm.report import figures, page, stats
+from sngm.report import drawing, figures, page, stats
 from sngm.report.records import read
 
 HOSTILE = "<script>alert('x')</script>|&\"\x00\ud800"
@@ -74,12 +73,6 @@ def folder(tmp_path):
     return Folder(tmp_path)
 
 
-@pytest.mark.parametrize("df", [1, 1.7, 2, 4.3, 30, 1000])
-@pytest.mark.parametrize("t", [0.0, 0.1, 1.0, 2.5, 12.0, 300.0])
-def test_students_distribution_is_scipys(t, df):
-    assert stats.two_sided(t, df) == pytest.approx(2 * scipy_stats.t.sf(t, df), rel=1e-9, abs=1e-14)
-
-
 @pytest.mark.parametrize("values", [[0.1, 0.2], [0.97, 0.98, 0.96], [1.0, 1.0, 1.5, 2.0, 9.0, 3.0, 2.5]])
 def test_the_interval_is_scipys(values):
     low, high = scipy_stats.t.interval(0.95, len(values) - 1, scipy_stats.tmean(values), scipy_stats.sem(values))
@@ -111,7 +104,9 @@ def test_a_cell_holds_the_full_runs_at_the_chosen_rate(folder):
     assert found.half_width == pytest.approx(0.0248, abs=1e-4)
     assert (found.selection[0.03], found.selection[0.1], found.seconds) == (0.90, 0.95, 2.0)
     assert math.isnan(found.selection[0.3])
-    assert summary.notes == ["1 run left out of the table: another rate than the chosen one, or a seed run twice."]
+    assert summary.notes == [
+        "1 run left out of the table: another learning rate than the chosen one, or a seed run twice."
+    ]
 
 
 def test_the_table_says_mean_interval_seeds_and_rate(folder):
@@ -302,7 +297,7 @@ def test_a_rate_that_was_chosen_on_test_data_is_called_that(folder):
     folder.run("sngm", 32, 0.9, lr=0.3)
     summary = folder.summary()
     assert summary.cells["sngm", 32].lr == 0.3
-    assert "† no rate was chosen on validation data" in report.table(summary)
+    assert "† no learning rate was chosen on validation data" in report.table(summary)
 
 
 def test_uneven_runs_are_pointed_out(folder):
@@ -335,7 +330,7 @@ def test_hostile_text_is_only_text(tmp_path):
     assert len({line.replace("\\|", "").count("|") for line in table.splitlines() if line.startswith("|")}) == 1
     for name in ("curves.svg", "batch.svg", "lr.svg"):
         tags = {element.tag.rpartition("}")[2] for element in ET.parse(tmp_path / name).iter()}
-        assert tags <= {"svg", "title", "desc", "style", "rect", "g", "path", "text", "circle"}
+        assert tags <= {"svg", "title", "style", "defs", "clipPath", "rect", "g", "path", "use", "text"}
 
 
 def test_a_report_that_fails_leaves_the_last_one(folder, monkeypatch):
@@ -347,7 +342,7 @@ def test_a_report_that_fails_leaves_the_last_one(folder, monkeypatch):
     def fail(*_, **__):
         raise RuntimeError
 
-    for owner, name in [(page, "html"), (Path, "write_text"), (os, "replace")]:
+    for owner, name in [(page, "html"), (page, "standalone"), (os, "replace")]:
         with monkeypatch.context() as patch:
             patch.setattr(owner, name, fail)
             with pytest.raises(RuntimeError):
@@ -357,32 +352,85 @@ def test_a_report_that_fails_leaves_the_last_one(folder, monkeypatch):
     assert report.write(folder.path).read_bytes() != before
 
 
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg, tag="text"):
+    return [element.text for element in ET.fromstring(svg).iter(SVG + tag)]
+
+
 @pytest.mark.parametrize("count", [1, 2, 9])
-def test_figures_are_drawn_inside_their_frame(folder, count):
+def test_a_figure_has_a_description_hover_values_and_no_reference_to_other_files(folder, count):
     for i in range(count):
         folder.runs(f"m{i}", 32 * 2**i, [0.9 - 0.01 * i, 0.92])
         folder.run(f"m{i}", 32 * 2**i, 0.9, part="select")
     report.write(folder.path)
+    before = {name: (folder.path / name).read_bytes() for name in ("curves.svg", "batch.svg", "lr.svg", "report.html")}
     for name in ("curves.svg", "batch.svg", "lr.svg"):
-        root = ET.parse(folder.path / name).getroot()
-        assert all(element.get("d") for element in root.iter("{http://www.w3.org/2000/svg}path"))
-        assert "nan" not in (folder.path / name).read_text("utf-8")
+        text = before[name].decode()
+        root = ET.fromstring(text)
+        assert root.get("role") == "img"
+        assert "m0 ends at 9" in root.get("aria-label")
+        assert any(title.startswith("m0: 9") for title in texts(text, "title"))
+        assert all(element.get("href", "#").startswith("#") for element in root.iter())
+        assert text.count("http") == 1  # the name of the format
+        assert "nan" not in text
+    report.write(folder.path)
+    assert all((folder.path / name).read_bytes() == content for name, content in before.items())
 
 
-def test_ticks_are_round_and_inside():
-    for low, high in [(0.0, 1.0), (81.2, 97.4), (-3.0, 1e6), (0.01, 0.011)]:
-        found = figures.ticks(low, high)
-        assert 2 <= len(found) <= 7
-        assert low <= found[0] <= found[-1] <= high + 1e-9
+def test_a_method_looks_the_same_in_any_order_of_the_methods():
+    methods = ["sngm", "mine", "msgd", "sngm(momentum=0.5)"]
+    found = figures.slots(methods)
+    assert figures.slots(methods[::-1]) == found
+    assert len(set(found.values())) == 4
+    assert figures.slots(["lars", "sngm"])["sngm"] == found["sngm"]
+
+
+def drawn(series, **settings):
+    return drawing.standalone(figures.Figure("t", "d", "x", "y", {"p": [series]}, **settings))
 
 
 @pytest.mark.parametrize("error", [399.9, 400.0, 1000.0])
-def test_a_log_axis_is_not_stretched_by_an_error_bar_that_reaches_to_zero_and_clips_it(error):
-    series = figures.Series("m", 0, [(1.0, 100.0), (2.0, 400.0)], [1.0, error])
-    drawn = figures.standalone(figures.Figure("t", "d", "x", "y", {"p": [series]}, log_y=True))
-    labels = [element.text for element in ET.fromstring(drawn).iter("{http://www.w3.org/2000/svg}text")]
-    assert {"100", "200", "500"} <= set(labels)
-    assert not {"0", "0.1", "10", "20", "50"} & set(labels)
-    bars = re.findall(r'class="bar" d="M[\d.]+,([\d.]+)h6m-3,0V([\d.]+)m', drawn)
-    assert [float(low) > float(high) for high, low in bars] == [True, True]
-    assert float(bars[1][1]) > figures.HEIGHT - figures.BOTTOM  # past the axis, where the panel ends
+def test_a_log_axis_is_not_stretched_by_an_error_bar_that_reaches_to_zero(error):
+    labels = set(texts(drawn(figures.Series("m", 0, [(1.0, 100.0), (2.0, 400.0)], [1.0, error]), log_y=True)))
+    assert {"100", "200", "500"} <= labels
+    assert not {"0", "0.1", "10", "20", "50"} & labels
+
+
+def test_an_axis_and_its_error_bars_end_at_possible_values():
+    series = figures.Series("m", 0, [(1.0, 50.0), (2.0, 99.0)], [200.0, 200.0])
+    canvas = drawing._canvas(figures.Figure("t", "d", "x", "y", {"p": [series]}, possible=(0.0, 100.0)))
+    assert canvas.axes[0].get_ylim() == (0, 100)
+    bars = [line.get_ydata() for line in canvas.axes[0].lines if line.get_marker() == "_"]
+    assert bars == [[0, 100], [0, 100]]
+
+
+def test_intervals_need_three_seeds_and_lines_end_at_batches_that_were_not_run(folder):
+    folder.runs("sngm", 32, [0.9, 0.8]).runs("sngm", 512, [0.9, 0.8, 0.7]).runs("msgd", 128, [0.9])
+    found = {series.label: series for series in figures.by_batch(folder.summary()).panels["digits"]}
+    assert [x for x, y in found["sngm"].points if math.isfinite(y)] == [32, 512]
+    assert math.isnan(found["sngm"].points[1][1])
+    assert [bool(error) for error in found["sngm"].errors] == [False, False, True]
+    assert found["sngm"].faint == [[(32, 90.0)], [(32, 80.0)]]
+    assert [x for x, y in found["msgd"].points if math.isfinite(y)] == [128]
+
+
+def test_learning_rates_have_decades_as_ticks_and_bad_ones_are_marked_at_the_floor(folder):
+    for lr, value in [(0.02, 0.93), (0.2, 0.95), (2.0, 0.2)]:
+        folder.run("sngm", 32, value, lr=lr, part="select")
+    folder.run("sngm", 32, 0.9, lr=0.2)
+    figure = figures.by_rate(folder.summary())
+    assert figure.worst == {"batch 32": pytest.approx(85.0)}
+    svg = drawing.standalone(figure)
+    labels = set(texts(svg))
+    assert {"0.1", "1", "86", "90", "94"} <= labels
+    assert not {"0.02", "0.2", "2", "20"} & labels
+    assert "sngm: 20 at 2" in texts(svg, "title")
+
+
+def test_means_that_cannot_be_told_apart_from_the_best_are_shaded_together(folder):
+    folder.runs("sngm", 32, [0.97, 0.98, 0.96]).runs("msgd", 32, [0.96, 0.98, 0.955]).runs("lars", 32, [0.5, 0.51, 0.5])
+    summary = folder.summary()
+    assert summary.leaders(32) == {"sngm", "msgd"}
+    assert page.html(summary).count('class="best"') == 2

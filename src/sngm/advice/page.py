@@ -1,24 +1,22 @@
-"""The advice as a folder: a record, and one page that opens offline, in the style of a study's report."""
+"""Write advice as a folder: advice.json, and one page that opens offline, in the style of a study's report."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from ..files import results_in, write_atomically, write_json
-from ..report.figures import Figure, Series, inline
-from ..report.html import box, document, fact_list, section, table_row, words
-from .facts import RULE, THEORY, Fact
+from ..report.figures import Figure, Series, slots
+from ..report.html import render
+from .facts import RULE, THEORY
 
 MOST = 400  # points of a drawn line
-OWN_STYLE = "pre{overflow-x:auto;white-space:pre-wrap}"
 Record = dict[str, Any]
 
 
 def write(folder: Path, advice: Record) -> Path:
-    """Write advice.json and report.html, whose path is returned."""
+    """Write advice.json and report.html and return the path of the latter."""
     with results_in(folder):
         write_json(folder / "advice.json", plain(advice))
         write_atomically(folder / "report.html", html(advice).encode())
@@ -26,7 +24,7 @@ def write(folder: Path, advice: Record) -> Path:
 
 
 def plain(advice: Record) -> Record:
-    """As JSON can have it."""
+    """Return the advice with JSON types only."""
     found = dict(advice)
     for key in ("facts", "constants"):
         if key in found:
@@ -37,7 +35,7 @@ def plain(advice: Record) -> Record:
 
 
 def answer(advice: Record) -> str:
-    """The advice in a sentence."""
+    """Return the advice in a sentence."""
     if advice["kind"] == "recipe":
         value = {fact.name: fact.text for fact in advice["facts"]}
         return (
@@ -52,7 +50,7 @@ def answer(advice: Record) -> str:
 
 
 def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
-    """Head and cells of what the bounds say."""
+    """Return the head and the rows of the table of methods."""
     said = {"largest batch": RULE, "lr": THEORY, "steps": "counted", "bound": THEORY, "lowest bound": THEORY}
     head = ["method", *(f"{name} ({source})" for name, source in said.items()), "by"]
     rows = [
@@ -65,34 +63,24 @@ def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def html(advice: Record) -> str:
-    """The page. It loads nothing and runs nothing."""
+    """Return the page."""
+    recipe = advice["kind"] == "recipe"
+    head, rows = ([], []) if recipe else methods_table(advice)
     title = f"Advice for {advice.get('task') or 'your numbers'}"
-    parts = [f'<header><p class="soft">{escape(title)}</p><h1>{escape(answer(advice))}</h1></header>']
-    if advice["warnings"]:
-        parts.append(section("Beware", "".join(f"<p>{escape(text)}</p>" for text in advice["warnings"])))
-    if advice["kind"] == "recipe":
-        parts.append(section("To train by", f"<pre><code>{escape(advice['command'])}</code></pre>"))
-        parts.append(section("Where the numbers come from", _table(advice["facts"])))
-        figure, note = _norms(advice["norms"]), "Each step of the pilot, with SGD."
-    else:
-        head, rows = methods_table(advice)
-        parts.append(section("What each method bears", box("Methods", head, [table_row(*row) for row in rows])))
-        figure, note = (
-            _bounds(advice),
-            "Each at its best admissible learning rate. A ring marks the largest batch borne, if there is one.",
-        )
-    parts.append(section(figure.title, f'<p class="soft">{escape(note)}</p>{inline(figure, "advice")}'))
-    if advice["kind"] == "budget":
-        parts.append(section("The constants", _table(advice["constants"])))
-    parts.append(section("How to read it", "".join(f"<p>{escape(text)}</p>" for text in advice["notes"])))
-    made = {key: words(advice[key]) for key in ("versions", "hardware", "commit") if advice.get(key)}
-    parts.append(section("How it was made", fact_list(made)) if made else "")
-    return document(title, "".join(parts), OWN_STYLE)
-
-
-def _table(facts: Sequence[Fact]) -> str:
-    rows = [table_row(fact.name, fact.text, fact.source, fact.why) for fact in facts]
-    return box("Numbers", ["number", "value", "source", "how"], rows, kind="said")
+    ring = "Each at its best admissible learning rate. A ring marks the largest batch of a method, if there is one."
+    return render(
+        "advice",
+        title=title,
+        subject=title,
+        answer=answer(advice),
+        advice=advice,
+        facts=[[f.name, f.text, f.source, f.why] for f in advice["facts" if recipe else "constants"]],
+        head=head,
+        rows=rows,
+        figure=_norms(advice["norms"]) if recipe else _bounds(advice),
+        note="Each step of the pilot, with SGD." if recipe else ring,
+        origin={key: advice[key] for key in ("versions", "hardware", "commit") if advice.get(key)},
+    )
 
 
 def _norms(norms: Sequence[float]) -> Figure:
@@ -110,10 +98,11 @@ def _norms(norms: Sequence[float]) -> Figure:
 
 def _bounds(advice: Record) -> Figure:
     panel = []
-    for slot, curve in enumerate(advice["curves"]):
+    looks = slots([curve.method for curve in advice["curves"]])
+    for curve in advice["curves"]:
         points = [(float(b), bound) for b, bound in zip(curve.batches, curve.bounds, strict=True)]
         ring = None if curve.largest is None else float(curve.batches[curve.largest])
-        panel.append(Series(curve.method, slot, points, ring=ring))
+        panel.append(Series(curve.method, looks[curve.method], points, ring=ring))
     lows = "; ".join(f"{row['method']} {row['best_bound']:.3g} at {row['best_batch']}" for row in advice["methods"])
     everything = [y for series in panel for _, y in series.points]
     return Figure(

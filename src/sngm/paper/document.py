@@ -16,7 +16,8 @@ from .. import tasks
 from ..errors import UsageError
 from ..files import write_atomically
 from ..progress import duration
-from ..report import figures
+from ..report.drawing import standalone
+from ..report.figures import Figure
 from ..report.stats import half_width
 from ..training.config import RunConfig
 from .drawing import by_batch, drawn
@@ -41,7 +42,7 @@ def pages(results: Results) -> dict[str, str]:
     for name, figure in pictures.items():
         plotted = {title: {s.label: s.plotted for s in panel} for title, panel in figure.panels.items()}
         found[f"{name}.json"] = json.dumps(plotted, indent=1) + "\n"
-        found[f"{name}.svg"] = figures.standalone(figure)
+        found[f"{name}.svg"] = standalone(figure)
     return found
 
 
@@ -132,7 +133,7 @@ def _with_block(readme: Path, text: str) -> str:
 # ---------------------------------------------------------------- the page of all results
 
 
-def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, figures.Figure]) -> str:
+def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict[str, Figure]) -> str:
     intro = Path(__file__).with_name("introduction.md").read_text("utf-8")
     parts = [MADE, intro.format(FILE=FILE, SEEDS=SEEDS).strip(), theory()]
     for item in ITEMS:

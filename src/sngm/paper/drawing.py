@@ -1,12 +1,13 @@
-"""The paper's figures, and its tables as figures, drawn from the kept runs."""
+"""The paper's figures, and its tables as figures, from the kept runs."""
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ..report import figures
+from ..report.figures import Figure, Points, Series
 from ..report.stats import half_width
 from .experiments import ON_MEAN, Item
 from .results import Line
@@ -24,8 +25,8 @@ AXES = {
 LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
 
 
-def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
-    """The paper's figures from our runs: the mean over seeds of each method, a panel a batch, loss and axis."""
+def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
+    """Return the paper's figures from our runs: the mean over seeds of each method, a panel for each batch and loss."""
     found = {}
     for figure in FIGURES:
         for metric, name in figure.pictures.items():
@@ -37,7 +38,7 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
                 if any(line.points for line in panel):
                     panels[f"batch {batch}{loss}"] = panel
             if panels:
-                found[name] = figures.Figure(
+                found[name] = Figure(
                     f"{figure.where.split(',')[0]}, our runs of {figure.task}",
                     f"{figure.title}: {AXES[metric]} over training, thick the mean over at least three seeds or as "
                     "many as said, thin the seeds",
@@ -47,8 +48,8 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, figures.Figure]:
     return found
 
 
-def by_batch(item: Item, outcomes: Sequence[Outcome]) -> figures.Figure | None:
-    """A table against the batch size: the paper's numbers, and our means beside them; a cross where runs diverged."""
+def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
+    """Return a table against the batch size: the paper's numbers, and our means; a cross where runs diverged."""
     metric = f"test_{item.metric}"
     theirs, ours = [], []
     for row in item.rows:
@@ -56,54 +57,49 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> figures.Figure | None:
         if numbers is None or item.apart or item.metric == "seconds":
             continue
         slot = LOOKS.index(row.name)
-        theirs.append(
-            figures.Series(row.name, slot, [(float(b), _shown(y, metric)) for b, y in sorted(numbers.items())])
-        )
+        theirs.append(Series(row.name, slot, [(float(b), _shown(y, metric)) for b, y in sorted(numbers.items())]))
         cells = sorted((o for o in outcomes if o.planned.row is row), key=lambda o: o.planned.batch)
-        run = [cell for cell in cells if cell.values]
-        points = [(float(cell.planned.batch), _shown(fmean(cell.values), metric)) for cell in run]
-        halves = [half_width(cell.values) for cell in run]
+        means = [_shown(fmean(cell.values), metric) if cell.values else math.nan for cell in cells]
+        halves = [half_width(cell.values) if len(cell.values) >= SEEDS else None for cell in cells]
         errors = [None if half is None else _shown(half, metric) for half in halves]
+        pairs = [cell for cell in cells if len(cell.values) == 2]
+        dots: list[Points] = [[(float(cell.planned.batch), _shown(y, metric))] for cell in pairs for y in cell.values]
+        points = [(float(cell.planned.batch), mean) for cell, mean in zip(cells, means, strict=True)]
         lost = [float(cell.planned.batch) for cell in cells if cell.diverged or cell.nothing_trains]
-        if points or lost:
-            ours.append(figures.Series(row.name, slot, points, errors, lost=lost))
+        if any(map(math.isfinite, means)) or lost:
+            ours.append(Series(row.name, slot, points, errors, dots, lost=lost))
     if not ours:
         return None
-    single = "; without a bar: one seed" if any(error is None for series in ours for error in series.errors) else ""
-    return figures.Figure(
+    bare = {len(series.faint) for series in ours if len(series.plotted) > sum(e is not None for e in series.errors)}
+    single = f"; without a bar: {'one or two seeds' if any(bare) else 'one seed'}" if bare else ""
+    return Figure(
         f"{item.title}, against the batch size",
         f"{item.title}, against the batch size: the paper's numbers, and our means over seeds with their 95 % "
         "intervals, or single runs",
         "global batch", AXES[metric], {"the paper": theirs, f"ours{single}": ours}, log_x=True,
         worst_at_bottom=item.higher_is_better, dodge=3.0, log_y="perplexity" in metric,
+        possible=(0.0, 100.0 if item.metric == "accuracy" else math.inf),
     )  # fmt: skip
 
 
 def _shown(value: float, metric: str) -> float:
-    """Accuracies in %; as many digits as a picture can show."""
+    """Return a value to five digits, an accuracy in %."""
     return float(f"{100 * value if metric.endswith('accuracy') else value:.5g}")
 
 
-def _series(name: str, cell: Outcome, metric: str) -> figures.Series | None:
-    """A method looks the same in every figure; one of which every run diverged is a cross at the last epoch."""
+def _series(name: str, cell: Outcome, metric: str) -> Series | None:
+    """Return the mean curve of a method and its seeds; a cross at the last epoch if every run diverged."""
     slot = LOOKS.index(name)
     if cell.tried and not cell.values:
-        return figures.Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])
+        return Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])
     finished = [line for line in cell.lines if line.record["status"] == "finished" and metric in line.curve]
     points, few = _mean_curve(finished, metric), len(finished) < SEEDS
     label = f"{name}, {len(finished)} seed{'s' * (len(finished) > 1)}" if few else name
     label += f", {cell.diverged} diverged" if cell.diverged else ""
     seeds = [curve for line in finished if (curve := _mean_curve([line], metric))] if len(finished) > 1 else []
-    return figures.Series(label, slot, points, faint=seeds, marks=False) if points else None
+    return Series(label, slot, points, faint=seeds, marks=False) if points else None
 
 
-def _mean_curve(lines: Sequence[Line], metric: str) -> list[tuple[float, float]]:
-    if not lines:
-        return []
-    columns = zip(*(line.curve[metric] for line in lines), strict=False)
-    points = []
-    for epoch, values in enumerate(columns, 1):
-        there = [value for value in values if value is not None]
-        if len(there) == len(values):
-            points.append((float(epoch), _shown(fmean(there), metric)))
-    return points
+def _mean_curve(lines: Sequence[Line], metric: str) -> Points:
+    columns = enumerate(zip(*(line.curve[metric] for line in lines), strict=False), 1)
+    return [(float(epoch), _shown(fmean(values), metric)) for epoch, values in columns if None not in values]

@@ -1,11 +1,11 @@
-"""Reports from records: tables, figures and one page that opens offline.
+"""Reports of studies: tables, figures and one page that opens offline.
 
-A report reads the records that runs leave on disk and nothing else, so it can be written again at any time and on
-any machine, also while a study is still running.
+A report is made from the records in a folder alone, so it can be written again at any time, on any machine, and while
+a study is running.
 """
 
 from .page import write
-from .stats import Cell, Summary, summarise
+from .summary import Cell, Summary, summarise
 from .tables import rows, table
 
 __all__ = ["Cell", "Summary", "rows", "summarise", "table", "write"]

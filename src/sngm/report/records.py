@@ -1,7 +1,7 @@
-"""What studies and runs left on disk, read into plain dataclasses.
+"""Read the records of studies and runs into dataclasses.
 
-Records come from other machines, other versions and interrupted runs, so nothing here trusts them: a record that makes
-no sense is named and left out, and text is stripped of what HTML and XML cannot carry.
+Records may come from other machines, other versions and interrupted runs, so each is validated: an invalid one is named
+and left out, and characters that HTML and XML do not allow are removed from text.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..parsing import format_call
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One training. A value that was not finite, which JSON writes as null, is NaN here."""
+    """One run. A value that was NaN or infinite, null in the record, is NaN here."""
 
     name: str
     status: str
@@ -33,7 +33,7 @@ class Run:
     epochs: int | None
     hash: str
     metric: str
-    """The task's; empty in records of before it was written down."""
+    """The task's; empty in records of older versions."""
     result: dict[str, float]
     result_of: str
     curve: list[dict[str, float]]
@@ -44,13 +44,13 @@ class Run:
     command: str | None
 
     def score(self, metric: str) -> float | None:
-        """The value that counts: NaN if the run diverged, None if there is none (yet)."""
+        """Return the result: NaN if the run diverged, None if there is none (yet)."""
         if self.status == "diverged":
             return math.nan
         return self.result.get(self.key(metric)) if self.status == "finished" else None
 
     def key(self, metric: str) -> str:
-        """What this run calls a metric: trials report it on validation data, full runs on test data."""
+        """Return the key of a metric in this run: trials report it on validation data, full runs on test data."""
         return f"{'validation' if self.part == 'select' else 'test'}_{metric}"
 
 
@@ -68,7 +68,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Study:
-    """What a study set out to do."""
+    """The settings of a study, and the learning rates that it chose."""
 
     task: str
     methods: list[str]
@@ -82,7 +82,7 @@ class Study:
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All that a folder holds."""
+    """All records in a folder."""
 
     folder: Path
     study: Study | None
@@ -131,7 +131,7 @@ def read(folder: Path) -> Records:
 
 
 def clean(value: object) -> str:
-    r"""The value as text without control characters and lone surrogates, which no XML file may contain.
+    r"""Return a value as text without control characters and lone surrogates, which XML does not allow.
 
     >>> clean("a\x00b\ud800\n")
     'a b? '
@@ -141,7 +141,7 @@ def clean(value: object) -> str:
 
 
 def _run(place: Path) -> tuple[Run, bool]:
-    """Return a run, and whether its metrics are those that it wrote; others are left out."""
+    """Return a run, and whether its metrics.jsonl is unchanged; a changed one is left out."""
     record = read_record(place / "run.json")
     whole = not metrics_changed(place, record)
     config = record["config"]
@@ -164,14 +164,14 @@ def _run(place: Path) -> tuple[Run, bool]:
         seconds=timing.get("seconds"),
         versions=_texts(record.get("versions")),
         hardware=_texts(record.get("hardware")),
-        commit=clean(record["commit"]) if record.get("commit") else None,
-        command=clean(record["command"]) if record.get("command") else None,
+        commit=clean(record.get("commit") or "") or None,
+        command=clean(record.get("command") or "") or None,
     )
     return run, whole
 
 
 def _curve(path: Path) -> list[dict[str, float]]:
-    """One entry an epoch. A run that is killed while it writes leaves half a line, which is no news."""
+    """Return one entry for each epoch. An incomplete line, of a run that was killed while writing, is left out."""
     epochs: dict[float, dict[str, float]] = {}
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
@@ -195,7 +195,7 @@ def _study(record: Any) -> Study:
         epochs=_count(record.get("epochs")),
         metric=metric,
         higher_is_better=bool(record.get("higher_is_better", higher_is_better(metric))),
-        command=clean(record["command"]) if record.get("command") else None,
+        command=clean(record.get("command") or "") or None,
         choices=[
             Choice(
                 method=clean(cell["method"]),
@@ -211,7 +211,7 @@ def _study(record: Any) -> Study:
 
 
 def higher_is_better(metric: str) -> bool:
-    """What is usual for a metric of this name, when no study says.
+    """Return whether higher values of a metric are better, judged by its name.
 
     >>> higher_is_better("accuracy"), higher_is_better("test_loss")
     (True, False)
@@ -223,19 +223,19 @@ def _number(value: object) -> float:
     if value is None:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"not a number: {value!r}")
-    return float(value) if abs(value) < 1e100 else math.nan  # beyond that, squares overflow: as good as infinite
+        raise TypeError(f"a metric must be a number or null, got {value!r}")
+    return float(value) if abs(value) < 1e100 else math.nan  # larger squares overflow
 
 
 def _rate(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-        raise ValueError(f"no learning rate: {value!r}")
+        raise ValueError(f"lr must be a finite number > 0, got {value!r}")
     return float(value)
 
 
 def _batch(value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or not 0 < value < 10**12:
-        raise ValueError(f"no batch size: {value!r}")
+        raise ValueError(f"batch must be an integer > 0, got {value!r}")
     return value
 
 

@@ -1,423 +1,59 @@
-"""From records to numbers that carry their uncertainty, and from those to one honest answer."""
+"""Student's t intervals and Welch's test for means over seeds."""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean, variance
-from typing import Any
-
-from .records import Choice, Records, Run, higher_is_better, read
-
-
-def two_sided(t: float, df: float) -> float:
-    """The chance that Student's t with df degrees of freedom lies at least as far from zero as t.
-
-    >>> round(two_sided(2.776445, 4), 4)
-    0.05
-    """
-    from scipy.special import stdtr  # slow to import, and most of the package never needs it
-
-    return float(2 * stdtr(df, -abs(t)))
 
 
 def half_width(values: Sequence[float], level: float = 0.95) -> float | None:
-    """Half of the confidence interval of the mean, by Student's t; None for fewer than two values.
+    """Return half the width of the mean's confidence interval by Student's t; None for fewer than two values.
 
     >>> round(half_width([0.97, 0.98, 0.96]), 4)
     0.0248
     """
-    if len(values) < 2:
-        return None
-    from scipy.special import stdtrit
-
-    return float(-stdtrit(len(values) - 1, (1 - level) / 2)) * math.sqrt(variance(values) / len(values))
-
-
-def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
-    """The p-value of "the weighted sum of these means is zero", by Welch and Satterthwaite.
-
-    With weights 1 and -1 this is Welch's test. None where nothing can be tested: a group of one, or no spread at all.
-
-    >>> round(contrast((1, [0.97, 0.98, 0.96]), (-1, [0.93, 0.95, 0.94])), 3)
-    0.021
-    """
-    error = _error(*groups)
-    return None if error is None else two_sided(sum(w * fmean(values) for w, values in groups) / error[0], error[1])
+    return _half_width(level, (1, values))
 
 
 def difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """The difference of two means and half of its confidence interval, by Welch; None where `contrast` has none.
+    """Return the difference of two means and half the width of its confidence interval, by Welch.
+
+    The result is None where `contrast` returns None.
 
     >>> tuple(round(value, 4) for value in difference([0.97, 0.98, 0.96], [0.93, 0.95, 0.94]))
     (0.03, 0.0227)
     """
-    from scipy.special import stdtrit
-
-    error = _error((1, ours), (-1, theirs))
-    if error is None:
-        return None
-    return fmean(ours) - fmean(theirs), error[0] * float(-stdtrit(error[1], (1 - level) / 2))
+    half = _half_width(level, (1, ours), (-1, theirs))
+    return (fmean(ours) - fmean(theirs), half) if half else None
 
 
-def _error(*groups: tuple[float, Sequence[float]]) -> tuple[float, float] | None:
-    """The standard error of a weighted sum of means, and its degrees of freedom."""
+def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
+    """Return the p-value of "the weighted sum of these means is zero", by Welch and Satterthwaite.
+
+    With weights 1 and -1 this is Welch's test. The result is None where no test is possible: a group has fewer than
+    two values, or no group has any spread.
+
+    >>> round(contrast((1, [0.97, 0.98, 0.96]), (-1, [0.93, 0.95, 0.94])), 3)
+    0.021
+    """
+    from scipy.stats import t  # slow to import, and most commands do not need it
+
+    error, df = _standard_error(groups)
+    return float(2 * t.sf(abs(sum(w * fmean(values) for w, values in groups)) / error, df)) if error else None
+
+
+def _half_width(level: float, *groups: tuple[float, Sequence[float]]) -> float | None:
+    from scipy.stats import t
+
+    error, df = _standard_error(groups)
+    return None if error is None else error * float(t.ppf((1 + level) / 2, df))
+
+
+def _standard_error(groups: Sequence[tuple[float, Sequence[float]]]) -> tuple[float | None, float]:
+    """Return the standard error of a weighted sum of means, None if a group has fewer than two values, and its df."""
     if any(len(values) < 2 for _, values in groups):
-        return None
+        return None, 0
     parts = [(w * w * variance(values) / len(values), len(values) - 1) for w, values in groups]
     square = sum(part for part, _ in parts)
-    if square <= 0:
-        return None
-    return math.sqrt(square), square**2 / sum(part**2 / free for part, free in parts)
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One method at one batch size: the rate that was chosen, and what the runs at that rate reached."""
-
-    method: str
-    batch: int
-    lr: float | None = None
-    runs: list[Run] = field(default_factory=list)
-    """The full runs at this rate, one a seed."""
-    values: dict[int, float] = field(default_factory=dict)
-    """Seed -> the metric, of finished runs."""
-    diverged: int = 0
-    grid: list[float] = field(default_factory=list)
-    extensions: int | None = None
-    at_edge: bool = False
-    selection: dict[float, float] = field(default_factory=dict)
-    """Learning rate -> validation metric; NaN where the run diverged."""
-    chosen_on_test: bool = False
-
-    @property
-    def n(self) -> int:
-        return len(self.values)
-
-    @property
-    def mean(self) -> float | None:
-        return fmean(self.values.values()) if self.values else None
-
-    @property
-    def half_width(self) -> float | None:
-        return half_width(list(self.values.values()))
-
-    @property
-    def seconds(self) -> float | None:
-        times = [run.seconds for run in self.runs if run.status == "finished" and run.seconds is not None]
-        return fmean(times) if times else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return {
-            "method": self.method,
-            "batch": self.batch,
-            "lr": self.lr,
-            "mean": self.mean,
-            "half_width": self.half_width,
-            "n": self.n,
-            "values": list(self.values.values()),
-            "diverged": self.diverged,
-            "grid": self.grid,
-            "extensions": self.extensions,
-            "at_edge": self.at_edge,
-            "seconds": self.seconds,
-        }
-
-    @property
-    def only_diverged(self) -> bool:
-        """Nothing finished because everything diverged: the full runs, or every rate that was tried."""
-        if self.runs:
-            return self.diverged == len(self.runs)
-        return self.lr is None and bool(self.selection) and all(map(math.isnan, self.selection.values()))
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """All that a report says, as numbers."""
-
-    task: str
-    metric: str
-    higher_is_better: bool
-    methods: list[str]
-    batches: list[int]
-    cells: dict[tuple[str, int], Cell]
-    records: Records
-    notes: list[str]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        cells = [cell.as_dict() for cell in self.cells.values()]
-        return {"task": self.task, "metric": self.metric, "answer": self.answer(), "cells": cells, "notes": self.notes}
-
-    @property
-    def percent(self) -> bool:
-        return self.metric in ("accuracy", "auc")
-
-    @property
-    def of_best_epoch(self) -> bool:
-        """Whether results are of the epoch with the best validation score, and not of the last."""
-        return any(run.result_of == "best" for cell in self.cells.values() for run in cell.runs)
-
-    def text(self, value: float, half: float | None = None) -> str:
-        """A value, and its half-width, with as many digits as the latter deserves."""
-        if self.percent:
-            value, half = 100 * value, None if half is None else 100 * half
-            digits = 1 if half is None or half >= 0.1 else 2
-        elif half:
-            digits = min(max(1 - math.floor(math.log10(half)), 0), 6)
-        else:
-            digits = min(max(3 - math.floor(math.log10(abs(value) or 1)), 0), 6)
-        if abs(value) >= 1e6:
-            return f"{value:.3g}" + ("" if half is None else f" ± {half:.2g}")
-        return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
-
-    def answer(self) -> str:
-        """One or two sentences: who is best at the largest batch, how surely, and who lost least on the way there."""
-        scored = {batch: self.ranking(batch) for batch in self.batches}
-        reached = [batch for batch in self.batches if scored[batch]]
-        if not reached:
-            return self._nothing()
-        largest = self.batches[-1]
-        sentences = []
-        if largest != reached[-1]:
-            lost = all(self.cells[method, largest].only_diverged for method in self.methods)
-            sentences.append(
-                f"At batch {largest} every run diverged." if lost else f"At batch {largest} nothing has finished yet."
-            )
-        sentences.append(self._best(scored[reached[-1]]))
-        if len(reached) > 1:
-            sentences.append(self._cost(reached[0], reached[-1]))
-        return " ".join(filter(None, sentences))
-
-    def ranking(self, batch: int) -> list[Cell]:
-        """The cells of a batch size that have a mean, best first."""
-        cells = [self.cells[method, batch] for method in self.methods if self.cells[method, batch].values]
-        return sorted(cells, key=lambda cell: cell.mean or 0.0, reverse=self.higher_is_better)
-
-    def _nothing(self) -> str:
-        full = [run for run in self.records.runs if run.part != "select"]
-        if self.cells and all(cell.only_diverged for cell in self.cells.values()):
-            return f"Every run on {self.task} diverged, so there is nothing to compare."
-        if self.records.runs and not full:
-            done = sum(run.status in ("finished", "diverged") for run in self.records.runs)
-            trials = f"{done} trial{'s'[: done != 1]} done"
-            return f"No full run has finished yet: learning rates are still being chosen ({trials})."
-        return f"No run has finished yet ({len(full)} begun), so there is no answer."
-
-    def _best(self, ranked: list[Cell]) -> str:
-        best, batch, what = ranked[0], ranked[0].batch, f"test {self.metric}"
-        unit = " %" if self.percent else ""
-        aside = self._aside(batch)
-        assert best.mean is not None
-        if len(ranked) == 1:
-            seeds = "one seed" if best.n == 1 else f"{best.n} seeds"
-            value = self.text(best.mean, best.half_width)
-            return f"At batch {batch}, {best.method} reaches {value}{unit} {what} on {self.task} ({seeds}){aside}."
-        second = ranked[1]
-        assert second.mean is not None
-        gap = abs(best.mean - second.mean)
-        if _same(best.mean, second.mean):
-            tied = _and([cell.method for cell in ranked if _same(cell.mean or 0.0, best.mean)])
-            return f"At batch {batch}, {tied} tie on {self.task}: {self.text(best.mean)}{unit} {what}{aside}."
-        p = contrast((1, list(best.values.values())), (-1, list(second.values.values())))
-        side = "above" if self.higher_is_better else "below"
-        if p is not None and p >= 0.05:
-            return (
-                f"At batch {batch}, {best.method} and {second.method} are too close to call on {self.task}: "
-                f"{self.text(best.mean)} and {self.text(second.mean)}{unit} {what} "
-                f"({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
-            )
-        head = (
-            f"At batch {batch}, {best.method} is {'best' if p is not None else 'ahead'} on {self.task} with "
-            f"{self.text(best.mean, best.half_width)}{unit} {what}, {self._gap(gap)} {side} {second.method}"
-        )
-        if p is not None:
-            return f"{head}: a clear difference ({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
-        short = min(best.n, second.n) < 2
-        why = "with one seed" if short else "as the seeds show no spread"
-        return f"{head}, but {why} no test can tell that from chance{aside}."
-
-    def _aside(self, batch: int) -> str:
-        """What the ranking of a batch size leaves out."""
-        cells = [self.cells[method, batch] for method in self.methods]
-        parts = [
-            f"{cell.diverged} of {len(cell.runs)} runs of {cell.method}" for cell in cells if cell.n and cell.diverged
-        ]
-        gone = [cell.method for cell in cells if cell.only_diverged]
-        missing = [cell.method for cell in cells if not cell.n and not cell.only_diverged]
-        said = [f"{_and(parts)} diverged and do not count"] if parts else []
-        said += [f"{_and(gone)} diverged"] if gone else []
-        said += [f"{_and(missing)} {'have' if len(missing) > 1 else 'has'} no finished run there"] if missing else []
-        return "".join(f"; {part}" for part in said)
-
-    def _cost(self, small: int, large: int) -> str:
-        sign = 1 if self.higher_is_better else -1
-        costs = []
-        for method in self.methods:
-            first, last = self.cells[method, small], self.cells[method, large]
-            if first.mean is not None and last.mean is not None:
-                costs.append((sign * (first.mean - last.mean), method))
-        if not costs:
-            return ""
-        costs.sort()
-        head = f"From batch {small} to {large},"
-        least, method = costs[0]
-        tied = [name for cost, name in costs if _same(cost, least)]
-        if len(costs) == 1:
-            return (
-                f"{head} {method} {'gained' if least < 0 else 'lost'} {self._gap(abs(least)) if least else 'nothing'}."
-            )
-        if len(tied) > 1:
-            return f"{head} {_and(tied)} lost the same and least ({self._loss(least)})."
-        second, other = costs[1]
-        weights = {(method, small): 1, (method, large): -1, (other, small): -1, (other, large): 1}
-        p = contrast(*((weight, list(self.cells[key].values.values())) for key, weight in weights.items()))
-        sure = "" if p is None else f"; {_p(p)}{', too close to call' if p >= 0.05 else ''}"
-        return f"{head} {method} lost least ({self._loss(least)}), then {other} ({self._loss(second)}{sure})."
-
-    def _gap(self, gap: float) -> str:
-        if self.percent:
-            gap *= 100
-            return f"{gap:.{1 if gap >= 0.1 else 2}f} points"
-        return f"{gap:.2g}"
-
-    def _loss(self, loss: float) -> str:
-        return "nothing" if loss == 0 else ("a gain of " if loss < 0 else "") + self._gap(abs(loss))
-
-
-def _and(words: Sequence[str]) -> str:
-    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
-
-
-def _same(a: float, b: float) -> bool:
-    """Equal but for rounding in the last digits."""
-    return math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-12)
-
-
-def _p(p: float) -> str:
-    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
-
-
-def summarise(folder: Path) -> Summary:
-    """Read a folder and work out what its report says.
-
-    Raises:
-        FileNotFoundError: the folder holds no record.
-    """
-    records = read(folder)
-    study, runs = records.study, records.runs
-    notes = []
-    task = study.task if study else _most([run.task for run in runs])
-    metric = study.metric if study else _metric(runs)
-    better = study.higher_is_better if study else higher_is_better(metric)
-    ours = [run for run in runs if run.task == task]
-    if len(ours) < len(runs):
-        notes.append(f"{_runs(len(runs) - len(ours))} of other tasks left out.")
-    if study and study.epochs:
-        same = [run for run in ours if run.epochs in (None, study.epochs) or run.part == "select"]
-        if len(same) < len(ours):
-            notes.append(f"{_runs(len(ours) - len(same))} of other lengths than {study.epochs} epochs left out.")
-        ours = same
-    lengths = sorted({run.epochs for run in ours if run.epochs and run.part != "select"})
-    if len(lengths) > 1:
-        notes.append(
-            f"The runs differ in length ({_and([str(n) for n in lengths])} epochs): the comparison is not even."
-        )
-    methods = list(dict.fromkeys((study.methods if study else []) + sorted({run.method for run in ours})))
-    batches = sorted({run.batch for run in ours} | set(study.batches if study else []))
-    choices = {(choice.method, choice.batch): choice for choice in (study.choices if study else [])}
-    cells, used = {}, 0
-    for method in methods:
-        for batch in batches:
-            mine = [run for run in ours if run.method == method and run.batch == batch]
-            cells[method, batch] = _cell(method, batch, mine, choices.get((method, batch)), metric, better)
-            used += len(cells[method, batch].runs)
-    extra = sum(run.part != "select" for run in ours) - used
-    if extra:
-        notes.append(f"{_runs(extra)} left out of the table: another rate than the chosen one, or a seed run twice.")
-    failed = [run.name for run in ours if run.status == "failed"]
-    if failed:
-        notes.append(f"{_runs(len(failed))} failed: {', '.join(failed)}.")
-    if records.unreadable:
-        count = len(records.unreadable)
-        names = ", ".join(records.unreadable)
-        notes.append(
-            f"{count} {'records are' if count > 1 else 'record is'} broken, or changed since written: {names}."
-        )
-    return Summary(task.rpartition("/")[2], metric, better, methods, batches, cells, records, notes)
-
-
-def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metric: str, better: bool) -> Cell:
-    selection = {}
-    for run in runs:
-        score = run.score(metric) if run.part == "select" else None
-        if score is not None:
-            selection[run.lr] = score if math.isfinite(score) else math.nan
-    selection = dict(sorted(selection.items()))
-    full = [run for run in runs if run.part != "select"]
-    rates = sorted({run.lr for run in full})
-    sign = 1 if better else -1
-    on_test = False
-    if choice:
-        lr = choice.lr
-    elif len(rates) > 1:
-        # Without a study's word: the rate that did best on validation data, else on test data, which must be said.
-        lr = max(rates, key=lambda rate: _or(sign * selection.get(rate, math.nan)))
-        on_test = not any(math.isfinite(selection.get(rate, math.nan)) for rate in rates)
-        if on_test:
-            lr = max(rates, key=lambda rate: _or(sign * _mean([run for run in full if run.lr == rate], metric)))
-    else:
-        lr = rates[0] if rates else None
-    by_seed = {run.seed: run for run in full if lr is not None and math.isclose(run.lr, lr, rel_tol=1e-9)}
-    chosen = [by_seed[seed] for seed in sorted(by_seed)]
-    scores = {run.seed: score for run in chosen if (score := run.score(metric)) is not None}
-    values = {seed: score for seed, score in scores.items() if math.isfinite(score)}
-    grid = sorted(set(choice.grid if choice else []) or selection)
-    return Cell(
-        method=method,
-        batch=batch,
-        lr=lr,
-        runs=chosen,
-        values=values,
-        diverged=len(scores) - len(values),
-        grid=grid,
-        extensions=choice.extensions if choice else None,
-        at_edge=choice.at_edge if choice else lr is not None and len(grid) > 1 and lr in (grid[0], grid[-1]),
-        selection=selection,
-        chosen_on_test=on_test,
-    )
-
-
-def _or(value: float) -> float:
-    return value if math.isfinite(value) else -math.inf
-
-
-def _mean(runs: list[Run], metric: str) -> float:
-    scores = [run.score(metric) for run in runs]
-    return fmean([math.nan if score is None else score for score in scores])
-
-
-def _metric(runs: list[Run]) -> str:
-    """The metric of runs without a study: what they say it is, or the best known that most of them report."""
-    if said := [run.metric for run in runs if run.metric]:
-        return _most(said)
-    names = Counter(
-        key.partition("_")[2]
-        for run in runs
-        for key in {*run.result, *(run.curve[-1] if run.curve else {})}
-        if key.startswith(("test_", "validation_"))
-    )
-    known = [name for name in ("accuracy", "auc", "perplexity", "loss") if name in names]
-    return known[0] if known else _most(list(names.elements())) if names else "loss"
-
-
-def _most(words: list[str]) -> str:
-    return Counter(sorted(words)).most_common(1)[0][0] if words else "unknown task"
-
-
-def _runs(count: int) -> str:
-    return f"{count} run{'s'[: count != 1]}"
+    return math.sqrt(square), square**2 / sum(part**2 / free for part, free in parts) if square > 0 else 1

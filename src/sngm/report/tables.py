@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import html
 
-from .stats import Cell, Summary
+from .summary import Cell, Summary
 
 
 def rows(summary: Summary) -> list[list[str]]:
-    """A header and one row a method, for a table in a terminal."""
+    """Return a header and one row for each method, for a table in a terminal."""
     header = ["method", *(f"batch {batch}" for batch in summary.batches)]
     return [header] + [
         [method, *(cell_text(summary, summary.cells[method, batch]) for batch in summary.batches)]
@@ -17,20 +17,20 @@ def rows(summary: Summary) -> list[list[str]]:
 
 
 def cell_text(summary: Summary, cell: Cell) -> str:
-    """Such as "97.1 ± 0.4 (n=3, lr 0.3)"."""
+    """Return a cell as text, such as "97.1 ± 0.4 (n=3, lr 0.3)"."""
     if cell.mean is None:
         return "diverged" if cell.only_diverged else "-"
     return f"{summary.text(cell.mean, cell.half_width)} ({', '.join(details(cell))})"
 
 
 def details(cell: Cell) -> list[str]:
-    """What qualifies a mean: how many seeds, at which rate, and how many did not survive it."""
+    """Return the number of seeds behind a mean, its learning rate, and how many runs diverged."""
     lr = f"lr {cell.lr:g}" + "*" * cell.at_edge + "†" * cell.chosen_on_test
     return [f"n={cell.n}", lr] + ([f"{cell.diverged} diverged"] if cell.diverged else [])
 
 
 def caption(summary: Summary) -> str:
-    """What the numbers are."""
+    """Return what the numbers are."""
     unit = " in %" if summary.percent else ""
     sense = "higher" if summary.higher_is_better else "lower"
     when = "at the epoch with the best validation score" if summary.of_best_epoch else "after the last epoch"
@@ -41,18 +41,20 @@ def caption(summary: Summary) -> str:
 
 
 def footnotes(summary: Summary) -> list[str]:
-    """What the marks in the table mean, for the marks that are there, and what was left out."""
+    """Return the meaning of each mark in the table, and what was left out."""
     shown = [cell for cell in summary.cells.values() if cell.values]
     notes = []
     if any(cell.at_edge for cell in shown):
-        notes.append("* the rate lies at the edge of its grid: a rate beyond it might do better.")
+        notes.append("* the learning rate is at the edge of its grid: one beyond it might be better.")
     if any(cell.chosen_on_test for cell in shown):
-        notes.append("† no rate was chosen on validation data: the best on test data is shown, which flatters it.")
+        notes.append(
+            "† no learning rate was chosen on validation data: this is the best on test data, which is optimistic."
+        )
     return notes + summary.notes
 
 
 def table(summary: Summary) -> str:
-    """The table in Markdown, with its caption and footnotes."""
+    """Return the table in Markdown, with its caption and footnotes."""
     head, *body = [[_escape(text) for text in row] for row in rows(summary)]
     lines = [head, ["---"] * len(head), *body]
     notes = [caption(summary), *footnotes(summary)]
@@ -62,7 +64,7 @@ def table(summary: Summary) -> str:
 
 
 def _escape(text: str) -> str:
-    r"""Text that Markdown shows as it is.
+    r"""Escape text so that Markdown shows it unchanged.
 
     >>> _escape("a|b <i> *")
     'a\\|b &lt;i&gt; \\*'

@@ -1,0 +1,331 @@
+"""Summarise the records of a study: a mean with its interval for each cell, and an answer in a sentence or two."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from .records import Choice, Records, Run, higher_is_better, read
+from .stats import contrast, half_width
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One method at one batch size: the chosen learning rate, and the results of the runs with it."""
+
+    method: str
+    batch: int
+    lr: float | None = None
+    runs: list[Run] = field(default_factory=list)
+    """The full runs with this learning rate, one for each seed."""
+    values: dict[int, float] = field(default_factory=dict)
+    """Seed -> the metric, of finished runs."""
+    diverged: int = 0
+    grid: list[float] = field(default_factory=list)
+    extensions: int | None = None
+    at_edge: bool = False
+    selection: dict[float, float] = field(default_factory=dict)
+    """Learning rate -> validation metric; NaN where the run diverged."""
+    chosen_on_test: bool = False
+
+    @property
+    def n(self) -> int:
+        return len(self.values)
+
+    @property
+    def mean(self) -> float | None:
+        return fmean(self.values.values()) if self.values else None
+
+    @property
+    def half_width(self) -> float | None:
+        return half_width(list(self.values.values()))
+
+    @property
+    def seconds(self) -> float | None:
+        times = [run.seconds for run in self.runs if run.status == "finished" and run.seconds is not None]
+        return fmean(times) if times else None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the cell with JSON types only."""
+        names = ["method", "batch", "lr", "mean", "half_width", "n", "values", "diverged", "grid"]
+        found = {name: getattr(self, name) for name in (*names, "extensions", "at_edge", "seconds")}
+        return found | {"values": list(self.values.values())}
+
+    @property
+    def only_diverged(self) -> bool:
+        """Whether every full run diverged, or every learning rate that was tried."""
+        if self.runs:
+            return self.diverged == len(self.runs)
+        return self.lr is None and bool(self.selection) and all(map(math.isnan, self.selection.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """The content of a report."""
+
+    task: str
+    metric: str
+    higher_is_better: bool
+    methods: list[str]
+    batches: list[int]
+    cells: dict[tuple[str, int], Cell]
+    records: Records
+    notes: list[str]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the summary with JSON types only."""
+        cells = [cell.as_dict() for cell in self.cells.values()]
+        return {"task": self.task, "metric": self.metric, "answer": self.answer(), "cells": cells, "notes": self.notes}
+
+    @property
+    def percent(self) -> bool:
+        return self.metric in ("accuracy", "auc")
+
+    @property
+    def of_best_epoch(self) -> bool:
+        """Whether results are of the epoch with the best validation score, and not of the last."""
+        return any(run.result_of == "best" for cell in self.cells.values() for run in cell.runs)
+
+    def text(self, value: float, half: float | None = None) -> str:
+        """Format a value and its half-width, to the digits that the half-width makes significant."""
+        if self.percent:
+            value, half = 100 * value, None if half is None else 100 * half
+            digits = 1 if half is None or half >= 0.1 else 2
+        elif half:
+            digits = min(max(1 - math.floor(math.log10(half)), 0), 6)
+        else:
+            digits = min(max(3 - math.floor(math.log10(abs(value) or 1)), 0), 6)
+        if abs(value) >= 1e6:
+            return f"{value:.3g}" + ("" if half is None else f" ± {half:.2g}")
+        return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
+
+    def answer(self) -> str:
+        """Return one or two sentences: the best method at the largest batch size, and which lost least up to it."""
+        scored = {batch: self.ranking(batch) for batch in self.batches}
+        reached = [batch for batch in self.batches if scored[batch]]
+        if not reached:
+            return self._nothing()
+        largest = self.batches[-1]
+        sentences = []
+        if largest != reached[-1]:
+            lost = all(self.cells[method, largest].only_diverged for method in self.methods)
+            sentences.append(
+                f"At batch {largest} every run diverged." if lost else f"At batch {largest} nothing has finished yet."
+            )
+        sentences.append(self._best(scored[reached[-1]]))
+        if len(reached) > 1:
+            sentences.append(self._cost(reached[0], reached[-1]))
+        return " ".join(filter(None, sentences))
+
+    def ranking(self, batch: int) -> list[Cell]:
+        """Return the cells of a batch size that have a mean, best first."""
+        cells = [self.cells[method, batch] for method in self.methods if self.cells[method, batch].values]
+        return sorted(cells, key=lambda cell: cell.mean or 0.0, reverse=self.higher_is_better)
+
+    def leaders(self, batch: int) -> set[str]:
+        """Return the methods with the best mean of a batch size, or one that Welch's test does not tell apart from it.
+
+        A mean that cannot be tested, of one seed or without spread, leads only if it is the best.
+        """
+        best, *others = self.ranking(batch) or [Cell("", batch)]
+        same = [cell for cell in others if cell.mean == best.mean or (_welch(best, cell) or 0.0) >= 0.05]
+        return {cell.method for cell in (best, *same)}
+
+    def _nothing(self) -> str:
+        full = [run for run in self.records.runs if run.part != "select"]
+        if self.cells and all(cell.only_diverged for cell in self.cells.values()):
+            return f"Every run on {self.task} diverged, so there is nothing to compare."
+        if self.records.runs and not full:
+            done = _count(sum(run.status in ("finished", "diverged") for run in self.records.runs), "trial")
+            return f"No full run has finished yet: learning rates are still being chosen ({done} done)."
+        return f"No run has finished yet ({len(full)} begun), so there is no answer."
+
+    def _best(self, ranked: list[Cell]) -> str:
+        best, batch, what = ranked[0], ranked[0].batch, f"test {self.metric}"
+        unit = " %" if self.percent else ""
+        aside = self._aside(batch)
+        assert best.mean is not None
+        if len(ranked) == 1:
+            seeds = "one seed" if best.n == 1 else f"{best.n} seeds"
+            value = self.text(best.mean, best.half_width)
+            return f"At batch {batch}, {best.method} reaches {value}{unit} {what} on {self.task} ({seeds}){aside}."
+        second = ranked[1]
+        assert second.mean is not None
+        gap = abs(best.mean - second.mean)
+        if _same(best.mean, second.mean):
+            tied = _and([cell.method for cell in ranked if _same(cell.mean or 0.0, best.mean)])
+            return f"At batch {batch}, {tied} tie on {self.task}: {self.text(best.mean)}{unit} {what}{aside}."
+        p = _welch(best, second)
+        side = "above" if self.higher_is_better else "below"
+        if p is not None and p >= 0.05:
+            return (
+                f"At batch {batch}, {best.method} and {second.method} are too close to call on {self.task}: "
+                f"{self.text(best.mean)} and {self.text(second.mean)}{unit} {what} "
+                f"({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
+            )
+        head = (
+            f"At batch {batch}, {best.method} is {'best' if p is not None else 'ahead'} on {self.task} with "
+            f"{self.text(best.mean, best.half_width)}{unit} {what}, {self._gap(gap)} {side} {second.method}"
+        )
+        if p is not None:
+            return f"{head}: a clear difference ({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
+        why = "with one seed" if min(best.n, second.n) < 2 else "as the seeds show no spread"
+        return f"{head}, but {why} no test can tell that from chance{aside}."
+
+    def _aside(self, batch: int) -> str:
+        """Return which runs and methods the ranking of a batch size does not include."""
+        cells = [self.cells[method, batch] for method in self.methods]
+        some = [f"{c.diverged} of {len(c.runs)} runs of {c.method}" for c in cells if c.n and c.diverged]
+        gone = [cell.method for cell in cells if cell.only_diverged]
+        missing = [cell.method for cell in cells if not cell.n and not cell.only_diverged]
+        have = "have" if len(missing) > 1 else "has"
+        said = {"diverged and do not count": some, "diverged": gone, f"{have} no finished run there": missing}
+        return "".join(f"; {_and(names)} {what}" for what, names in said.items() if names)
+
+    def _cost(self, small: int, large: int) -> str:
+        sign = 1 if self.higher_is_better else -1
+        means = {method: (self.cells[method, small].mean, self.cells[method, large].mean) for method in self.methods}
+        costs = sorted((sign * (a - b), method) for method, (a, b) in means.items() if a is not None and b is not None)
+        if not costs:
+            return ""
+        head = f"From batch {small} to {large},"
+        least, method = costs[0]
+        tied = [name for cost, name in costs if _same(cost, least)]
+        if len(costs) == 1:
+            gap = self._gap(abs(least)) if least else "nothing"
+            return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}."
+        if len(tied) > 1:
+            return f"{head} {_and(tied)} lost the same and least ({self._loss(least)})."
+        second, other = costs[1]
+        weights = {(method, small): 1, (method, large): -1, (other, small): -1, (other, large): 1}
+        p = contrast(*((weight, list(self.cells[key].values.values())) for key, weight in weights.items()))
+        sure = "" if p is None else f"; {_p(p)}{', too close to call' if p >= 0.05 else ''}"
+        return f"{head} {method} lost least ({self._loss(least)}), then {other} ({self._loss(second)}{sure})."
+
+    def _gap(self, gap: float) -> str:
+        if self.percent:
+            gap *= 100
+            return f"{gap:.{1 if gap >= 0.1 else 2}f} points"
+        return f"{gap:.2g}"
+
+    def _loss(self, loss: float) -> str:
+        return "nothing" if loss == 0 else ("a gain of " if loss < 0 else "") + self._gap(abs(loss))
+
+
+def _welch(one: Cell, other: Cell) -> float | None:
+    return contrast((1, list(one.values.values())), (-1, list(other.values.values())))
+
+
+def _and(words: Sequence[str]) -> str:
+    return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
+
+
+def _same(a: float, b: float) -> bool:
+    """Return whether two numbers are equal up to rounding."""
+    return math.isclose(a, b, rel_tol=1e-12, abs_tol=1e-12)
+
+
+def _p(p: float) -> str:
+    return "p < 0.001" if p < 0.001 else f"p = {p:.3f}" if p < 0.1 else f"p = {p:.2f}"
+
+
+def summarise(folder: Path) -> Summary:
+    """Read a folder of records and return the content of its report.
+
+    Raises:
+        FileNotFoundError: the folder holds no record.
+    """
+    records = read(folder)
+    study, runs = records.study, records.runs
+    notes = []
+    task = study.task if study else _most([run.task for run in runs])
+    metric = study.metric if study else _metric(runs)
+    better = study.higher_is_better if study else higher_is_better(metric)
+    epochs = study.epochs if study else None
+    of_task = [run for run in runs if run.task == task]
+    ours = [run for run in of_task if not epochs or run.epochs in (None, epochs) or run.part == "select"]
+    if len(of_task) < len(runs):
+        notes.append(f"{_count(len(runs) - len(of_task), 'run')} of other tasks left out.")
+    if len(ours) < len(of_task):
+        notes.append(f"{_count(len(of_task) - len(ours), 'run')} of other lengths than {epochs} epochs left out.")
+    lengths = sorted({run.epochs for run in ours if run.epochs and run.part != "select"})
+    if len(lengths) > 1:
+        notes.append(f"The runs differ in length ({_and([*map(str, lengths)])} epochs): the comparison is not even.")
+    methods = list(dict.fromkeys((study.methods if study else []) + sorted({run.method for run in ours})))
+    batches = sorted({run.batch for run in ours} | set(study.batches if study else []))
+    choices = {(choice.method, choice.batch): choice for choice in (study.choices if study else [])}
+    cells = {}
+    for key in itertools.product(methods, batches):
+        mine = [run for run in ours if (run.method, run.batch) == key]
+        cells[key] = _cell(*key, mine, choices.get(key), metric, better)
+    if extra := sum(run.part != "select" for run in ours) - sum(len(cell.runs) for cell in cells.values()):
+        why = "another learning rate than the chosen one, or a seed run twice"
+        notes.append(f"{_count(extra, 'run')} left out of the table: {why}.")
+    if failed := [run.name for run in ours if run.status == "failed"]:
+        notes.append(f"{_count(len(failed), 'run')} failed: {', '.join(failed)}.")
+    if broken := records.unreadable:
+        are = "records are" if len(broken) > 1 else "record is"
+        notes.append(f"{len(broken)} {are} broken, or changed since written: {', '.join(broken)}.")
+    return Summary(task.rpartition("/")[2], metric, better, methods, batches, cells, records, notes)
+
+
+def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metric: str, better: bool) -> Cell:
+    def rank(score: float) -> float:
+        return (score if better else -score) if math.isfinite(score) else -math.inf
+
+    trials = {run.lr: s for run in runs if run.part == "select" and (s := run.score(metric)) is not None}
+    selection = {lr: score if math.isfinite(score) else math.nan for lr, score in sorted(trials.items())}
+    full = [run for run in runs if run.part != "select"]
+    rates = sorted({run.lr for run in full})
+    lr, on_test = choice.lr if choice else rates[0] if rates else None, False
+    if not choice and len(rates) > 1:  # the best on validation data; without any, the best on test data, which is said
+        on_test = not any(math.isfinite(selection.get(rate, math.nan)) for rate in rates)
+        scores = {rate: [run.score(metric) for run in full if run.lr == rate] for rate in rates}
+        test = {rate: fmean(math.nan if score is None else score for score in scores[rate]) for rate in rates}
+        lr = max(rates, key=lambda rate: rank((test if on_test else selection).get(rate, math.nan)))
+    by_seed = {run.seed: run for run in full if lr is not None and math.isclose(run.lr, lr, rel_tol=1e-9)}
+    chosen = [by_seed[seed] for seed in sorted(by_seed)]
+    ended = {run.seed: score for run in chosen if (score := run.score(metric)) is not None}
+    values = {seed: score for seed, score in ended.items() if math.isfinite(score)}
+    grid = sorted(set(choice.grid if choice else []) or selection)
+    return Cell(
+        method=method,
+        batch=batch,
+        lr=lr,
+        runs=chosen,
+        values=values,
+        diverged=len(ended) - len(values),
+        grid=grid,
+        extensions=choice.extensions if choice else None,
+        at_edge=choice.at_edge if choice else lr is not None and len(grid) > 1 and lr in (grid[0], grid[-1]),
+        selection=selection,
+        chosen_on_test=on_test,
+    )
+
+
+def _metric(runs: list[Run]) -> str:
+    """Return the metric of runs without a study: the one that they record, or else the best known that they report."""
+    if said := [run.metric for run in runs if run.metric]:
+        return _most(said)
+    names = Counter(
+        key.partition("_")[2]
+        for run in runs
+        for key in {*run.result, *(run.curve[-1] if run.curve else {})}
+        if key.startswith(("test_", "validation_"))
+    )
+    known = [name for name in ("accuracy", "auc", "perplexity", "loss") if name in names]
+    return known[0] if known else _most(list(names.elements())) if names else "loss"
+
+
+def _most(words: list[str]) -> str:
+    return Counter(sorted(words)).most_common(1)[0][0] if words else "unknown task"
+
+
+def _count(count: int, word: str) -> str:
+    return f"{count} {word}{'s' * (count != 1)}"
