@@ -14,13 +14,13 @@ import torch
 from console import refused, sngm
 
 from sngm import tasks
-from sngm.cli import parse_settings
 from sngm.errors import UsageError
 from sngm.paper import document, drawing, experiments, results, verdicts
 from sngm.paper import run as making
 from sngm.paper.experiments import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
 from sngm.paper.tables import CLAIMS, FIGURES, NUMBERS, Claim
+from sngm.parsing import parse_settings
 from sngm.study.grid import run_name
 from sngm.training import RunConfig, resolve
 from sngm.training.run_folder import commit, provenance
