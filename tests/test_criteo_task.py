@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from console import refused, sngm
+from criteo_synthetic import CriteoLike
 from runs import assert_same_end, metrics
 from runs import state as end_of
 
 from sngm import tasks
-from sngm.data.criteo_made import CriteoLike
 from sngm.errors import Interrupted
 from sngm.models.deepfm import DeepFM
 from sngm.training import Options, resolve, train

@@ -230,10 +230,10 @@ def test_one_group_after_another_is_the_default(device):
 
 
 def test_the_thinned_shortcut_is_that_of_slices_and_zeros(device):
-    from sngm.models.kernels.shortcut import Thin
+    from sngm.models.kernels.shortcut import Subsample
 
     x = draw(3, 16, 8, 4, device=device)
-    y, wanted = Thin.apply(x, 32), pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))
+    y, wanted = Subsample.apply(x, 32), pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))
     assert torch.equal(y, wanted)
     grad = draw(*y.shape, device=device, grad=False)
     assert torch.equal(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(wanted, x, grad)[0])

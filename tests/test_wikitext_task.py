@@ -117,7 +117,7 @@ def test_scores_do_not_depend_on_how_much_is_read_at_once(tmp_path, monkeypatch)
     from sngm.tasks import wikitext
 
     for size in (3, 350):
-        monkeypatch.setattr(wikitext, "TESTED_AT_ONCE", size)
+        monkeypatch.setattr(wikitext, "TEST_WINDOW", size)
         assert sngm(f"{LINE} --lr 0.5 --batch 4 --epochs 1 --precision float64 --out run{size}").code == 0
     a, b = (record(tmp_path / f"run{size}")["result"] for size in (3, 350))
     assert a == pytest.approx(b, rel=1e-12)
