@@ -470,13 +470,13 @@ def test_parameters_of_bfloat16_have_gradients_of_bfloat16_summed_in_float32():
     ("change", "word"),
     [
         ({"reduction": "none"}, "reduction must be 'mean' or 'sum', got 'none'"),
-        ({"chunk": 0}, "chunk must be at least 1, got 0"),
-        ({"features": torch.zeros(13, 4)}, r"\(N, H\) and \(V, H\), got \(13, 4\) and \(11, 5\)"),
-        ({"features": torch.zeros(13, 1, 5)}, r"got \(13, 1, 5\)"),
-        ({"bias": torch.zeros(1)}, r"\(V,\) and \(N,\), got \(1,\) and \(13,\)"),
-        ({"targets": torch.zeros(12, dtype=torch.int64)}, r"got \(11,\) and \(12,\)"),
-        ({"targets": torch.zeros(13)}, r"integers, got torch\.float32"),
-        ({"features": torch.zeros(0, 5), "targets": torch.zeros(0, dtype=torch.int64)}, "at least one row"),
+        ({"chunk": 0}, "chunk must be >= 1 .* got chunk=0"),
+        ({"features": torch.zeros(13, 4)}, r"\(N, H\), \(V, H\).*, got \[\(13, 4\), \(11, 5\)"),
+        ({"features": torch.zeros(13, 1, 5)}, r"got \[\(13, 1, 5\)"),
+        ({"bias": torch.zeros(1)}, r"\(V,\), \(N,\) .*\(1,\), \(13,\)"),
+        ({"targets": torch.zeros(12, dtype=torch.int64)}, r"\(11,\), \(12,\)"),
+        ({"targets": torch.zeros(13)}, r"targets integers, got .* torch\.float32"),
+        ({"features": torch.zeros(0, 5), "targets": torch.zeros(0, dtype=torch.int64)}, "with N > 0"),
     ],
 )
 def test_wrong_arguments_of_the_loss_are_refused(change, word):

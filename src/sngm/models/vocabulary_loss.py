@@ -45,16 +45,12 @@ def vocabulary_loss(
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    if features.ndim != 2 or weight.ndim != 2 or features.shape[1] != weight.shape[1]:
-        raise ValueError(f"features and weight must be (N, H) and (V, H), got {_shapes(features, weight)}")
-    if bias.shape != weight.shape[:1] or targets.shape != features.shape[:1]:
-        raise ValueError(f"bias and targets must be (V,) and (N,), got {_shapes(bias, targets)}")
-    if not len(targets):
-        raise ValueError("features must have at least one row, got none")
-    if chunk is not None and chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}")
-    if targets.is_floating_point() or targets.dtype == torch.bool:
-        raise ValueError(f"targets must be integers, got {targets.dtype}")
+    rows, words, width = len(targets), len(weight), weight.shape[-1]
+    shapes = [tuple(t.shape) for t in (features, weight, bias, targets)]
+    if shapes != [(rows, width), (words, width), (words,), (rows,)] or not rows:
+        raise ValueError(f"features, weight, bias, targets must be (N, H), (V, H), (V,), (N,) with N > 0, got {shapes}")
+    if (chunk is not None and chunk < 1) or targets.is_floating_point() or targets.dtype == torch.bool:
+        raise ValueError(f"chunk must be >= 1 and targets integers, got chunk={chunk} and {targets.dtype}")
     train = torch.is_grad_enabled()  # here, since it is disabled within an autograd function
     total: Tensor = _Sum.apply(features, weight, bias, targets.long(), chunk, train)  # type: ignore[no-untyped-call]
     return total / (targets >= 0).sum().clamp(min=1) if reduction == "mean" else total
@@ -169,7 +165,3 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 def _up(size: int) -> int:
     """Round up to a multiple of 8: 16 bytes, or 32."""
     return -(-size // 8) * 8
-
-
-def _shapes(*tensors: Tensor) -> str:
-    return " and ".join(str(tuple(t.shape)) for t in tensors)

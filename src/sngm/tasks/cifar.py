@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -36,7 +37,6 @@ class Cifar10(Task):
 
     def __init__(self, augment: bool = True) -> None:
         self.augment = augment
-        self._scales: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def data(self) -> Splits:
         train, test = load_cifar(self.data_dir)
@@ -47,7 +47,7 @@ class Cifar10(Task):
         (images, labels), rows = samples.rows(indices)
         kind = images.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        mean, std = self._scale(images.device)
+        mean, std = _mean_and_std(images.device)
         if self.augment:
             return training_batch(images, rows, seed, epoch, mean, std, dtype), labels[rows]
         return normalise(images[rows], mean, std, dtype), labels[rows]
@@ -55,12 +55,12 @@ class Cifar10(Task):
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         images, labels = batch
         dtype = next(model.parameters()).dtype
-        return super().scores(model, (normalise(images, *self._scale(images.device), dtype), labels))
+        return super().scores(model, (normalise(images, *_mean_and_std(images.device), dtype), labels))
 
-    def _scale(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._scales:  # cached: a CUDA graph cannot capture a copy to the device
-            self._scales[device] = torch.tensor(MEAN, device=device), torch.tensor(STD, device=device)
-        return self._scales[device]
+
+@functools.cache  # a CUDA graph cannot capture a copy to the device
+def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(MEAN, device=device), torch.tensor(STD, device=device)
 
 
 class Cifar10ResNet20(Cifar10):

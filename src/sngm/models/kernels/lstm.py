@@ -58,22 +58,11 @@ def tanh(x):
 
 
 @triton.jit
-def four(gates, inside, H: tl.constexpr, CACHE: tl.constexpr = ""):
+def four(gates, inside, H: tl.constexpr):
     """Load the values of the input, forget, cell and output gate."""
-    i = tl.load(gates, mask=inside, other=0.0, cache_modifier=CACHE)
-    f = tl.load(gates + H, mask=inside, other=0.0, cache_modifier=CACHE)
-    g = tl.load(gates + 2 * H, mask=inside, other=0.0, cache_modifier=CACHE)
-    o = tl.load(gates + 3 * H, mask=inside, other=0.0, cache_modifier=CACHE)
+    i, f = tl.load(gates, mask=inside, other=0.0), tl.load(gates + H, mask=inside, other=0.0)
+    g, o = tl.load(gates + 2 * H, mask=inside, other=0.0), tl.load(gates + 3 * H, mask=inside, other=0.0)
     return i, f, g, o
-
-
-@triton.jit
-def store_gradients(gates, i, f, g, o, c_before, squashed, dc, dh, inside, H: tl.constexpr):
-    """Store the gradients of the four gates before their sigmoid or tanh."""
-    tl.store(gates, (dc * g * i * (1.0 - i)).to(gates.dtype.element_ty), mask=inside)
-    tl.store(gates + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
-    tl.store(gates + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
-    tl.store(gates + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -161,7 +150,10 @@ def run_backward(
         dc += dh * o * (1.0 - squashed * squashed)
         step = gates + t * streams * (4 * H)
         out = step + at_gates
-        store_gradients(out, i, f, g, o, c_before, squashed, dc, dh, inside, H)
+        tl.store(out, (dc * g * i * (1.0 - i)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
         tl.debug_barrier()  # the product reads the stores of all threads
         dc *= f
         c = c_before
@@ -243,12 +235,18 @@ def run_backward_shared(
         g, o = tanh(given_g.to(tl.float32)), tl.sigmoid(given_o.to(tl.float32))
         squashed = tanh(c)
         dc += dh * o * (1.0 - squashed * squashed)
-        store_gradients(out, i, f, g, o, c_before, squashed, dc, dh, inside, H)
+        tl.store(out, (dc * g * i * (1.0 - i)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
+        tl.store(out + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
         wait_for_all(counters + tl.program_id(0), (back + 1) * tl.num_programs(1))
         dc *= f
         c = c_before
         stored = step + row[:, None] * (4 * H) + k[None, :]
-        di, df, dg, do = four(stored, whole, H, ".cg")
+        di = tl.load(stored, mask=whole, other=0.0, cache_modifier=".cg")
+        df = tl.load(stored + H, mask=whole, other=0.0, cache_modifier=".cg")
+        dg = tl.load(stored + 2 * H, mask=whole, other=0.0, cache_modifier=".cg")
+        do = tl.load(stored + 3 * H, mask=whole, other=0.0, cache_modifier=".cg")
         dh = (tl.dot(di, wi) + tl.dot(df, wf)) + (tl.dot(dg, wg) + tl.dot(do, wo))
     tl.store(of_output + at, dh, mask=inside)
     tl.store(of_cell + at, dc, mask=inside)

@@ -37,14 +37,6 @@ def is_last(counter, of):
 
 
 @triton.jit
-def of_program(saved, gamma, beta, C: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr):
-    """Return the group and channels of this program, the group's mean and 1 / deviation, and weight and bias."""
-    group, c = tl.program_id(0) // PARTS, tl.program_id(1) * CB + tl.arange(0, CB)
-    mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
-    return group, c, mean, scale, tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
-
-
-@triton.jit
 def totals(partial, group, C: tl.constexpr, PARTS: tl.constexpr, c):
     """Return the two sums of a group over all its parts, bypassing the L1 cache, which misses the stores of others."""
     part = tl.arange(0, PARTS)
@@ -111,9 +103,12 @@ def normalise(
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs."""
-    group, c, mean, scale, slope, shift = of_program(saved, gamma, beta, C, CB, TILES)
+    group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
+    slope, shift = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
     base = group.to(tl.int64) * rows * C
-    begin, end = rows_of(tl.program_id(0) % TILES, TILES, rows)
+    begin, end = rows_of(tile, TILES, rows)
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = (row < end)[:, None]
@@ -136,9 +131,12 @@ def sum_gradients(
 
     The sums over all groups are the gradients of the parameters.
     """
-    group, c, mean, scale, slope, shift = of_program(saved, gamma, beta, C, CB, PARTS)
+    group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
+    slope, shift = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
     base = group.to(tl.int64) * rows * C
-    begin, end = rows_of(tl.program_id(0) % PARTS, PARTS, rows)
+    begin, end = rows_of(part, PARTS, rows)
     one, two = tl.zeros((BLOCK, CB), tl.float32), tl.zeros((BLOCK, CB), tl.float32)
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
@@ -182,10 +180,13 @@ def differentiate(
     C: tl.constexpr, CB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the input."""
-    group, c, mean, scale, slope, shift = of_program(saved, gamma, beta, C, CB, TILES)
+    group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
+    c = tl.program_id(1) * CB + tl.arange(0, CB)
+    mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
+    slope, shift = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
     one, two = tl.load(sums + group * 2 * C + c) / rows, tl.load(sums + group * 2 * C + C + c) / rows
     base = group.to(tl.int64) * rows * C
-    begin, end = rows_of(tl.program_id(0) % TILES, TILES, rows)
+    begin, end = rows_of(tile, TILES, rows)
     for start in range(begin, end, BLOCK):
         row = start + tl.arange(0, BLOCK)
         inside = (row < end)[:, None]
