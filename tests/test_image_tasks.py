@@ -227,7 +227,7 @@ def test_the_settings_of_a_vit_task_are_its_own():
         ("model=./nothing", "no folder", 3),
         ("model={empty}", "holds no model", 3),
         ("model={corrupt}", "cannot be read as a ViT", 3),
-        ("size=36", "no multiple of the model's patches of 8", 2),
+        ("size=36", "multiple of the model's patch size, 8, got 36", 2),
         ("size=16", "at least 32", 2),
         ("augment=cutout", "resized-crop, flip", 2),
     ],
