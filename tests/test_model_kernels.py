@@ -180,10 +180,10 @@ def test_a_shortcut_with_gaps_or_to_be_spread_is_read_rightly(device, cut):
 def test_what_makes_no_sense_is_refused(device):
     norm = GhostBatchNorm2d(16).to(device)
     norm.group = 2
-    with pytest.raises(ValueError, match="5 samples is not made of groups of 2"):
+    with pytest.raises(ValueError, match="multiple of group=2, got 5"):
         norm(draw(5, 16, 2, 2, device=device))
     norm.weights = torch.ones(1, device=device)
-    with pytest.raises(ValueError, match="weights are of 1 groups, and this pass has 2"):
+    with pytest.raises(ValueError, match="one value per group, 2 in this pass, got 1"):
         norm(draw(4, 16, 2, 2, device=device))
     norm.group, norm.weights = 1, None
     with pytest.raises(ValueError, match="more than one value"):

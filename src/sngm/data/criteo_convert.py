@@ -1,6 +1,6 @@
 """Conversion of Criteo's text, a click per line, to arrays: labels, scaled integers and numbered categories.
 
-The text is read once into a temporary file of fixed-size rows, which are then fitted and encoded. All of it works on
+The text is read once into temporary files of fixed-size rows, which are then fitted and encoded. All of it works on
 blocks of rows, so that memory holds a block, the distinct categories, and a byte for each row.
 """
 
@@ -30,7 +30,7 @@ FACTS = "facts.json"
 SPLITS = ("train", "validation", "test")
 MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers of a missing category, of one unseen in training, and of the first other one
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
-RAW = np.dtype([("label", "u1"), ("integers", "<i8", INTEGERS), ("keys", "<u8", CATEGORIES)])  # a row of the text
+RAW = (("u1", 1), ("<i8", INTEGERS), ("<u8", CATEGORIES))  # parsed labels, integers and categories: dtype and columns
 KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "labels": ("|u1", ())}  # of arrays
 
 BLOCK = 1 << 17  # rows that are fitted and encoded at once
@@ -44,7 +44,7 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
     progress = _throttled(show)
     show(f"converting {len(paths)} file{'s' * (len(paths) > 1)} of Criteo's rows once, into {folder.parent}")
     with contextlib.ExitStack() as stack:
-        raw: IO[bytes] = stack.enter_context(tempfile.TemporaryFile(dir=folder))
+        raw: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in RAW]
         sources, malformed, absent = _read(paths, names, raw, progress)
         rows = sum(source["rows"] for source in sources)
         if rows < 3:
@@ -106,7 +106,7 @@ def split_of(rows: int, seed: int) -> Array:
 
 
 def _read(
-    paths: list[Path], names: list[str], raw: IO[bytes], progress: Show
+    paths: list[Path], names: list[str], raw: list[IO[bytes]], progress: Show
 ) -> tuple[list[dict[str, Any]], dict[str, Any], Array]:
     """Write all good rows to `raw`; return the sources, the malformed lines, and the missing values of each column."""
     total, before = sum(path.stat().st_size for path in paths), 0
@@ -117,9 +117,8 @@ def _read(
         counts, state = np.zeros_like(reasons), path.stat()
         for text, done in whole_lines(path):
             lines = parse(text)
-            block = np.empty(len(lines.labels), RAW)
-            block["label"], block["integers"], block["keys"] = lines.labels, lines.integers, lines.keys
-            raw.write(block.tobytes())
+            for file, values in zip(raw, (lines.labels, lines.integers, lines.keys), strict=True):
+                file.write(values.tobytes())
             absent += lines.missing
             for index in np.flatnonzero(lines.verdicts)[: MAX_NAMED - len(first)].tolist():
                 why = REASONS[lines.verdicts[index] - 1]
@@ -147,16 +146,20 @@ def _read(
     return sources, {"rows": int(reasons[1:].sum()), "reasons": wrong, "first": first}, absent
 
 
-def _blocks(raw: IO[bytes], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
+def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
     """Yield blocks of rows: which rows, their labels, and their integers and keys of shape (columns, rows)."""
-    raw.seek(0)
+    for file in raw:
+        file.seek(0)
     for start in range(0, len(splits), BLOCK):
-        block = np.frombuffer(raw.read(min(BLOCK, len(splits) - start) * RAW.itemsize), RAW)
-        integers, keys = (np.ascontiguousarray(block[name].T) for name in ("integers", "keys"))
-        yield slice(start, start + len(block)), block["label"], integers, keys
+        count = min(BLOCK, len(splits) - start)
+        labels, integers, keys = (
+            np.frombuffer(file.read(count * width * int(dtype[-1])), dtype).reshape(count, width).T.copy()
+            for file, (dtype, width) in zip(raw, RAW, strict=True)
+        )
+        yield slice(start, start + count), labels[0], integers, keys
 
 
-def _fit(raw: IO[bytes], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
+def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
     """Return minimum and maximum of each integer, and the sorted categories of each field, of the training rows."""
     limits = np.iinfo(np.int64)
     least, most = np.full(INTEGERS, limits.max), np.full(INTEGERS, limits.min)
@@ -184,7 +187,7 @@ def _new_array(stack: contextlib.ExitStack, path: Path, shape: tuple[int, ...], 
 
 
 def _encode(
-    raw: IO[bytes],
+    raw: list[IO[bytes]],
     splits: Array,
     least: Array,
     most: Array,
