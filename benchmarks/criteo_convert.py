@@ -12,8 +12,9 @@ import tempfile
 import time
 from pathlib import Path
 
+from criteo_synthetic import CriteoLike, cardinalities
+
 from sngm.data.criteo import load_criteo
-from sngm.data.criteo_made import CriteoLike, cardinalities
 
 
 def peak() -> int:

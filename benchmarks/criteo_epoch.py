@@ -26,15 +26,15 @@ import numpy as np
 import torch
 from arena import copy_bandwidth, progress
 from cells import DOCS, heading, take, verdict, write_docs
+from criteo_synthetic import CriteoLike, cardinalities
 from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torch.utils.data import DataLoader, Dataset, RandomSampler
 
-from sngm.data.criteo import Criteo, Rows, _opened
+from sngm.data.criteo import Criteo, Rows
 from sngm.data.criteo_convert import SPLITS
-from sngm.data.criteo_made import CriteoLike, cardinalities
 from sngm.data.criteo_text import CATEGORIES, INTEGERS
-from sngm.models.deepfm import fm, parameter_count
+from sngm.models.deepfm import DeepFM, fm
 from sngm.options import Execution
 from sngm.tasks.criteo import CriteoDeepFM
 from sngm.training import Options, resolve, train
@@ -118,7 +118,7 @@ def numbered(sizes: tuple[int, ...]) -> list[np.ndarray]:
 
 def opened(folder: Path) -> Criteo:
     """The rows that `make` made, mapped as converted ones are."""
-    return _opened(folder, json.loads((folder / "made.json").read_text()))
+    return Criteo.open(folder, json.loads((folder / "made.json").read_text()))
 
 
 class MadeUp(CriteoDeepFM):
@@ -438,7 +438,8 @@ def main() -> None:
         progress(f"making {args.rows:,} rows")
         make(folder, args.rows, args.categories, args.processes)
         about = {"rows": args.rows, "categories": args.categories, "batch": args.batch}
-        about["parameters"] = parameter_count(opened(folder).field_sizes)
+        with torch.device("meta"):
+            about["parameters"] = sum(p.numel() for p in DeepFM(opened(folder).field_sizes).parameters())
         record = take(cells(args, folder), args.out and args.out / "criteo_epoch.json", **about)
     print(page(record))
     if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):

@@ -22,7 +22,7 @@ from sngm.data.criteo import Rows, load_criteo
 from sngm.models.deepfm import log_scaled
 from sngm.report import summarise
 from sngm.study import StudyConfig, launch, select
-from sngm.tasks.criteo import INITS, INTEGERS, REDUCTIONS, CriteoDeepFM
+from sngm.tasks.criteo import CHOICES, CriteoDeepFM
 from sngm.training import Options
 
 EXAMPLES = """examples:
@@ -107,7 +107,7 @@ def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
 def page(found: dict[str, Any]) -> str:
     """The results in Markdown."""
     lines = []
-    studies = [name for name in REDUCTIONS if name in found]
+    studies = [name for name in CHOICES["reduction"] if name in found]
     if studies:
         heads = [f"{name}, {batch}" for name in studies for batch in BATCHES]
         heads += [f"the paper, {batch}" for batch in BATCHES]
@@ -144,18 +144,20 @@ def main() -> None:
     parser.add_argument(
         "--weight-decay", type=float, help="another than the paper's, of a study in a folder of its own"
     )
-    parser.add_argument("--integers", choices=INTEGERS, default=INTEGERS[0], help="likewise; see the task's settings")
-    parser.add_argument("--init", choices=INITS, default=INITS[0], help="likewise")
+    parser.add_argument(
+        "--integers", choices=CHOICES["integers"], default="minmax", help="likewise; see the task's settings"
+    )
+    parser.add_argument("--init", choices=CHOICES["init"], default="small", help="likewise")
     parser.add_argument("--embedding-l2", type=float, default=0.0, help="likewise")
     parser.add_argument("--schedule", help="of the rate, another than the paper's constant one; likewise")
     parser.add_argument("--device", help="cpu or cuda; default: the GPU if there is one")
     parser.add_argument("--jobs", type=int, help="runs at a time; default: one a core, or one on a GPU")
-    parser.add_argument("--only", choices=(*REDUCTIONS, "regression"), help="one part of it")
+    parser.add_argument("--only", choices=(*CHOICES["reduction"], "regression"), help="one part of it")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / "criteo_sample.json"
     found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    for part in (args.only,) if args.only else ("regression", *REDUCTIONS):
+    for part in (args.only,) if args.only else ("regression", *CHOICES["reduction"]):
         found[part] = regression(args.data_dir, args.integers) if part == "regression" else study(args, part)
         path.write_text(json.dumps(found, indent=2))
     print(page(found))

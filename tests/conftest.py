@@ -1,12 +1,16 @@
 """How tests run: side by side, each on one thread unless it is about large tensors, with the same random numbers."""
 
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from waiting import end_all
 
 collect_ignore = ["campaign"]  # a program of its own, which test_campaign.py runs
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # for criteo_synthetic
 
 # Waking a second thread for small tensors takes longer than the work; the cores are for other tests meanwhile.
 torch.set_num_threads(1)

@@ -552,7 +552,7 @@ def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
         ("return nn.Linear(2, 1)", "pass", "model() must return a torch.nn.Module, got None"),
         ("def model(", "def no_model(", "must define model()"),
         ("def data(", "def no_data(", "must define data()"),
-        ("targets[cut:]))", "targets[cut + 1 :]))", "as many rows as each other"),
+        ("targets[cut:]))", "targets[cut + 1 :]))", "equal numbers of rows"),
         ('return self.scores(model, batch)["loss"].mean()', "return 0.5", "one number, as a tensor, got 0.5"),
         ('"error": difference.abs()', '"error": 1.0', "scores() must return a dict of tensors"),
         ("def model(", "def evaluate(self, *_): pass\n\n    def model(", "evaluate() must return a dict"),

@@ -149,12 +149,12 @@ def test_kernels_of_words_compile_and_find_room_on_every_gpu(compiled, monkeypat
     monkeypatch.setattr(lstm, "fits", lambda x, width, dtype: lstm._memory(width, dtype) <= MEMORY[target])
     layer, x, hidden = Layer(width, width), torch.ones(5, 20, width), torch.zeros(1, 20, width)
     for programs in (0, 1000):
-        monkeypatch.setattr(lstm, "_at_once", lambda x, programs=programs: programs)
+        monkeypatch.setattr(lstm, "_concurrent", lambda x, programs=programs: programs)
         with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
             layer(x, (hidden, hidden.clone()))[0].float().sum().backward()
-    served = ["go_back", "go_through"] if lstm.fits(x, width, dtype) else []
+    served = ["run_backward", "run_forward"] if lstm.fits(x, width, dtype) else []
     if served and dtype == torch.bfloat16:
-        served += ["go_back_together", "go_through_together"]
+        served += ["run_backward_shared", "run_forward_shared"]
     assert names(found) == sorted(served)
     softmax.cross_entropy(torch.ones(4, 1024, dtype=dtype), torch.ones(4).long(), torch.ones(4), 1000, True)
     assert names(found) == sorted([*served, "differentiate"])

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from sngm.data.hashing import mix
+from sngm.data.hashing import random_bits
 from sngm.errors import Failed, Interrupted
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.tasks import Splits, Task, Tensors
@@ -100,7 +100,7 @@ class Squares(Task):
 
     def batch(self, samples, indices, *, seed, epoch):
         x, y = samples[indices]
-        over = mix(seed, epoch, indices) % 2 == 1
+        over = random_bits(seed, epoch, indices) % 2 == 1
         return torch.where(over[:, None, None, None], x.flip(2), x), y
 
 

@@ -10,7 +10,7 @@ from runs import metrics
 from torch.nn.functional import interpolate, log_softmax
 
 from sngm import tasks
-from sngm.data.hashing import mix
+from sngm.data.hashing import random_bits
 from sngm.data.imagenet import ImageFolder
 from sngm.tasks.vit import RATIO, SCALE, SIDE, crop_sizes, random_boxes, resized, whole
 
@@ -227,7 +227,7 @@ def test_the_settings_of_a_vit_task_are_its_own():
         ("model=./nothing", "no folder", 3),
         ("model={empty}", "holds no model", 3),
         ("model={corrupt}", "cannot be read as a ViT", 3),
-        ("size=36", "no multiple of the model's patches of 8", 2),
+        ("size=36", "multiple of the model's patch size, 8, got 36", 2),
         ("size=16", "at least 32", 2),
         ("augment=cutout", "resized-crop, flip", 2),
     ],
@@ -262,7 +262,7 @@ def by_hand(image, box, mirrored: bool, size: int):
 @pytest.mark.parametrize("size", [32, 48, 224])
 def test_crops_are_scaled_as_torch_scales_them(size):
     images = torch.rand(24, 3, SIDE, SIDE, dtype=torch.float64)
-    boxes = random_boxes(mix(0, 0, torch.arange(24)))
+    boxes = random_boxes(random_bits(0, 0, torch.arange(24)))
     mirrored = torch.arange(24) % 2 == 0
     found = resized(images, boxes, mirrored, size)
     wanted = torch.stack([by_hand(*each, size) for each in zip(images, boxes, mirrored, strict=True)])
@@ -277,7 +277,7 @@ def test_a_whole_image_of_its_own_size_is_itself():
 
 
 def test_boxes_follow_from_their_numbers_alone():
-    numbers = mix(3, 4, torch.arange(1000))
+    numbers = random_bits(3, 4, torch.arange(1000))
     boxes = random_boxes(numbers)
     assert torch.equal(random_boxes(numbers[300:310]), boxes[300:310])
     top, left, height, width = boxes.unbind(1)
@@ -296,7 +296,7 @@ def test_boxes_are_distributed_as_by_drawing_again_what_does_not_fit():
     ratio = torch.exp(low + (high - low) * shape)
     drawn = torch.stack([(area / ratio).sqrt().round(), (area * ratio).sqrt().round()], 1)
     drawn = drawn[(drawn <= SIDE).all(1)]
-    boxes = random_boxes(mix(0, 0, torch.arange(200_000))).double()
+    boxes = random_boxes(random_bits(0, 0, torch.arange(200_000))).double()
     torch.testing.assert_close(boxes[:, 2:].mean(0), drawn.mean(0), rtol=0, atol=0.06)
     torch.testing.assert_close(boxes[:, 2:].std(0), drawn.std(0), rtol=0, atol=0.06)
     middle = boxes[:, :2] + boxes[:, 2:] / 2
@@ -309,7 +309,7 @@ def test_a_batch_of_a_vit_task_carries_what_its_crops_follow_from(cifar, tiny):
     train = task.data().train
     images, _, numbers = task.batch(train, torch.arange(40), seed=1, epoch=2)
     assert images.dtype == torch.uint8
-    assert torch.equal(numbers, mix(1, 2, torch.arange(40)))
+    assert torch.equal(numbers, random_bits(1, 2, torch.arange(40)))
     model = task.model()
     inputs = task._inputs(model, images, numbers)
     assert inputs.shape == (40, 3, 32, 32)

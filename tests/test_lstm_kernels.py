@@ -93,7 +93,7 @@ def test_tanh_has_float32_s_precision_everywhere(device):
     gates[0, :, 2 * width : 3 * width] = g
     outputs, cells = torch.zeros(2, 2, streams, width, device=device)
     weight = torch.zeros(width, 4 * width, device=device)
-    lstm._launch((lstm.go_through, None), lstm.FORWARD, gates, weight, outputs, cells, shape=(1, streams, width))
+    lstm._launch((lstm.run_forward, None), lstm.FORWARD, gates, weight, outputs, cells, shape=(1, streams, width))
     wanted = g.double().tanh() / 2
     error = (cells[1].double() - wanted).abs() / wanted.abs().clamp(min=1e-45)
     assert error.max() < 4e-7

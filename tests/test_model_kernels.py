@@ -180,10 +180,10 @@ def test_a_shortcut_with_gaps_or_to_be_spread_is_read_rightly(device, cut):
 def test_what_makes_no_sense_is_refused(device):
     norm = GhostBatchNorm2d(16).to(device)
     norm.group = 2
-    with pytest.raises(ValueError, match="5 samples is not made of groups of 2"):
+    with pytest.raises(ValueError, match="multiple of group=2, got 5"):
         norm(draw(5, 16, 2, 2, device=device))
     norm.weights = torch.ones(1, device=device)
-    with pytest.raises(ValueError, match="weights are of 1 groups, and this pass has 2"):
+    with pytest.raises(ValueError, match="one value per group, 2 in this pass, got 1"):
         norm(draw(4, 16, 2, 2, device=device))
     norm.group, norm.weights = 1, None
     with pytest.raises(ValueError, match="more than one value"):
@@ -230,10 +230,10 @@ def test_one_group_after_another_is_the_default(device):
 
 
 def test_the_thinned_shortcut_is_that_of_slices_and_zeros(device):
-    from sngm.models.kernels.shortcut import Thin
+    from sngm.models.kernels.shortcut import Subsample
 
     x = draw(3, 16, 8, 4, device=device)
-    y, wanted = Thin.apply(x, 32), pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))
+    y, wanted = Subsample.apply(x, 32), pad(x[:, :, ::2, ::2], (0, 0, 0, 0, 8, 8))
     assert torch.equal(y, wanted)
     grad = draw(*y.shape, device=device, grad=False)
     assert torch.equal(torch.autograd.grad(y, x, grad)[0], torch.autograd.grad(wanted, x, grad)[0])

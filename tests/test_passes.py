@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 from waiting import endings, wait_for
 
-from sngm.data.hashing import mix
+from sngm.data.hashing import random_bits
 from sngm.errors import Failed, Interrupted, UsageError
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.options import Execution
@@ -64,7 +64,7 @@ class Pictures(Task):
         if self.bad >= 0 and bool((indices == self.bad).any()):
             raise OSError(f"picture-{self.bad}.png is truncated")
         x, y = samples[indices]
-        size = mix(seed, epoch, indices) % 5
+        size = random_bits(seed, epoch, indices) % 5
         return x + 0.1 * size[:, None, None, None], y
 
 

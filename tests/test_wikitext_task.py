@@ -117,7 +117,7 @@ def test_scores_do_not_depend_on_how_much_is_read_at_once(tmp_path, monkeypatch)
     from sngm.tasks import wikitext
 
     for size in (3, 350):
-        monkeypatch.setattr(wikitext, "TESTED_AT_ONCE", size)
+        monkeypatch.setattr(wikitext, "TEST_WINDOW", size)
         assert sngm(f"{LINE} --lr 0.5 --batch 4 --epochs 1 --precision float64 --out run{size}").code == 0
     a, b = (record(tmp_path / f"run{size}")["result"] for size in (3, 350))
     assert a == pytest.approx(b, rel=1e-12)
@@ -320,7 +320,10 @@ def test_what_is_wrong_is_said(tmp_path):
     refused(sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir nowhere"), "wikitext-2", code=3)
     refused(sngm(f"{LINE} --lr 1 --batch 500"), "batch=500 needs 1,000 tokens", "enough for batch=330")
     refused(sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir data --set bptt=0"), "at least 1")
-    refused(sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir data --set dropout=1"), "less than 1")
+    refused(
+        sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir data --set dropout=1"),
+        "dropout must be >= 0 and < 1, got 1",
+    )
     (tmp_path / "data" / "wikitext-2" / "valid.txt").write_text("")
     refused(sngm(f"{LINE} --lr 1 --batch 4"), "valid.txt", code=3)
 

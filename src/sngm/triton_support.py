@@ -1,4 +1,4 @@
-"""Whether Triton kernels can work on images and activations: on a GPU, or on the CPU in Triton's interpreter."""
+"""Whether Triton kernels can process images and activations: on a GPU, or on the CPU in Triton's interpreter."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from torch import Tensor
 
 from .optim.kernels import DEVICES, ONE_ROUNDING, installed
 
-__all__ = ["LARGEST", "ONE_ROUNDING", "serve"]
+__all__ = ["LARGEST", "ONE_ROUNDING", "kernels_support"]
 
-LARGEST = 2**31  # elements: they are counted in 32 bits
+LARGEST = 2**31  # elements: kernels index with 32 bits
 
 
-def serve(x: Tensor, ndim: int = 4) -> bool:
-    """Whether kernels can work on these images, or on activations of so many dimensions."""
+def kernels_support(x: Tensor, ndim: int = 4) -> bool:
+    """Return whether Triton kernels can process a tensor of `ndim` dimensions."""
     if torch.compiler.is_compiling() or x.ndim != ndim or x.numel() >= LARGEST:
-        return False  # a compiler fuses torch's operations by itself
+        return False  # torch.compile fuses the operations of torch by itself
     return x.device.type in DEVICES and installed()

@@ -1,1 +1,1 @@
-"""Files on disk to tensors in memory."""
+"""Datasets: from files on disk to tensors in memory."""

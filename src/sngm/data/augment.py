@@ -1,18 +1,18 @@
-"""Random crops and flips of small images on the device they are on, as functions of seed, epoch and sample alone."""
+"""Random crops and flips of small images on their device, as a function of seed, epoch and sample alone."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from ..triton_support import serve
-from .hashing import mix
+from ..triton_support import kernels_support
+from .hashing import random_bits
 
-PAD = 4  # pixels of black around an image, from which a crop of its own size is taken
+PAD = 4  # black pixels around an image, from which a crop of its own size is taken
 
 
 def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, pad: int = PAD) -> Tensor:
-    """Take images of uint8, each cut out at a place of its own, and half of them, at random, mirrored.
+    """Return the uint8 images at `indices`, each randomly cropped, and half of them, at random, flipped horizontally.
 
     >>> images = torch.arange(2 * 3 * 8 * 8).reshape(2, 3, 8, 8).to(torch.uint8)
     >>> one = crop_flip(images, torch.tensor([0, 1]), seed=0, epoch=3)[1]
@@ -20,13 +20,14 @@ def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, p
     True
     """
     height, width = images.shape[2:]
-    drawn, span = mix(seed, epoch, indices), 2 * pad + 1
+    drawn: Tensor = random_bits(seed, epoch, indices)
+    span = 2 * pad + 1
     top, left, flip = drawn % span - pad, drawn // span % span - pad, drawn // span**2 % 2 == 1
     rows = torch.arange(height, device=images.device) + top[:, None]
     columns = torch.arange(width, device=images.device).expand(len(indices), -1)
     columns = torch.where(flip[:, None], width - 1 - columns, columns) + left[:, None]
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    # with channels last, as they shall come out too
+    # channels last, which is also the layout of the result
     picked = images.movedim(1, -1)[
         indices[:, None, None], rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]
     ]
@@ -34,7 +35,7 @@ def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, p
 
 
 def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Bytes as numbers around zero: ``(images / 255 - mean) / std``, of each channel."""
+    """Return ``(images / 255 - mean) / std``, per channel."""
     mean, std = mean.to(images.device)[:, None, None], std.to(images.device)[:, None, None]
     return images.to(mean.dtype).sub(255 * mean).div(255 * std).to(dtype)
 
@@ -42,8 +43,9 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = to
 def training_batch(
     images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """`normalise` after `crop_flip`; on a GPU in one go."""
-    if serve(images) and images.is_contiguous(memory_format=torch.channels_last) and isinstance(epoch, Tensor):
+    """Return `normalise` of `crop_flip`; on a GPU in one kernel."""
+    channels_last = images.is_contiguous(memory_format=torch.channels_last)
+    if kernels_support(images) and channels_last and isinstance(epoch, Tensor):
         from .augment_kernel import crop_flip_normalise
 
         done: Tensor = crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, PAD)  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""`augment.training_batch` as one kernel."""
+"""`augment.training_batch` as one Triton kernel."""
 
-# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
 
 import torch
@@ -15,27 +15,27 @@ MASK = tl.constexpr((1 << hashing.BITS) - 1)
 
 @triton.jit
 def shifted(value, BY: tl.constexpr):
-    """Right, with zeros coming in."""
+    """Shift right and fill with zeros."""
     return (value >> BY) & ((1 << (64 - BY)) - 1)
 
 
 @triton.jit
 def folded(state, value):
-    """One more value in `hashing.mix`."""
+    """Hash one more value, as `hashing.random_bits` does."""
     state = (state ^ value) + GOLDEN
     state = (state ^ shifted(state, 30)) * FIRST
     state = (state ^ shifted(state, 27)) * SECOND
     return state ^ shifted(state, 31)
 
 
-@triton.jit(do_not_specialize=["seed"])  # a seed of 1 would become a constant, and each seed code of its own
+@triton.jit(do_not_specialize=["seed"])  # a seed of 1 would be a constant, and compiled anew
 def cut_out(
     images, indices, out, seed, epoch, mean, std,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PIXELS: tl.constexpr, PAD: tl.constexpr,
 ):  # fmt: skip
-    """One image a program. Channels come last, here and there."""
-    place = tl.program_id(0).to(tl.int64)
-    index = tl.load(indices + place)
+    """Crop, flip and normalise one image per program; input and output are channels_last."""
+    row_of_batch = tl.program_id(0).to(tl.int64)
+    index = tl.load(indices + row_of_batch)
     state = tl.full((), 0, tl.int64)
     state = folded(folded(folded(state, seed.to(tl.int64)), tl.load(epoch)), index)
     drawn = state & MASK
@@ -50,11 +50,11 @@ def cut_out(
     for c in tl.static_range(C):
         byte = tl.load(images + ((index * H + row) * W + column) * C + c, mask=inside, other=0).to(tl.float32)
         value = (byte - 255 * tl.load(mean + c)) / (255 * tl.load(std + c))
-        tl.store(out + (place * H * W + pixel) * C + c, value.to(out.dtype.element_ty), mask=known)
+        tl.store(out + (row_of_batch * H * W + pixel) * C + c, value.to(out.dtype.element_ty), mask=known)
 
 
 def crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, pad):
-    """As `augment.training_batch` does it."""
+    """Do what `augment.training_batch` does."""
     _, channels, height, width = images.shape
     shape = (len(indices), channels, height, width)
     out = torch.empty(shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)

@@ -1,10 +1,12 @@
-"""Datasets by name: whether one is there, and whether what is there is what was published."""
+"""Find datasets by name, and compare them with what was published."""
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..errors import DataMissing, UsageError
@@ -15,58 +17,29 @@ from .fetch import Show, digest
 from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
 from .wikitext import FOLDER, TOKENS, WORDS, find_wikitext2, load_wikitext2
 
-NAMES = ("cifar10", "cifar100", "imagenet", "wikitext2", "criteo")
-OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # where there is one, it is meant to hold the dataset
-CRITEO_ROWS = 80_000  # of the sample, as its name has it
-
-SUMS = {  # of unpacked files
-    "cifar-10-batches-bin": (
-        "sha256",
-        {
-            "data_batch_1.bin": "cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5",
-            "data_batch_2.bin": "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed",
-            "data_batch_3.bin": "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67",
-            "data_batch_4.bin": "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48",
-            "data_batch_5.bin": "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add",
-            "test_batch.bin": "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
-        },
-    ),
-    "cifar-10-batches-py": (
-        "md5",
-        {
-            "data_batch_1": "c99cafc152244af753f735de768cd75f",
-            "data_batch_2": "d4bba439e000b95fd0a9bffe97cbabec",
-            "data_batch_3": "54ebc095f3ab1f0389bbae665268c751",
-            "data_batch_4": "634d18415352ddfa80567beed471001a",
-            "data_batch_5": "482c414d41f54cd18b22e5b47cb7c3cb",
-            "test_batch": "40351d587109b95175f43aff81a1287e",
-        },
-    ),
-    "cifar-100-binary": (
-        "sha256",
-        {
-            "train.bin": "f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29",
-            "test.bin": "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
-        },
-    ),
-    "cifar-100-python": (
-        "md5",
-        {"train": "16019d7e3df5f24257cddd939b257f8d", "test": "f0ef6b0ae62326f3e7ffdfab6717acfc"},
-    ),
+FINDERS: dict[str, Callable[[Path | None], Path]] = {
+    "cifar10": lambda root: find_cifar(root, 10)[1],
+    "cifar100": lambda root: find_cifar(root, 100)[1],
+    "imagenet": find_imagenet,
+    "wikitext2": lambda root: find_wikitext2(root)[0].parent,
+    "criteo": lambda root: find_criteo(root)[0].parent,
 }
+NAMES = tuple(FINDERS)
+OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # if it exists, it is meant to hold the dataset
+CRITEO_ROWS = 80_000  # of the default sample
 
-# How pictures begin, and what stands near their end. One of the official files is a PNG by another name.
-PICTURES = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND"}
-TAIL = 64  # bytes: some programs leave a few after the end
-THREADS = 16  # a disk, above all one across a network, answers many at a time
-SLICE = 500  # files a thread looks at before progress shows
+# First bytes of an image file, and bytes near its end. One of the official .JPEG files is a PNG.
+SIGNATURES = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND"}
+TAIL = 64  # bytes at the end that are searched: some programs append a few after the end of the image
+THREADS = 16  # parallel reads, which a disk, above all a network one, answers faster
+SLICE = 500  # files per task of a thread, and per progress report
 
 
 @dataclass(slots=True)
 class Finding:
-    """What was found of one dataset in one folder: all that is wrong, or else what was seen to be right.
+    """Result of checking a dataset in one folder: all that is wrong, else a summary in `seen`.
 
-    `doubtful` are files that may be cut short: their last bytes are not those of a picture's end, which is no proof.
+    `doubtful` lists image files that may be truncated: the mark of the end is not among their last bytes.
     """
 
     dataset: str
@@ -77,165 +50,140 @@ class Finding:
 
 
 def find(dataset: str, root: Path | None) -> Path:
-    """The folder of a dataset, by its name; `DataMissing` if it is not there. Nothing is read."""
-    if dataset not in NAMES:
-        raise UsageError(f"no dataset is called {dataset!r}; there are {', '.join(NAMES)}")
-    if dataset == "criteo":
-        return find_criteo(root)[0].parent
-    if dataset == "wikitext2":
-        return find_wikitext2(root)[0].parent
-    return find_imagenet(root) if dataset == "imagenet" else find_cifar(root, int(dataset[5:]))[1]
+    """Return the folder of a dataset by its name, or raise :class:`DataMissing`. No file is read."""
+    if dataset not in FINDERS:
+        raise UsageError(f"unknown dataset {dataset!r}; allowed are {', '.join(NAMES)}")
+    return FINDERS[dataset](root)
 
 
 def check(dataset: str, root: Path | None, show: Show = lambda done, total: None) -> list[Finding]:
-    """Read all of a dataset, in each form that is there, and hold it against what was published.
+    """Read a whole dataset, in each form that is present, and compare it with what was published.
 
-    `show` is told how many files have been looked at, where they are many.
+    Args:
+        show: called with the number of files read so far and the total, where there are many.
     """
     if dataset in ("cifar10", "cifar100"):
-        forms = layouts(int(dataset[5:]))
-        every = [(form, r if r.name == form.folder else r / form.folder) for r in data_roots(root) for form in forms]
-        if there := [(form, folder) for form, folder in every if folder.is_dir()]:
-            return [_cifar(form, folder) for form, folder in there]
+        forms = [
+            (layout, r if r.name == layout.folder else r / layout.folder)
+            for r in data_roots(root)
+            for layout in layouts(int(dataset[5:]))
+        ]
+        if present := [(layout, folder) for layout, folder in forms if folder.is_dir()]:
+            return [_check(dataset, folder, partial(_cifar, layout)) for layout, folder in present]
     try:
         folder = find(dataset, root)
     except DataMissing as error:
         own = OWN_FOLDERS.get(dataset)
-        begun = [place / own for place in data_roots(root) if own and (place / own).is_dir()]
+        begun = [r / own for r in data_roots(root) if own and (r / own).is_dir()]
         if not begun:
             raise
-        return [Finding(dataset, str(begun[0]), wrong=[_words(error)])]  # some of it is there
-    if dataset == "imagenet":
-        return [_imagenet(folder, show)]
-    return [_criteo(folder, root) if dataset == "criteo" else _wikitext2(folder, root)]
+        return [Finding(dataset, str(begun[0]), wrong=[_reason(error)])]  # an incomplete dataset
+    inspect = {"imagenet": partial(_imagenet, show), "criteo": partial(_criteo, root)}
+    return [_check(dataset, folder, inspect.get(dataset, partial(_wikitext2, root)))]
 
 
-def _cifar(layout: Layout, folder: Path) -> Finding:
-    finding = Finding(f"cifar{layout.classes}", str(folder))
-    absent = [name for name in layout.files if not (folder / name).is_file()]
-    if absent:
-        finding.wrong.append(f"{folder} lacks {', '.join(absent)}")
-        return finding
+def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) -> Finding:
+    """Return what `inspect` finds, with an error of reading as one of its findings."""
+    finding = Finding(dataset, str(folder))
     try:
-        splits, counts = read(layout, folder)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the findings say the same
+            seen = inspect(finding, folder)
+        finding.seen = "" if finding.wrong else seen
     except OSError as error:
-        finding.wrong.append(_words(error))
-        return finding
-    algorithm, sums = SUMS[layout.folder]
-    for name, n in counts.items():
+        finding.wrong.append(_reason(error))
+    return finding
+
+
+def _reason(error: OSError) -> str:
+    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+
+
+def _cifar(layout: Layout, finding: Finding, folder: Path) -> str:
+    if absent := [name for name in layout.files if not (folder / name).is_file()]:
+        raise DataMissing(f"{folder} lacks {', '.join(absent)}")
+    splits, counts = read(layout, folder)
+    algorithm = "sha256" if layout.form == "binary" else "md5"
+    for (name, n), checksum in zip(counts.items(), layout.checksums.split(), strict=True):
         if n != layout.official(name):
             finding.wrong.append(f"{folder / name} holds {n:,} records, not {layout.official(name):,}")
-        elif (found := digest(folder / name, algorithm)) != sums[name]:
-            finding.wrong.append(f"{folder / name} has the {algorithm.upper()} {found}, not {sums[name]}")
+        elif (found := digest(folder / name, algorithm)) != checksum:
+            finding.wrong.append(f"{folder / name} has the {algorithm.upper()} {found}, not {checksum}")
     for word, (images, labels) in zip(("training", "test"), splits, strict=True):
         often = labels.bincount(minlength=layout.classes)
         if often.min() != often.max():
             least, most = int(often.argmin()), int(often.argmax())
             finding.wrong.append(
-                f"{folder}: {word} class {least} is there {often[least]} times and class {most} {often[most]} times"
+                f"{folder}: {word} class {least} occurs {often[least]} times and class {most} {often[most]} times"
             )
         if images.min() != 0 or images.max() != 255:
             finding.wrong.append(f"{folder}: {word} pixels go from {images.min()} to {images.max()}, not from 0 to 255")
-    total = sum(counts.values())
-    if not finding.wrong:
-        finding.seen = f"{total:,} images, each class equally often, {algorithm.upper()} sums as on record"
-    return finding
+    return f"{sum(counts.values()):,} images, each class equally often, {algorithm.upper()} checksums as published"
 
 
-def _criteo(folder: Path, root: Path | None) -> Finding:
-    """The sample that tasks take by default, converted; there is no published sum to hold it against."""
-    finding = Finding("criteo", str(folder))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it warns of is said below
-            found = load_criteo(root)
-        finding.wrong = verify(found.folder)
-    except OSError as error:
-        finding.wrong.append(_words(error))
-        return finding
+def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
+    """Check the default sample by its converted form; no checksum of it was published."""
+    found = load_criteo(root)
+    finding.wrong = verify(found.folder)
     rows, bad = sum(found.facts["rows"].values()), found.facts["malformed"]
-    if bad["rows"]:  # training leaves them out; a file that was cut short has one
+    if bad["rows"]:  # training leaves them out; a truncated file has one
         first = bad["first"][0]
         where = f"line {first['line']:,} of {folder / first['file']}"
         finding.wrong.append(f"{bad['rows']:,} of {rows + bad['rows']:,} rows malformed, first {where}: {first['why']}")
-    if not finding.wrong:
-        odd = "" if rows == CRITEO_ROWS else f" (the sample has {CRITEO_ROWS:,})"
-        finding.seen = f"{rows:,} rows, 0 malformed{odd}, converted arrays as their sums say"
-    return finding
+    odd = "" if rows == CRITEO_ROWS else f" (the sample has {CRITEO_ROWS:,})"
+    return f"{rows:,} rows, 0 malformed{odd}, checksums of the converted arrays right"
 
 
-def _wikitext2(folder: Path, root: Path | None) -> Finding:
-    """By the number of words in each file, as published."""
-    finding = Finding("wikitext2", str(folder))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what it warns of is said below
-            found = load_wikitext2(root)
-    except OSError as error:
-        finding.wrong.append(_words(error))
-        return finding
+def _wikitext2(root: Path | None, finding: Finding, folder: Path) -> str:
+    """Compare the number of words in each file with the published one."""
+    found = load_wikitext2(root)
     for split, wanted in TOKENS.items():
         if (count := len(getattr(found, split))) != wanted:
             finding.wrong.append(f"{folder}: {split} holds {count:,} words, not {wanted:,}")
     if len(found.words) != WORDS:
         finding.wrong.append(f"{folder}: the vocabulary has {len(found.words):,} words, not {WORDS:,}")
-    if not finding.wrong:
-        finding.seen = f"{sum(TOKENS.values()):,} words, a vocabulary of {WORDS:,}, as published"
-    return finding
+    return f"{sum(TOKENS.values()):,} words, a vocabulary of {WORDS:,}, as published"
 
 
-def _imagenet(folder: Path, show: Show) -> Finding:
-    """Every file's first and last bytes; decoding them all would take hours."""
-    finding, splits = Finding("imagenet", str(folder)), []
-    for split, wanted in OFFICIAL.items():
-        try:
-            images = ImageFolder(folder, split)
-        except OSError as error:
-            finding.wrong.append(_words(error))
-            continue
-        splits.append(images)
+def _imagenet(show: Show, finding: Finding, folder: Path) -> str:
+    """Check the first and last bytes of every file; decoding them all would take hours."""
+    splits = [ImageFolder(folder, split) for split in OFFICIAL]
+    for images, wanted in zip(splits, OFFICIAL.values(), strict=True):
         if len(images.classes) != CLASSES:
-            finding.wrong.append(f"{folder / split} holds {len(images.classes):,} classes, not {CLASSES:,}")
+            finding.wrong.append(f"{images.folder} holds {len(images.classes):,} classes, not {CLASSES:,}")
         if len(images) != wanted:
-            finding.wrong.append(f"{folder / split} holds {len(images):,} images, not {wanted:,}")
+            finding.wrong.append(f"{images.folder} holds {len(images):,} images, not {wanted:,}")
     parts = [(images, range(len(images))[at : at + SLICE]) for images in splits for at in range(0, len(images), SLICE)]
     done, total = 0, sum(map(len, splits))
     pool = ThreadPoolExecutor(THREADS)
     try:
-        for (_, part), (wrong, doubtful) in zip(parts, pool.map(_look, parts), strict=True):
+        for (_, part), (wrong, doubtful) in zip(parts, pool.map(_check_files, parts), strict=True):
             finding.wrong += wrong
             finding.doubtful += doubtful
             done += len(part)
             show(done, total)
     finally:
         pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for a million files
-    finding.seen = f"{total:,} images of {CLASSES:,} classes, all with the first bytes of a picture"
-    return finding
+    return f"{total:,} images of {CLASSES:,} classes, all with the first bytes of an image file"
 
 
-def _look(part: tuple[ImageFolder, range]) -> tuple[list[str], list[str]]:
-    """What is wrong with some files, and which of them may be cut short."""
+def _check_files(part: tuple[ImageFolder, range]) -> tuple[list[str], list[str]]:
+    """Return what is wrong with some files, and which of them may be truncated."""
     images, indices = part
     wrong: list[str] = []
     doubtful: list[str] = []
-    for index in indices:
-        path = images.file(index)
+    for path in map(images.file, indices):
         try:
             with open(path, "rb", buffering=0) as file:
-                begins = file.read(8)
+                first = file.read(8)
                 file.seek(max(0, file.seek(0, 2) - TAIL))
-                ends = file.read(TAIL)
+                last = file.read(TAIL)
         except OSError as error:
             wrong.append(f"{path}: {error.strerror}")
             continue
-        end = next((end for begin, end in PICTURES.items() if begins.startswith(begin)), None)
+        end = next((end for start, end in SIGNATURES.items() if first.startswith(start)), None)
         if end is None:
             wrong.append(f"{path} is no JPEG and no PNG file")
-        elif end not in ends:
+        elif end not in last:
             doubtful.append(path)
     return wrong, doubtful
-
-
-def _words(error: OSError) -> str:
-    """Our own errors say it all; the system's name a file, if any."""
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)

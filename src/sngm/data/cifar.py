@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the folders of their official archives, in the binary form and in the Python one."""
+"""CIFAR-10 and CIFAR-100 from the folders of their official archives, in the binary and in the Python form."""
 
 from __future__ import annotations
 
@@ -14,136 +14,151 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, UsageError
-from .data_dirs import data_roots, missing
+from .data_dirs import find_folder
+from .fetch import Archive
 
 Array = np.ndarray[Any, np.dtype[Any]]
+Split = tuple[Tensor, Tensor]  # images and labels
 
-PIXELS = 3 * 32 * 32  # bytes an image: red, green, blue, each row by row
-COARSE = 20  # superclasses of CIFAR-100, whose label comes before the class's in the binary form
+PIXELS = 3 * 32 * 32  # bytes per image: red, green, blue, each in row-major order
+COARSE = 20  # superclasses of CIFAR-100; in the binary form their label precedes that of the class
 
 
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The files of one published form."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout(Archive):
+    """One published form; the last of its files is the test set.
+
+    Attributes:
+        checksums: of the files, in their order, separated by spaces: SHA256 of the binary form, MD5 of the Python one.
+    """
 
     classes: int
     form: str
-    folder: str
-    train: tuple[str, ...]
-    test: tuple[str, ...]
-
-    @property
-    def files(self) -> tuple[str, ...]:
-        return self.train + self.test
+    checksums: str
 
     def official(self, name: str) -> int:
-        """How many records a file of the official archive holds."""
-        return 50_000 if self.classes == 100 and name in self.train else 10_000
+        """Return the number of records of a file in the official archive."""
+        return 50_000 if self.classes == 100 and name == self.files[0] else 10_000
 
 
-TENS = tuple(f"data_batch_{i}" for i in range(1, 6))
-LAYOUTS = (  # in the order of preference: the binary form is read faster
-    Layout(10, "binary", "cifar-10-batches-bin", tuple(f"{name}.bin" for name in TENS), ("test_batch.bin",)),
-    Layout(10, "python", "cifar-10-batches-py", TENS, ("test_batch",)),
-    Layout(100, "binary", "cifar-100-binary", ("train.bin",), ("test.bin",)),
-    Layout(100, "python", "cifar-100-python", ("train",), ("test",)),
-)
+TENS = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+LAYOUTS = (  # in order of preference: the binary form is faster to read
+    Layout(
+        "cifar-10-binary.tar.gz", "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171, "cifar-10-batches-bin",
+        tuple(f"{name}.bin" for name in TENS), classes=10, form="binary",
+        checksums="cee916563c9f80d84e3cc88e17fdc0941787f1244f00a67874d45b261883ada5 "
+        "a591ca11fa1708a91ee40f54b3da4784ccd871ecf2137de63f51ada8b3fa57ed "
+        "bbe8596564c0f86427f876058170b84dac6670ddf06d79402899d93ceea26f67 "
+        "014e562d6e23c72197cc727519169a60359f5eccd8945ad5a09d710285ff4e48 "
+        "755304fc0b379caeae8c14f0dac912fbc7d6cd469eb67a1029a08a39453a9add "
+        "8e2eb146ae340b09e24670f29cabc6326dba54da8789dab6768acf480273f65b",
+    ),
+    Layout(
+        "cifar-10-python.tar.gz", "c58f30108f718f92721af3b95e74349a", 170_498_071, "cifar-10-batches-py", TENS,
+        classes=10, form="python",
+        checksums="c99cafc152244af753f735de768cd75f d4bba439e000b95fd0a9bffe97cbabec 54ebc095f3ab1f0389bbae665268c751 "
+        "634d18415352ddfa80567beed471001a 482c414d41f54cd18b22e5b47cb7c3cb 40351d587109b95175f43aff81a1287e",
+    ),
+    Layout(
+        "cifar-100-binary.tar.gz", "03b5dce01913d631647c71ecec9e9cb8", 168_513_733, "cifar-100-binary",
+        ("train.bin", "test.bin"), classes=100, form="binary",
+        checksums="f31298fc616915fa142368359df1c4ca2ae984d6915ca468b998a5ec6aeebf29 "
+        "d8b1e6b7b3bee4020055f0699b111f60b1af1e262aeb93a0b659061746f8224a",
+    ),
+    Layout(
+        "cifar-100-python.tar.gz", "eb9058c3a382ffc7106e4002c42a8d85", 169_001_437, "cifar-100-python",
+        ("train", "test"), classes=100, form="python",
+        checksums="16019d7e3df5f24257cddd939b257f8d f0ef6b0ae62326f3e7ffdfab6717acfc",
+    ),
+)  # fmt: skip
 
 
 def layouts(classes: int) -> list[Layout]:
-    """The published forms of one of the two datasets."""
+    """Return the published forms of CIFAR-10 or CIFAR-100."""
     found = [layout for layout in LAYOUTS if layout.classes == classes]
     if not found:
-        raise UsageError(f"there is CIFAR-10 and CIFAR-100; got classes={classes}")
+        raise UsageError(f"classes must be 10 or 100, for CIFAR-10 or CIFAR-100; got {classes}")
     return found
 
 
+def archive_of(dataset: str, form: str) -> Layout:
+    """Return the archive to download for a dataset, "cifar10" or "cifar100", in one of its forms."""
+    for layout in LAYOUTS:
+        if (f"cifar{layout.classes}", layout.form) == (dataset, form):
+            return layout
+    raise UsageError(
+        f"{dataset!r} in the form {form!r} cannot be downloaded; allowed are cifar10 and cifar100, as binary or "
+        "python. 'sngm data' says where other datasets come from"
+    )
+
+
 def find_cifar(root: Path | None, classes: int = 10) -> tuple[Layout, Path]:
-    """The form that is there, with its folder. Nothing is read; :class:`DataMissing` says what is not there."""
-    lacking: list[str] = []
-    for place in data_roots(root):
-        for layout in layouts(classes):
-            # the folder itself will do as well as the one that holds it
-            folder = place if place.name == layout.folder else place / layout.folder
-            absent = [name for name in layout.files if not (folder / name).is_file()]
-            if not absent:
-                return layout, folder
-            if folder.is_dir():
-                lacking.append(f"{folder} lacks {', '.join(absent)}")
-    if lacking:
-        raise DataMissing(f"{'; '.join(lacking)}; delete the folder and run '{command(classes)}' with its --data-dir")
-    raise missing(f"CIFAR-{classes}", root, [layout.folder for layout in layouts(classes)], command(classes))
+    """Return the form that is present, and its folder; raise :class:`DataMissing` if none is. No file is read."""
+    known = layouts(classes)
+    forms = [(layout.folder, layout.files) for layout in known]
+    title, command = f"CIFAR-{classes}", f"sngm data get cifar{classes}"
+    folder, index = find_folder(title, root, forms, [layout.folder for layout in known], command)
+    return known[index], folder
 
 
-def command(classes: int) -> str:
-    """What fetches it."""
-    return f"sngm data get cifar{classes}"
+def load_cifar(root: Path | None = None, classes: int = 10) -> tuple[Split, Split]:
+    """Return training and test images, uint8 of shape (N, 3, 32, 32), each with its labels, int64.
 
-
-def load_cifar(root: Path | None = None, classes: int = 10) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Training and test images, uint8 of shape (N, 3, 32, 32), each with its labels, int64.
-
-    Files with fewer or more records than the official ones are read with a warning: they may be a sample made for a
-    trial. A file that ends within a record is refused.
+    A file with a different number of records than the official one is read with a warning, so that small samples
+    work. A file that ends within a record is an error.
 
     Args:
-        root: the folder that holds cifar-10-batches-bin and the like; None: see :func:`sngm.data.data_dirs.data_roots`.
+        root: folder that holds cifar-10-batches-bin and the like; None: see :func:`sngm.data.data_dirs.data_roots`.
         classes: 10, or 100 for the fine labels of CIFAR-100.
     """
     layout, folder = find_cifar(root, classes)
-    (train, test), counts = read(layout, folder)
+    splits, counts = read(layout, folder)
     odd = [f"{name} {n:,}" for name, n in counts.items() if n != layout.official(name)]
     if odd:
         warnings.warn(f"{folder} does not hold the official records: {', '.join(odd)}", stacklevel=2)
-    return train, test
+    return splits
 
 
-def read(layout: Layout, folder: Path) -> tuple[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]], dict[str, int]]:
-    """Both splits as :func:`load_cifar` gives them, and how many records each file holds."""
+def read(layout: Layout, folder: Path) -> tuple[tuple[Split, Split], dict[str, int]]:
+    """Return both splits as :func:`load_cifar` does, and the number of records of each file."""
     parse = _binary if layout.form == "binary" else _pickled
-    counts: dict[str, int] = {}
+    parts = [parse(layout, folder / name) for name in layout.files]
+    counts = {name: len(labels) for name, (_, labels) in zip(layout.files, parts, strict=True)}
 
-    def split(names: tuple[str, ...]) -> tuple[Tensor, Tensor]:
-        parts = [parse(layout, folder / name) for name in names]
-        counts.update(zip(names, (len(labels) for _, labels in parts), strict=True))
-        images = np.empty((sum(len(labels) for _, labels in parts), PIXELS), np.uint8)
-        np.concatenate([pixels for pixels, _ in parts], out=images)
-        labels = np.concatenate([labels for _, labels in parts]).astype(np.int64)
+    def split(some: list[tuple[Array, Array]]) -> Split:
+        images = np.empty((sum(len(labels) for _, labels in some), PIXELS), np.uint8)
+        np.concatenate([pixels for pixels, _ in some], out=images)
+        labels = np.concatenate([labels for _, labels in some]).astype(np.int64)
         return torch.from_numpy(images).view(-1, 3, 32, 32), torch.from_numpy(labels)
 
-    return (split(layout.train), split(layout.test)), counts
+    return (split(parts[:-1]), split(parts[-1:])), counts
 
 
 def _binary(layout: Layout, path: Path) -> tuple[Array, Array]:
-    """Pixels and labels: views of the file's bytes."""
+    """Return pixels and labels as views of the file's bytes."""
     head = 2 if layout.classes == 100 else 1
-    record = head + PIXELS
-    size = path.stat().st_size
+    record, size = head + PIXELS, path.stat().st_size
     if size == 0 or size % record:
-        wanted = layout.official(path.name)
-        raise _broken(
-            layout, path, f"it has {size:,} bytes, no whole number of records of {record}; expected {wanted * record:,}"
-        )
+        wanted = layout.official(path.name) * record
+        raise _broken(layout, path, f"it has {size:,} bytes, no multiple of a record's {record}; expected {wanted:,}")
     rows = np.fromfile(path, np.uint8).reshape(-1, record)
     if head == 2:
-        _within(layout, path, rows[:, 0], COARSE, "coarse label")
-    _within(layout, path, rows[:, head - 1], layout.classes, "label")
+        _check_labels(layout, path, rows[:, 0], COARSE, "coarse label")
+    _check_labels(layout, path, rows[:, head - 1], layout.classes, "label")
     return rows[:, head:], rows[:, head - 1]
 
 
 def _pickled(layout: Layout, path: Path) -> tuple[Array, Array]:
-    """Pixels and labels from a pickled dictionary, of which no code is run."""
-    size, wanted = path.stat().st_size, layout.official(path.name)
+    """Return pixels and labels from a pickled dictionary, without running any code of it."""
     try:
         with open(path, "rb") as file:
             found = _Plain(file, encoding="latin1").load()
-    except DataMissing:
+    except OSError:  # an error of the disk
         raise
-    except OSError:  # of the disk, not of what is on it
-        raise
-    except Exception as error:  # broken pickles fail in any way there is
+    except Exception as error:  # a broken pickle can raise anything
+        size, wanted = path.stat().st_size, layout.official(path.name)
         least = f"{size:,} bytes, where {wanted:,} records take more than {wanted * PIXELS:,}"
-        why = " ".join(str(error).split())  # may quote the file, line breaks and all
+        why = " ".join(str(error).split())  # it may quote the file, with line breaks
         raise _broken(layout, path, f"it cannot be read as a pickle ({why}); it has {least}") from error
     if not isinstance(found, dict):
         raise _broken(layout, path, f"it holds a {type(found).__name__}, not a dictionary")
@@ -152,19 +167,18 @@ def _pickled(layout: Layout, path: Path) -> tuple[Array, Array]:
     pixels, labels = getattr(found.get("data"), "array", None), found.get(key)
     if not (
         isinstance(pixels, np.ndarray)
-        and pixels.ndim == 2
-        and pixels.shape[1] == PIXELS
+        and pixels.shape[1:] == (PIXELS,)
         and isinstance(labels, list)
         and all(type(label) is int and label.bit_length() < 64 for label in labels)
         and len(labels) == len(pixels) > 0
     ):
         raise _broken(layout, path, f"its 'data' must be rows of {PIXELS} bytes and its {key!r} as many whole numbers")
     numbers = np.array(labels)
-    _within(layout, path, numbers, layout.classes, "label")
+    _check_labels(layout, path, numbers, layout.classes, "label")
     return pixels, numbers
 
 
-def _within(layout: Layout, path: Path, labels: Array, classes: int, word: str) -> None:
+def _check_labels(layout: Layout, path: Path, labels: Array, classes: int, word: str) -> None:
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))
     if len(wrong):
         first = wrong[0]
@@ -172,30 +186,28 @@ def _within(layout: Layout, path: Path, labels: Array, classes: int, word: str) 
 
 
 def _broken(layout: Layout, path: Path, why: str) -> DataMissing:
-    root = path.parent.parent
-    return DataMissing(
-        f"{path} is broken: {why}; delete {path.parent} and run '{command(layout.classes)} --form {layout.form} "
-        f"--data-dir {shlex.quote(str(root))}'"
-    )
+    command = f"sngm data get cifar{layout.classes} --form {layout.form} --data-dir"
+    root = shlex.quote(str(path.parent.parent))
+    return DataMissing(f"{path} is broken: {why}; delete {path.parent} and run '{command} {root}'")
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """What pickles of Python 3 in an old protocol write bytes as."""
+    """Stand in for codecs.encode, with which Python 3 pickles bytes in old protocols."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"it wants the encoding {encoding!r}")
     return text.encode("latin1")
 
 
 class _Pixels:
-    """What a pickle gets for NumPy's types and functions: NumPy itself would take any flag and address from it."""
+    """Stand in for NumPy's types and functions, which would accept any flag and address from a pickle."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        if self.arguments[:1] == ("u1",):  # a dtype, of which bytes need to know no more
+        if self.arguments[:1] == ("u1",):  # the state of a dtype: nothing of it matters for bytes
             return
-        match state:  # version, shape, dtype, whether by columns, elements
+        match state:  # version, shape, dtype, whether in column-major order, elements
             case (_, shape, _Pixels(arguments=("u1", *_)), False, str() | bytes() as raw):
                 raw = raw.encode("latin1") if isinstance(raw, str) else raw
                 self.array = np.frombuffer(raw, np.uint8).reshape(shape)
@@ -204,7 +216,7 @@ class _Pixels:
 
 
 class _Plain(pickle.Unpickler):
-    """Reads dictionaries, lists, numbers, texts and arrays of bytes; anything else that a pickle names is refused."""
+    """Unpickler of dictionaries, lists, numbers, strings and arrays of bytes; any other name is an error."""
 
     known: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Pixels,

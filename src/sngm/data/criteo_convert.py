@@ -1,16 +1,16 @@
-"""Criteo's text, a click a line, made into arrays: labels, scaled integers and numbered categories of each split.
+"""Conversion of Criteo's text, a click per line, to arrays: labels, scaled integers and numbered categories.
 
-All text is read once into raw arrays on disk, which are then fitted and encoded. Everything works on blocks of rows:
-Python never sees a single one, and memory holds a block, the distinct categories, and a byte for each row.
+The text is read once into temporary files of fixed-size rows, which are then fitted and encoded. All of it works on
+blocks of rows, so that memory holds a block, the distinct categories, and a byte for each row.
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import math
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,81 +20,83 @@ import numpy as np
 
 from ..errors import DataMissing, Failed, UsageError
 from ..files import write_json
-from .criteo_text import CATEGORIES, INTEGERS, REASONS, Array, Source, parse, whole_lines
+from .criteo_text import CATEGORIES, INTEGERS, REASONS, Array, parse, whole_lines
+from .fetch import digest
 
 Show = Callable[[str], None]
 
-VERSION = 1  # of the converted form: another one is made anew
+VERSION = 1  # of the converted form: one of another version is made again
 FACTS = "facts.json"
 SPLITS = ("train", "validation", "test")
-MISSING, UNSEEN, FIRST = 0, 1, 2  # categories: none, one that training has not, and those that it has
+MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers of a missing category, of one unseen in training, and of the first other one
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
+RAW = (("u1", 1), ("<i8", INTEGERS), ("<u8", CATEGORIES))  # parsed labels, integers and categories: dtype and columns
+KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "labels": ("|u1", ())}  # of arrays
 
 BLOCK = 1 << 17  # rows that are fitted and encoded at once
-SHOWN = 10  # malformed lines that are named
-EVERY = 5.0  # seconds between two lines of progress
-SETTLED = 2.0  # seconds after which a file's time tells two states of it apart, on any file system
+MAX_NAMED = 10  # malformed lines that are named
+INTERVAL = 5.0  # seconds between two lines of progress
 
 
 def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: Show) -> None:
-    """Read all text once into raw arrays on disk, then fit and encode those, block by block."""
-    progress = Progress(show)
+    """Write the arrays of all splits, vocabulary.npy and facts.json into `folder`."""
+    began = time.monotonic()
+    progress = _throttled(show)
     show(f"converting {len(paths)} file{'s' * (len(paths) > 1)} of Criteo's rows once, into {folder.parent}")
     with contextlib.ExitStack() as stack:
-        raw = _Raw(stack, folder)
+        raw: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in RAW]
         sources, malformed, absent = _read(paths, names, raw, progress)
-        if raw.rows < 3:
-            raise DataMissing(f"{paths[0]} holds {raw.rows} good rows; a split into three takes at least 3")
-        splits = split_of(raw.rows, seed)
+        rows = sum(source["rows"] for source in sources)
+        if rows < 3:
+            raise DataMissing(f"{paths[0]} holds {rows} good rows; a split into three takes at least 3")
+        splits = split_of(rows, seed)
         least, most, words = _fit(raw, splits, progress)
         counts = np.bincount(splits, minlength=3).tolist()
         arrays = {
-            f"{split}-{kind}.npy": _Array(stack, folder / f"{split}-{kind}.npy", (count, *shape), dtype)
+            f"{split}-{kind}.npy": _new_array(stack, folder / f"{split}-{kind}.npy", (count, *shape), dtype)
             for split, count in zip(SPLITS, counts, strict=True)
-            for kind, shape, dtype in (
-                ("dense", (INTEGERS,), "<f4"),
-                ("categories", (CATEGORIES,), "<i4"),
-                ("labels", (), "|u1"),
-            )
+            for kind, (dtype, shape) in KINDS.items()
         }
         unseen, positives = _encode(raw, splits, least, most, words, arrays, progress)
         every = np.concatenate(words)
-        arrays["vocabulary.npy"] = _Array(stack, folder / "vocabulary.npy", every.shape, "<u8")
-        arrays["vocabulary.npy"].append(every)
-        finished = {name: array.finish() for name, array in arrays.items()}
-        raw.delete()
-    facts = {
-        "version": VERSION,
-        "split_seed": seed,
-        "rows": dict(zip(SPLITS, counts, strict=True)),
-        "positives": dict(zip(SPLITS, positives, strict=True)),
-        "field_sizes": [FIRST + len(field) for field in words],
-        "malformed": malformed,
-        "missing": dict(zip(NAMES, absent.tolist(), strict=True)),
-        "unseen": {
-            split: dict(zip(NAMES[INTEGERS:], field.tolist(), strict=True))
-            for split, field in zip(SPLITS, unseen, strict=True)
-            if split != "train"
-        },
-        "least": least.tolist(),
-        "most": most.tolist(),
-        "sources": sources,
-        "arrays": finished,
-    }
+        arrays["vocabulary.npy"] = _new_array(stack, folder / "vocabulary.npy", every.shape, "<u8")
+        arrays["vocabulary.npy"].write(every.tobytes())
+        for file in arrays.values():
+            file.flush()
+            os.fsync(file.fileno())
+        facts = {
+            "version": VERSION,
+            "split_seed": seed,
+            "rows": dict(zip(SPLITS, counts, strict=True)),
+            "positives": dict(zip(SPLITS, positives, strict=True)),
+            "field_sizes": [FIRST + len(field) for field in words],
+            "malformed": malformed,
+            "missing": dict(zip(NAMES, absent.tolist(), strict=True)),
+            "unseen": {
+                split: dict(zip(NAMES[INTEGERS:], field.tolist(), strict=True))
+                for split, field in zip(SPLITS[1:], unseen[1:], strict=True)
+            },
+            "least": least.tolist(),
+            "most": most.tolist(),
+            "sources": sources,
+            "arrays": {
+                name: {"bytes": file.tell(), "sha256": digest(folder / name, "sha256")} for name, file in arrays.items()
+            },
+        }
     write_json(folder / FACTS, facts)
-    show(f"converted {raw.rows:,} rows with {len(every):,} categories in {progress.seconds:.0f} s")
+    show(f"converted {rows:,} rows with {len(every):,} categories in {time.monotonic() - began:.0f} s")
 
 
 def split_of(rows: int, seed: int) -> Array:
-    """For each row 0, 1 or 2: train, validation or test.
+    """Return for each row 0, 1 or 2: train, validation or test.
 
-    As scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)`` with the last fifth of what is left to
-    train on, in its random order, for validation. It takes 9 bytes a row for a moment, then 1.
+    The split is scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)``, with the last fifth of its
+    training rows, in their random order, for validation. It takes 9 bytes per row at its peak.
 
     >>> np.bincount(split_of(100, 0)).tolist()
     [64, 16, 20]
     """
-    order = np.random.RandomState(seed).permutation(rows)  # of all generators the one whose numbers never change
+    order = np.random.RandomState(seed).permutation(rows)  # a generator whose numbers never change
     test = math.ceil(0.2 * rows)
     train = int((rows - test) * 0.8)
     splits = np.ones(rows, np.uint8)
@@ -103,207 +105,136 @@ def split_of(rows: int, seed: int) -> Array:
     return splits
 
 
-class _Raw:
-    """Rows as they were read, in files that are gone afterwards."""
-
-    def __init__(self, stack: contextlib.ExitStack, folder: Path) -> None:
-        self.columns = (("labels", np.uint8, 1), ("integers", np.int64, INTEGERS), ("keys", np.uint64, CATEGORIES))
-        self.paths = [folder / f"raw-{name}" for name, _, _ in self.columns]
-        self.files: list[IO[bytes]] = [stack.enter_context(path.open("w+b")) for path in self.paths]
-        self.rows = 0
-
-    def append(self, *arrays: Array) -> None:
-        for file, array in zip(self.files, arrays, strict=True):
-            file.write(np.ascontiguousarray(array).data)
-        self.rows += len(arrays[0])
-
-    def blocks(self) -> Iterator[tuple[slice, list[Array]]]:
-        """Which rows, and their labels, integers and keys, the latter two of shape (columns, rows)."""
-        for file in self.files:
-            file.flush()
-            file.seek(0)
-        for start in range(0, self.rows, BLOCK):
-            count = min(BLOCK, self.rows - start)
-            found = [
-                np.frombuffer(file.read(count * width * np.dtype(dtype).itemsize), dtype).reshape(count, width).T
-                for file, (_, dtype, width) in zip(self.files, self.columns, strict=True)
-            ]
-            yield slice(start, start + count), [found[0][0], *map(np.ascontiguousarray, found[1:])]
-
-    def delete(self) -> None:
-        for path in self.paths:
-            path.unlink()
-
-
-class _Array:
-    """A .npy file of known shape that is written from its start to its end, and summed up on the way."""
-
-    def __init__(self, stack: contextlib.ExitStack, path: Path, shape: tuple[int, ...], dtype: str) -> None:
-        self.file = stack.enter_context(path.open("w+b"))
-        self.dtype = np.dtype(dtype)
-        header = {"descr": dtype, "fortran_order": False, "shape": shape}
-        np.lib.format.write_array_header_1_0(self.file, header)  # type: ignore[no-untyped-call,unused-ignore]
-        self.file.seek(0)
-        self.sum = hashlib.sha256(self.file.read())
-
-    def append(self, values: Array) -> None:
-        content = np.ascontiguousarray(values, self.dtype).reshape(-1).view(np.uint8).data
-        self.sum.update(content)
-        self.file.write(content)
-
-    def finish(self) -> dict[str, Any]:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-        return {"bytes": self.file.tell(), "sha256": self.sum.hexdigest()}
-
-
 def _read(
-    paths: list[Path], names: list[str], raw: _Raw, progress: Progress
+    paths: list[Path], names: list[str], raw: list[IO[bytes]], progress: Show
 ) -> tuple[list[dict[str, Any]], dict[str, Any], Array]:
-    """All good rows into `raw`; the sources, what is malformed, and how many values are missing in each column."""
+    """Write all good rows to `raw`; return the sources, the malformed lines, and the missing values of each column."""
     total, before = sum(path.stat().st_size for path in paths), 0
     sources: list[dict[str, Any]] = []
     first: list[dict[str, Any]] = []
     reasons, absent = np.zeros(1 + len(REASONS), np.int64), np.zeros(INTEGERS + CATEGORIES, np.int64)
     for path, name in zip(paths, names, strict=True):
-        counts = np.zeros_like(reasons)
-        began = time.time()
-        try:
-            source = Source(path)
-        except OSError as error:
-            raise DataMissing(f"{path} cannot be read: {error.strerror}") from error
-        with source:
-            state = os.fstat(source.file.fileno())
-            for text in whole_lines(path, source):
-                lines = parse(text)
-                raw.append(lines.labels, lines.integers, lines.keys)
-                absent += lines.missing
-                for index in np.flatnonzero(lines.verdicts)[: SHOWN - len(first)].tolist():
-                    why = REASONS[lines.verdicts[index] - 1]
-                    first.append({"file": name, "line": int(counts.sum()) + index + 1, "why": why})
-                counts += np.bincount(lines.verdicts, minlength=len(counts))
-                progress(f"{(before + source.done) / max(total, 1):.0%} read, {raw.rows:,} rows")
-                if source.done > state.st_size:
-                    break  # something writes to it, maybe for ever
+        counts, state = np.zeros_like(reasons), path.stat()
+        for text, done in whole_lines(path):
+            lines = parse(text)
+            for file, values in zip(raw, (lines.labels, lines.integers, lines.keys), strict=True):
+                file.write(values.tobytes())
+            absent += lines.missing
+            for index in np.flatnonzero(lines.verdicts)[: MAX_NAMED - len(first)].tolist():
+                why = REASONS[lines.verdicts[index] - 1]
+                first.append({"file": name, "line": int(counts.sum()) + index + 1, "why": why})
+            counts += np.bincount(lines.verdicts, minlength=len(counts))
+            progress(f"{(before + done) / max(total, 1):.0%} read, {reasons[0] + counts[0]:,} rows")
         good, bad = int(counts[0]), int(counts[1:].sum())
         if not good + bad:
             raise DataMissing(f"{path} is empty")
         if bad > good:
-            most = int(counts[1:].argmax())
             raise DataMissing(
                 f"{path} does not hold Criteo's rows: {bad:,} of {good + bad:,} lines are malformed, most with "
-                f"{REASONS[most]}; a row is a label, 13 integers and 26 categories with tabs between"
+                f"{REASONS[counts[1:].argmax()]}; a row is a label, 13 integers and 26 categories, separated by tabs"
             )
-        now = path.stat()
-        if (now.st_size, now.st_mtime_ns, source.done) != (state.st_size, state.st_mtime_ns, state.st_size):
+        checksum, now = digest(path, "sha256"), path.stat()
+        if (now.st_size, now.st_mtime_ns) != (state.st_size, state.st_mtime_ns):
             raise Failed(f"{path} changed while it was read; try again")
-        found = source.sum.hexdigest()
-        same = next((other["name"] for other in sources if other["sha256"] == found), None)
-        if same is not None:
-            raise UsageError(f"{path} and {same} hold the same; their rows would be trained on and tested on")
-        settled = state.st_mtime_ns if began - state.st_mtime > SETTLED else None
-        sources.append({"name": name, "bytes": source.done, "mtime_ns": settled, "sha256": found, "rows": good})
+        if same := [other["name"] for other in sources if other["sha256"] == checksum]:
+            raise UsageError(f"{path} and {same[0]} hold the same rows, which would be in several splits; name one")
+        source = {"name": name, "bytes": state.st_size, "mtime_ns": state.st_mtime_ns}
+        sources.append({**source, "sha256": checksum, "rows": good})
         reasons += counts
-        before += source.done
+        before += state.st_size
     wrong = {reason: int(n) for reason, n in zip(REASONS, reasons[1:], strict=True) if n}
     return sources, {"rows": int(reasons[1:].sum()), "reasons": wrong, "first": first}, absent
 
 
-def _fit(raw: _Raw, splits: Array, progress: Progress) -> tuple[Array, Array, list[Array]]:
-    """Of the training rows: the least and the greatest of each integer, and the sorted categories of each field."""
+def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
+    """Yield blocks of rows: which rows, their labels, and their integers and keys of shape (columns, rows)."""
+    for file in raw:
+        file.seek(0)
+    for start in range(0, len(splits), BLOCK):
+        count = min(BLOCK, len(splits) - start)
+        labels, integers, keys = (
+            np.frombuffer(file.read(count * width * int(dtype[-1])), dtype).reshape(count, width).T.copy()
+            for file, (dtype, width) in zip(raw, RAW, strict=True)
+        )
+        yield slice(start, start + count), labels[0], integers, keys
+
+
+def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
+    """Return minimum and maximum of each integer, and the sorted categories of each field, of the training rows."""
     limits = np.iinfo(np.int64)
     least, most = np.full(INTEGERS, limits.max), np.full(INTEGERS, limits.min)
-    words = [_Distinct() for _ in range(CATEGORIES)]
-    for where, (_, integers, keys) in raw.blocks():
+    words = [[np.empty(0, np.uint64)] for _ in range(CATEGORIES)]  # known ones first, then those of further blocks
+    for where, _, integers, keys in _blocks(raw, splits):
         train = splits[where] == 0
         np.minimum(least, integers.min(1, where=train, initial=limits.max), out=least)
         np.maximum(most, integers.max(1, where=train, initial=limits.min), out=most)
         for field, column in zip(words, keys, strict=True):
-            field.add(column[train])
-        progress(f"{where.stop / raw.rows:.0%} fitted")
-    return least, most, [field.sorted() for field in words]
+            field.append(np.unique(column[train]))
+            # rarely enough that all merging takes a few sorts
+            if sum(map(len, field[1:])) > max(len(field[0]), 1 << 16):
+                field[:] = [np.unique(np.concatenate(field))]
+        progress(f"{where.stop / len(splits):.0%} fitted")
+    merged = (np.unique(np.concatenate(field)) for field in words)
+    return least, most, [field[field != 0] for field in merged]  # 0 is a missing category
 
 
-class _Distinct:
-    """The distinct numbers of a stream, in memory of a few times their own size."""
-
-    def __init__(self) -> None:
-        self.known = np.empty(0, np.uint64)
-        self.new: list[Array] = []
-        self.waiting = 0
-
-    def add(self, values: Array) -> None:
-        self.new.append(np.unique(values))
-        self.waiting += len(self.new[-1])
-        if self.waiting > max(len(self.known), 1 << 16):  # seldom enough that all merging takes a few sorts
-            self.merge()
-
-    def merge(self) -> None:
-        self.known = np.unique(np.concatenate([self.known, *self.new]))
-        self.new, self.waiting = [], 0
-
-    def sorted(self) -> Array:
-        """All but 0, which stands for a missing category."""
-        self.merge()
-        return self.known[np.searchsorted(self.known, np.uint64(1)) :]
+def _new_array(stack: contextlib.ExitStack, path: Path, shape: tuple[int, ...], dtype: str) -> IO[bytes]:
+    """Create a .npy file of known shape, to which the elements are then written in order."""
+    file = stack.enter_context(path.open("wb"))
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call,unused-ignore]
+    return file
 
 
 def _encode(
-    raw: _Raw,
+    raw: list[IO[bytes]],
     splits: Array,
     least: Array,
     most: Array,
     words: list[Array],
-    arrays: dict[str, _Array],
-    progress: Progress,
+    arrays: dict[str, IO[bytes]],
+    progress: Show,
 ) -> tuple[Array, list[int]]:
-    """Write all splits; how many categories of each split and field are unseen, and how many labels are 1."""
+    """Write all splits; return the unseen categories of each split and field, and the positive labels of each split."""
     low, span = least.astype(np.float64)[:, None], (most.astype(np.float64) - least)[:, None]
     span[span == 0] = 1  # a constant column becomes 0, as in scikit-learn
     unseen, positives = np.zeros((3, CATEGORIES), np.int64), np.zeros(3, np.int64)
-    for where, (labels, integers, keys) in raw.blocks():
-        ids = np.stack([_numbers(column, field) for column, field in zip(keys, words, strict=True)], 1)
+    for where, labels, integers, keys in _blocks(raw, splits):
+        categories = np.stack([_numbers(column, field) for column, field in zip(keys, words, strict=True)], 1)
         dense = ((integers - low) / span).T.astype(np.float32)
         for index, split in enumerate(SPLITS):
             chosen = splits[where] == index
-            mine = ids[chosen]
-            arrays[f"{split}-dense.npy"].append(dense[chosen])
-            arrays[f"{split}-categories.npy"].append(mine)
-            arrays[f"{split}-labels.npy"].append(labels[chosen])
-            unseen[index] += (mine == UNSEEN).sum(0)
+            for (kind, (dtype, _)), values in zip(KINDS.items(), (dense, categories, labels), strict=True):
+                arrays[f"{split}-{kind}.npy"].write(values[chosen].astype(dtype, copy=False).tobytes())
+            unseen[index] += (categories[chosen] == UNSEEN).sum(0)
             positives[index] += labels[chosen].sum(dtype=np.int64)
-        progress(f"{where.stop / raw.rows:.0%} written")
+        progress(f"{where.stop / len(splits):.0%} written")
     return unseen, positives.tolist()
 
 
 def _numbers(keys: Array, known: Array) -> Array:
-    """A field's categories as numbers."""
-    if not len(known):
-        return np.where(keys == 0, MISSING, UNSEEN).astype(np.int32)
-    places = np.searchsorted(known, keys)
-    np.minimum(places, len(known) - 1, out=places)
-    ids = np.where(known[places] == keys, places + FIRST, UNSEEN)
+    """Return the numbers of a field's categories."""
+    ids = np.full(len(keys), UNSEEN, np.int32)
+    if len(known):
+        at = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        ids = np.where(known[at] == keys, at + FIRST, UNSEEN).astype(np.int32)
     ids[keys == 0] = MISSING
-    return ids.astype(np.int32)
+    return ids
 
 
-class Progress:
-    """A line every few seconds."""
+def _throttled(show: Show) -> Show:
+    """Return a function that passes on a line of progress every few seconds."""
+    last = time.monotonic()
 
-    def __init__(self, show: Show) -> None:
-        self.show, self.began = show, time.monotonic()
-        self.last = self.began
+    def progress(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= INTERVAL:
+            last = time.monotonic()
+            show(text)
 
-    @property
-    def seconds(self) -> float:
-        return time.monotonic() - self.began
-
-    def __call__(self, text: str) -> None:
-        if time.monotonic() - self.last >= EVERY:
-            self.last = time.monotonic()
-            self.show(text)
+    return progress
 
 
 def say(text: str) -> None:
-    """A line of progress on stderr."""
+    """Print a line of progress on stderr."""
     print(f"sngm: criteo: {text}", file=sys.stderr, flush=True)

@@ -1,13 +1,11 @@
-"""Criteo's text, a click a line: read from files in pieces, and each piece made into numbers at once.
+"""Criteo's text, a click per line: read from files in chunks, each of which is parsed at once.
 
-A line is a label, 13 integers and 26 categories with tabs between.
+A line is a label, 13 integers and 26 categories, separated by tabs.
 """
 
 from __future__ import annotations
 
 import gzip
-import hashlib
-import io
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,10 +21,10 @@ Array = np.ndarray[Any, np.dtype[Any]]
 INTEGERS, CATEGORIES = 13, 26
 FIELDS = 1 + INTEGERS + CATEGORIES
 
-CHUNK = 1 << 23  # bytes of text that are read at once: the arrays made of it take some 10 times that
-DIGITS = 18  # any number of so many fits 64 bits
-KEY = 8  # bytes of a category: what fits 64 bits, and what Criteo's hashes have
-PADDING = bytes(32)  # behind the text, so that a look ahead stays in the array
+CHUNK = 1 << 23  # bytes of text that are read at once; the arrays parsed from them take about 10 times as many
+DIGITS = 18  # a number of so many digits always fits 64 bits
+KEY = 8  # bytes of a category: these fit 64 bits, and Criteo's hashes have as many
+PADDING = bytes(32)  # after the text, so that reading ahead stays in the array
 TAB, NEWLINE, RETURN, ZERO, MINUS = b"\t\n\r0-"
 HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)  # first n bytes
 
@@ -35,7 +33,7 @@ REASONS = (
     f"more than {FIELDS} fields",
     "a zero byte",
     "a label that is not 0 or 1",
-    "an integer that is none",
+    "an integer field that is no integer",
     f"an integer of more than {DIGITS} digits",
     f"a category of more than {KEY} bytes",
 )
@@ -47,13 +45,13 @@ GOOD, FEW, MANY, NUL, LABEL, NUMBER, RANGE, LONG = range(8)  # GOOD, then the re
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """What a block of lines holds. The first three have a row for each line that is good.
+    """The content of a block of lines. The first three attributes have a row for each good line.
 
     Attributes:
         labels: uint8.
         integers: int64 of shape (n, 13); a missing one is 0.
         keys: uint64 of shape (n, 26): the bytes of a category, the first in the highest bits; a missing one is 0.
-        missing: how many are missing in each of the 39 columns.
+        missing: number of missing values in each of the 39 columns.
         verdicts: for each line 0, or 1 + the index in `REASONS` of what is wrong with it.
     """
 
@@ -65,7 +63,7 @@ class Lines:
 
 
 def parse(text: bytes) -> Lines:
-    """All lines of a text that ends with a newline. A line may end with CR LF. Categories are any bytes but 0.
+    """Parse all lines of a text that ends with a newline. A line may end with CR LF; categories are any bytes but 0.
 
     >>> found = parse(b"1" + 13 * b"\\t-7" + 25 * b"\\tab" + b"\\t\\n" + b"oh\\n")
     >>> found.labels.tolist(), found.integers[0, 0].item(), found.missing[-1].item(), found.verdicts.tolist()
@@ -73,7 +71,7 @@ def parse(text: bytes) -> Lines:
     """
     bytes_ = np.frombuffer(text + PADDING, np.uint8)
     body = bytes_[: len(text)]
-    marks = np.flatnonzero((body == TAB) | (body == NEWLINE))  # where fields end
+    marks = np.flatnonzero((body == TAB) | (body == NEWLINE))  # ends of fields
     last = np.flatnonzero(body[marks] == NEWLINE)
     ends = marks[last]  # of lines
     fields = np.diff(last, prepend=-1)
@@ -88,7 +86,7 @@ def parse(text: bytes) -> Lines:
     starts[:, 0] = np.concatenate([[0], ends[:-1] + 1])[shaped]
     starts[:, 1:] = stops[:, :-1] + 1
     lengths = stops - starts
-    # of a last field with nothing in it the byte before is the tab, never a CR that is not the line's own
+    # if the last field is empty, the byte before it is the tab, so a CR here is always that of the line
     lengths[:, -1] -= bytes_[stops[:, -1] - 1] == RETURN
 
     labels = bytes_[starts[:, 0]] - ZERO
@@ -98,7 +96,7 @@ def parse(text: bytes) -> Lines:
     found[too_long] = RANGE
     found[not_a_number] = NUMBER
     found[(lengths[:, 0] != 1) | (labels > 1)] = LABEL
-    # eight bytes from where each category begins, read as one number, of which those of the category are kept
+    # read eight bytes from the start of each category as one number, and keep those of the category
     windows = np.lib.stride_tricks.sliding_window_view(bytes_, KEY)
     keys = windows[starts[:, -CATEGORIES:].ravel()].view(">u8").astype(np.uint64).reshape(-1, CATEGORIES)
     keys &= HEADS[np.minimum(lengths[:, -CATEGORIES:], KEY)]
@@ -110,17 +108,17 @@ def parse(text: bytes) -> Lines:
 
 
 def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """The numbers, which rows hold something else, and which hold one that is too long."""
+    """Return the numbers, which rows hold something else, and which hold a number that is too long."""
     minus = (text[starts] == MINUS) & (lengths > 0)
     begins, digits = (starts + minus).ravel(), (lengths - minus).ravel()
     values, wrong = np.zeros(len(begins), np.int64), digits == 0
     wrong &= minus.ravel()
     live = np.flatnonzero(digits)
-    for place in range(min(DIGITS, int(digits.max(initial=0)))):
-        digit = text[begins[live] + place] - ZERO  # what is below 0 wraps to large numbers
+    for position in range(min(DIGITS, int(digits.max(initial=0)))):
+        digit = text[begins[live] + position] - ZERO  # characters below 0 wrap to large numbers
         wrong[live] |= digit > 9
         values[live] = values[live] * 10 + digit
-        live = live[digits[live] > place + 1]
+        live = live[digits[live] > position + 1]
     values = values.reshape(starts.shape)
     np.negative(values, out=values, where=minus)
     return values, wrong.reshape(starts.shape).any(1), (digits > DIGITS).reshape(starts.shape).any(1)
@@ -129,50 +127,27 @@ def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array,
 # ---------------------------------------------------------------- from files to text
 
 
-class Source(io.RawIOBase):
-    """A file as its bytes are, counted and summed up while something reads it."""
+def whole_lines(path: Path) -> Iterator[tuple[bytes, int]]:
+    """Yield the text of a file, plain or gzip, in chunks that end with a newline, and the bytes read so far.
 
-    def __init__(self, path: Path) -> None:
-        self.file = open(path, "rb", buffering=0)  # noqa: SIM115  # closed with this
-        self.done = 0
-        self.sum = hashlib.sha256()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self.file.readinto(buffer) or 0
-        self.sum.update(memoryview(buffer)[:count])
-        self.done += count
-        return count
-
-    def close(self) -> None:
-        self.file.close()
-        super().close()
-
-
-def whole_lines(path: Path, source: Source) -> Iterator[bytes]:
-    """The text of a file, plain or gzip, in pieces that each end with a newline. The last line may lack its own."""
-    stream: Any = io.BufferedReader(source, CHUNK)
-    if stream.peek(2)[:2] == b"\x1f\x8b":  # by what it holds: names of downloads say anything
-        stream = gzip.GzipFile(fileobj=stream)
-    rest = b""
-    while True:
-        try:
-            chunk = stream.read(CHUNK)
-        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise DataMissing(
-                f"{path} is broken: it cannot be unpacked to its end ({error}); fetch it again or delete it"
-            ) from error
-        cut = chunk.rfind(b"\n") + 1
-        if cut:
-            yield rest + chunk[:cut]
-            rest = chunk[cut:]
-        else:
-            rest += chunk
-        if not chunk:
-            break
-        if len(rest) > CHUNK:
-            raise DataMissing(f"{path} has a line of more than {CHUNK:,} bytes; it is not a file of Criteo's rows")
-    if rest:
-        yield rest + b"\n"
+    A newline is added to the last line if it has none.
+    """
+    with open(path, "rb") as file:
+        # by the first bytes: names of downloads are not reliable
+        stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
+        rest, chunk = b"", b" "
+        while chunk:
+            try:
+                chunk = stream.read(CHUNK)
+            except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+                raise DataMissing(
+                    f"{path} is broken: it cannot be unpacked to its end ({error}); fetch it again or delete it"
+                ) from error
+            cut = chunk.rfind(b"\n") + 1
+            if cut:
+                yield rest + chunk[:cut], file.tell()
+            rest = chunk[cut:] if cut else rest + chunk
+            if len(rest) > CHUNK:
+                raise DataMissing(f"{path} has a line of more than {CHUNK:,} bytes; it is not a file of Criteo's rows")
+        if rest:
+            yield rest + b"\n", file.tell()

@@ -4,38 +4,69 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from ..errors import DataMissing
 
 
 def data_roots(chosen: Path | None = None) -> list[Path]:
-    """The folders that may hold datasets: the one chosen, or that of SNGM_DATA, or .data here and ~/.cache/sngm."""
+    """Return the folders that may hold datasets: `chosen`, else SNGM_DATA, else .data here and ~/.cache/sngm."""
     if chosen is None and os.environ.get("SNGM_DATA"):
         chosen = Path(os.environ["SNGM_DATA"])
     return [chosen.expanduser()] if chosen is not None else [Path(".data"), Path.home() / ".cache" / "sngm"]
 
 
 def data_root(chosen: Path | None = None) -> Path:
-    """The folder that a new dataset goes to: the first of those looked in that exists, or the last."""
+    """Return the folder for a new dataset: the first of `data_roots` that exists, else the last."""
     roots = data_roots(chosen)
     return next((root for root in roots if root.is_dir()), roots[-1])
 
 
-def missing(title: str, chosen: Path | None, wanted: Iterable[str], command: str | None = None) -> DataMissing:
-    """The error that says where a dataset was looked for, as what, and what to do.
+def find_folder(
+    title: str,
+    chosen: Path | None,
+    forms: Sequence[tuple[str, Sequence[str]]],
+    wanted: Iterable[str],
+    command: str | None = None,
+    present: Callable[[Path], bool] = Path.is_file,
+) -> tuple[Path, int]:
+    """Return the first folder that holds one published form of a dataset, and the index of that form.
+
+    Each data folder is searched for the form's own folder, then for its files themselves. No file is read.
 
     Args:
-        title: the dataset's name for people.
-        chosen: the folder that the user chose, if any.
-        wanted: what was looked for in it, any of which would have done.
-        command: what fetches it; where nothing can, the user has to put it there.
+        title: name of the dataset in messages.
+        chosen: data folder the user named; None for the default ones.
+        forms: for each form its folder and the names that must be in it.
+        wanted: what to put into a data folder, any of these, for the error message.
+        command: command line that downloads the dataset; None if the user must provide it.
+        present: whether a path is one of the wanted kind.
+
+    Raises:
+        DataMissing: no form is complete.
     """
-    for place in data_roots(chosen):
-        if place.exists() and not place.is_dir():
-            return DataMissing(f"{place} is a file; name the folder that holds {title} with --data-dir")
-    places, names = " and ".join(map(str, data_roots(chosen))), " or ".join(wanted)
+    incomplete = []
+    for root in data_roots(chosen):
+        for index, (name, files) in enumerate(forms):
+            for folder in (root / name, root):
+                absent = [file for file in files if not present(folder / file)]
+                if not absent:
+                    return folder, index
+                if folder.name == name and len(absent) < len(files):
+                    incomplete.append(f"{folder} lacks {', '.join(absent)}")
+    if incomplete:
+        fix = f"delete the folder and run '{command}' with its --data-dir" if command else "put the missing ones there"
+        raise DataMissing(f"{'; '.join(incomplete)}; {fix}")
+    raise missing(title, chosen, wanted, command)
+
+
+def missing(title: str, chosen: Path | None, wanted: Iterable[str], command: str | None = None) -> DataMissing:
+    """Return the error for a dataset that was not found; see `find_folder` for the arguments."""
+    roots = data_roots(chosen)
+    for root in roots:
+        if root.exists() and not root.is_dir():
+            return DataMissing(f"{root} is a file; name the folder that holds {title} with --data-dir")
     fetch = f"run '{command} --data-dir {shlex.quote(str(data_root(chosen)))}', or " if command else ""
     other = "" if chosen else ", or name the folder that holds it with --data-dir or SNGM_DATA"
-    return DataMissing(f"no {title} in {places}; {fetch}put {names} there{other}")
+    return DataMissing(f"no {title} in {' and '.join(map(str, roots))}; {fetch}put {' or '.join(wanted)} there{other}")

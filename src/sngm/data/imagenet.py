@@ -1,4 +1,4 @@
-"""ImageNet as folders of pictures: one folder a class under train and val. Any other tree of that form will do."""
+"""ImageNet as folders of images: one folder per class under train and val. Any other tree of that form works too."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from torch import Tensor
 
 from ..errors import DataMissing, UsageError
 from ..files import write_atomically
-from .data_dirs import data_roots, missing
-from .hashing import BITS, mix
+from .data_dirs import find_folder
+from .hashing import BITS, random_bits
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -30,39 +30,32 @@ Array = np.ndarray[Any, np.dtype[Any]]
 SPLITS = ("train", "val")
 OFFICIAL = {"train": 1_281_167, "val": 50_000}  # images
 CLASSES = 1_000
-ENDINGS = (b".jpeg", b".jpg", b".png")
-SCALE = (0.08, 1.0)  # of the picture's area, that a training crop takes
-RATIO = (3 / 4, 4 / 3)  # of its width to its height
-TRIES = 10  # to find a crop within the picture
-DRAWS = 4  # random numbers a try
+SUFFIXES = (b".jpeg", b".jpg", b".png")
+SCALE = (0.08, 1.0)  # area of a training crop, as a fraction of the image
+RATIO = (3 / 4, 4 / 3)  # width / height of a training crop
+TRIES = 10  # to find a crop within the image
+DRAWS = 4  # random numbers per try
 WANTED = "imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"  # in a data folder
-SETTLED = 2.0  # seconds after which a folder's time tells two states of it apart, on any file system
+SETTLED = 2.0  # seconds: after these, any change of a folder changes its time, on any file system
 
 
 def find_imagenet(root: Path | None) -> Path:
-    """The folder that holds train and val: imagenet in one of the data folders, or the data folder itself."""
-    for place in data_roots(root):
-        for folder in (place / "imagenet", place):
-            if all((folder / split).is_dir() for split in SPLITS):
-                return folder
-        lacking = [split for split in SPLITS if not (place / "imagenet" / split).is_dir()]
-        if len(lacking) == 1:
-            raise DataMissing(f"{place / 'imagenet'} lacks the folder {lacking[0]}, with a folder for each class")
-    raise missing("ImageNet", root, [WANTED])
+    """Return the folder that holds train and val: imagenet in a data folder, or the data folder itself."""
+    return find_folder("ImageNet", root, [("imagenet", SPLITS)], [WANTED], present=Path.is_dir)[0]
 
 
 class ImageFolder:
-    """The pictures of one split, decoded as they are asked for. Classes are numbered by their folders' sorted names.
+    """The images of one split, decoded when they are indexed. Classes are the sorted names of their folders.
 
-    Indexing gives the view for evaluation: the shorter side scaled to `resize`, then the middle `size` x `size`.
+    Indexing gives the evaluation view: the shorter side scaled to `resize`, then the central `size` x `size`.
     :meth:`training` gives the augmented view. Both scale bilinearly with antialiasing, by the rules of torchvision's
-    ``Resize``, ``CenterCrop`` and ``RandomResizedCrop``. It holds no open file and can be sent to other processes.
+    ``Resize``, ``CenterCrop`` and ``RandomResizedCrop``. It holds no open file and can be pickled.
 
     Args:
         root: the data folder, see :func:`find_imagenet`.
         split: "train" or "val".
-        size: pixels a side of what it gives.
-        resize: pixels of the shorter side before the middle is cut out.
+        size: width and height of the result in pixels.
+        resize: pixels of the shorter side before the central crop.
     """
 
     def __init__(self, root: Path | None, split: str, *, size: int = 224, resize: int = 256) -> None:
@@ -74,13 +67,10 @@ class ImageFolder:
         self.folder = folder / split
         self.size, self.resize = size, resize
         self.classes = _classes(self.folder)
-        other = _classes(folder / SPLITS[1 - SPLITS.index(split)])
-        if odd := sorted(set(self.classes) ^ set(other)):
-            raise DataMissing(
-                f"train and val in {folder} must hold the same classes; {odd[0]} is in one alone"
-                + (f", as are {len(odd) - 1} others" if odd[1:] else "")
-            )
-        # A million Python strings would be copied into each worker: one text, and where each name begins.
+        if odd := sorted(set(_classes(folder / "train")) ^ set(_classes(folder / "val"))):
+            others = f", as are {len(odd) - 1} others" if odd[1:] else ""
+            raise DataMissing(f"train and val in {folder} must hold the same classes; {odd[0]} is in only one{others}")
+        # A million Python strings would be copied into each worker: one string, and where each name begins.
         counts, self._names = _listing(folder, split, self.classes)
         ends = np.flatnonzero(np.frombuffer(self._names, np.uint8) == 0)
         self._begins = np.concatenate([[0], ends + 1])
@@ -90,24 +80,20 @@ class ImageFolder:
         return len(self.labels)
 
     def fingerprint(self) -> str:
-        """Short, and another for other files or classes; what is in them is not read."""
+        """Return a short hash of the names of files and classes; the files are not read."""
         return hashlib.sha256(repr((self.classes, self.size, self.resize)).encode() + self._names).hexdigest()[:12]
 
-    def path(self, index: int) -> Path:
-        """The file of a sample."""
-        return Path(self.file(index))
-
     def file(self, index: int) -> str:
-        """As `path`, without making a Path, which takes longer than all the rest."""
+        """Return the path of a sample's file; a str, since making a Path takes longer than the rest."""
         name = self._names[self._begins[index] : self._begins[index + 1] - 1]
         return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(name))
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Images, uint8 of shape (n, 3, size, size), and labels: the view for evaluation."""
-        return self._gather(indices, lambda index, image: self._middle(image))
+        """Return images, uint8 of shape (n, 3, size, size), and labels: the evaluation view."""
+        return self._gather(indices, lambda index, image: self._centre(image))
 
     def training(self, indices: Tensor, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Images and labels, each cropped and mirrored at random: by seed, epoch and sample, and nothing else."""
+        """Return images and labels, randomly cropped and flipped as a function of seed, epoch and sample alone."""
         return self._gather(indices, lambda index, image: self._crop(image, seed, epoch, index))
 
     def _gather(self, indices: Tensor, view: Any) -> tuple[Tensor, Tensor]:
@@ -123,22 +109,19 @@ class ImageFolder:
                 with pillow.open(path) as image:
                     images[row] = np.asarray(view(index, image)).transpose(2, 0, 1)
             except FileNotFoundError as error:
-                raise DataMissing(f"{path} is no longer there; fetch it again") from error
+                raise DataMissing(f"{path} no longer exists; fetch it again") from error
             except MemoryError:
                 raise
-            except Exception as error:  # Pillow has many, of struct and zlib too
-                if isinstance(error, OSError) and error.errno is not None:  # of the disk or the system: no picture's
+            except Exception as error:  # Pillow raises many kinds, of struct and zlib too
+                if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the file
                     error.filename = error.filename or path
                     raise
-                raise DataMissing(
-                    f"{path} cannot be read as a picture: {error}; fetch it again or delete it"
-                ) from error
+                raise DataMissing(f"{path} cannot be decoded: {error}; fetch it again or delete it") from error
         return torch.from_numpy(images), self.labels[chosen]
 
-    def _middle(self, image: Image) -> Image:
-        width, height = image.size
-        short = min(width, height)
-        width, height = int(self.resize * width / short), int(self.resize * height / short)
+    def _centre(self, image: Image) -> Image:
+        short = min(image.size)
+        width, height = (int(self.resize * side / short) for side in image.size)
         image = _rgb(image).resize((width, height), need_pillow().Resampling.BILINEAR)
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
         return image.crop((left, top, left + self.size, top + self.size))
@@ -146,22 +129,22 @@ class ImageFolder:
     def _crop(self, image: Image, seed: int, epoch: int, index: int) -> Image:
         pillow = need_pillow()
         left, top, width, height = crop_box(*image.size, seed, epoch, index)
-        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in a fraction of the time. That happens where the crop
-        # still has a pixel for each that is asked for, so that no detail of the result is made up. It averages squares
-        # where the filter would weigh them, so the evaluation, which others' numbers are held against, goes without.
+        box: Any = (left, top, left + width, top + height)
+        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in a fraction of the time. This is done where the crop
+        # still has a pixel for each one of the result, so that no detail is lost. It averages squares of pixels where
+        # the filter would weight them, so evaluation, which is compared with others' numbers, does not use it.
         factor = next((f for f in (8, 4, 2) if min(width, height) >= f * self.size), 1)
-        edges = (left, top, left + width, top + height)
         if factor > 1 and image.draft(None, (image.size[0] // factor, image.size[1] // factor)):
-            box = (edges[0] / factor, edges[1] / factor, edges[2] / factor, edges[3] / factor)
-            image = _rgb(image).resize((self.size, self.size), pillow.Resampling.BILINEAR, box)
-        else:  # cut out first, as torchvision does: the filter sees no pixel from outside
-            image = _rgb(image).crop(edges).resize((self.size, self.size), pillow.Resampling.BILINEAR)
-        flip = mix(seed, epoch, index, DRAWS * TRIES) >> (BITS - 1)
+            image, box = _rgb(image), tuple(edge / factor for edge in box)
+        else:  # cropped first, as in torchvision: the filter sees no pixel from outside
+            image, box = _rgb(image).crop(box), None
+        image = image.resize((self.size, self.size), pillow.Resampling.BILINEAR, box)
+        flip = random_bits(seed, epoch, index, DRAWS * TRIES) >> (BITS - 1)
         return image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT) if flip else image
 
 
 def crop_box(width: int, height: int, seed: int, epoch: int, index: int) -> tuple[int, int, int, int]:
-    """Left, top, width and height of a training crop, by the rule of torchvision's ``RandomResizedCrop``.
+    """Return left, top, width and height of a training crop, by the rule of torchvision's ``RandomResizedCrop``.
 
     >>> left, top, width, height = crop_box(500, 375, seed=0, epoch=0, index=0)
     >>> 0 <= left <= 500 - width and 0 <= top <= 375 - height
@@ -169,7 +152,7 @@ def crop_box(width: int, height: int, seed: int, epoch: int, index: int) -> tupl
     """
     for attempt in range(TRIES):
         area, shape, across, down = (
-            (mix(seed, epoch, index, DRAWS * attempt + draw) >> (BITS - 53)) * 2.0**-53 for draw in range(DRAWS)
+            (random_bits(seed, epoch, index, DRAWS * attempt + draw) >> (BITS - 53)) * 2.0**-53 for draw in range(DRAWS)
         )
         pixels = width * height * (SCALE[0] + (SCALE[1] - SCALE[0]) * area)
         ratio = math.exp(math.log(RATIO[0]) + (math.log(RATIO[1]) - math.log(RATIO[0])) * shape)
@@ -186,12 +169,12 @@ def crop_box(width: int, height: int, seed: int, epoch: int, index: int) -> tupl
 
 def _rgb(image: Image) -> Image:
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns of doing both at once
+        image = image.convert("RGBA")  # Pillow warns if both are done at once
     return image.convert("RGB")
 
 
 def need_pillow() -> Any:
-    """Pillow's Image, or an error that says how to install it."""
+    """Return the module PIL.Image, or raise an error that says how to install it."""
     try:
         from PIL import Image
     except ImportError as error:
@@ -199,55 +182,48 @@ def need_pillow() -> Any:
     return Image
 
 
-# ---------------------------------------------------------------- which files there are
+# ---------------------------------------------------------------- listing of files
 
 
 def _classes(folder: Path) -> list[str]:
     names = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
     if not names:
-        raise DataMissing(f"{folder} holds no folders; it wants one for each class, with that class's pictures in it")
+        raise DataMissing(f"{folder} holds no folders; it must hold one for each class, with the images of that class")
     return names
 
 
 def _listing(folder: Path, split: str, classes: list[str]) -> tuple[Array, bytes]:
-    """How many pictures each class has, and all their names, each ended by a zero byte.
+    """Return the number of images of each class, and all their names, each followed by a zero byte.
 
-    Reading a million names takes minutes on some disks, so they are kept in .sngm, and read again where a class's
-    folder has changed since.
+    Listing a million names takes minutes on some disks, so the listing is cached in .sngm, and made again when the
+    folder of a class has changed.
     """
-    times = np.array([os.stat(folder / split / name).st_mtime_ns for name in classes])
-    kept = folder / ".sngm" / f"{split}.npz"
-    known = b"\0".join(map(os.fsencode, classes))
+    times = [os.stat(folder / split / name).st_mtime_ns for name in classes]
+    state = np.frombuffer(repr((classes, times)).encode("utf-8", "surrogateescape"), np.uint8)
+    cache = folder / ".sngm" / f"{split}.npz"
     broken = (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error)
-    with contextlib.suppress(*broken), open(kept, "rb") as stream, np.load(stream, allow_pickle=False) as file:
+    with contextlib.suppress(*broken), open(cache, "rb") as stream, np.load(stream, allow_pickle=False) as file:
         counts, names = file["counts"], file["names"].tobytes()
-        same = file["classes"].tobytes() == known and np.array_equal(file["times"], times)
-        if same and len(counts) == len(classes) and names.count(b"\0") == counts.sum() and b"/" not in names:
+        if np.array_equal(file["state"], state) and names.count(b"\0") == counts.sum() and b"/" not in names:
             return counts, names
-    found = [_pictures(folder / split / name) for name in classes]
+    found = [_images(folder / split / name) for name in classes]
     counts = np.array([len(one) for one in found])
     names = b"".join(name + b"\0" for one in found for name in one)
-    if time.time() - times.max() / 1e9 > SETTLED:  # or a file that comes in the same tick would never be seen
+    if time.time() - max(times) / 1e9 > SETTLED:  # else a file added in the same tick would never be listed
         content = io.BytesIO()
-        np.savez(
-            content,
-            classes=np.frombuffer(known, np.uint8),
-            times=times,
-            counts=counts,
-            names=np.frombuffer(names, np.uint8),
-        )
+        np.savez(content, state=state, counts=counts, names=np.frombuffer(names, np.uint8))
         with contextlib.suppress(OSError):  # the data may be shared and read-only
-            kept.parent.mkdir(exist_ok=True)
-            write_atomically(kept, content.getvalue())
+            cache.parent.mkdir(exist_ok=True)
+            write_atomically(cache, content.getvalue())
     return counts, names
 
 
-def _pictures(folder: Path) -> list[bytes]:
+def _images(folder: Path) -> list[bytes]:
     names = sorted(
         entry.name
         for entry in os.scandir(os.fsencode(folder))
-        if entry.name.lower().endswith(ENDINGS) and not entry.name.startswith(b".")
+        if entry.name.lower().endswith(SUFFIXES) and not entry.name.startswith(b".")
     )
     if not names:
-        raise DataMissing(f"{folder} holds no pictures (.JPEG, .jpg or .png); delete it, or fetch them")
+        raise DataMissing(f"{folder} holds no images (.JPEG, .jpg or .png); delete it, or fetch them")
     return names

@@ -1,16 +1,22 @@
-"""Samples as tensors."""
+"""Samples held in memory as tensors, and fingerprints of them."""
 
 from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from ..errors import UsageError
-from .fingerprint import fingerprint
+
+FINGERPRINT_ROWS = 256
 
 
 class Tensors:
-    """Samples held in memory: tensors with a sample a row.
+    """Samples held in memory: tensors with one sample per row.
 
     >>> Tensors(torch.zeros(4, 2), torch.arange(4))[torch.tensor([3, 1])][1]
     tensor([3, 1])
@@ -18,12 +24,12 @@ class Tensors:
 
     def __init__(self, *tensors: Tensor) -> None:
         if len({len(t) for t in tensors}) != 1:
-            raise UsageError(f"tensors must have as many rows as each other, got {[len(t) for t in tensors]}")
+            raise UsageError(f"tensors must have equal numbers of rows, got {[len(t) for t in tensors]}")
         self.tensors = tensors
 
     @property
     def device(self) -> torch.device:
-        """Where the samples are."""
+        """The device that holds the samples."""
         return self.tensors[0].device
 
     def __len__(self) -> int:
@@ -33,13 +39,29 @@ class Tensors:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
 
     def rows(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Where samples lie: the tensors that hold them, and the rows there."""
+        """Return the tensors that hold the samples, and the rows of these samples in them."""
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:
-        """What tells these samples from others."""
+        """Return a short hash that differs for other samples."""
         return fingerprint(self.tensors)
 
-    def to(self, device: torch.device | str) -> Tensors:
-        """The same samples on a device."""
-        return Tensors(*(t.to(device) for t in self.tensors))
+    def to(self, device: torch.device | str) -> Self:
+        """Return the same samples on a device."""
+        moved = copy.copy(self)
+        moved.tensors = tuple(t.to(device) for t in self.tensors)
+        return moved
+
+
+def fingerprint(tensors: Sequence[Tensor]) -> str:
+    """Return a short hash of the shapes and dtypes of tensors, and of up to 256 rows spread over each.
+
+    >>> fingerprint([torch.zeros(1000)]) == fingerprint([torch.zeros(1000)]) != fingerprint([torch.ones(1000)])
+    True
+    """
+    digest = hashlib.sha256()
+    for t in tensors:
+        rows = torch.arange(min(len(t), FINGERPRINT_ROWS)) * max(1, len(t) // FINGERPRINT_ROWS)
+        digest.update(f"{tuple(t.shape)} {t.dtype}".encode())
+        digest.update(t[rows.to(t.device)].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:12]

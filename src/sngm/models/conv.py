@@ -1,19 +1,19 @@
-"""The 3 x 3 convolution of the CIFAR networks, by our own kernels where they are faster."""
+"""The 3 x 3 convolution of the CIFAR networks, with Triton kernels where they are faster."""
 
 import torch
 from torch import Tensor, nn
 
-from . import kernels
+from ..triton_support import kernels_support
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3 x 3 convolution with a border of zeros and no bias: BatchNorm, which follows it, has one."""
+    """A 3 x 3 convolution with zero padding and no bias, which the BatchNorm after it has."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__(inputs, outputs, 3, stride=stride, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if kernels.serve(x) and in_bfloat16(x):
+        if kernels_support(x) and in_bfloat16(x):
             from .kernels import conv
 
             if conv.fits(x, self.weight, self.stride):
@@ -23,6 +23,6 @@ class Conv3x3(nn.Conv2d):
 
 
 def in_bfloat16(x: Tensor) -> bool:
-    """Whether convolutions are to be computed in bfloat16, whatever their inputs are."""
+    """Return whether autocast computes convolutions in bfloat16."""
     kind = x.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16

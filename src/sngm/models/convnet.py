@@ -4,7 +4,7 @@ from torch import nn
 
 
 def digits_net(width: int = 16) -> nn.Sequential:
-    """Two convolutions with BatchNorm and a linear layer, for 8 x 8 images of one channel (9,978 parameters)."""
+    """Return two convolutions with BatchNorm and a linear layer, for 8 x 8 images of one channel (9,978 parameters)."""
     return nn.Sequential(
         nn.Conv2d(1, width, 3, stride=2, padding=1, bias=False),
         nn.BatchNorm2d(width),
@@ -18,10 +18,10 @@ def digits_net(width: int = 16) -> nn.Sequential:
 
 
 def two_conv_net(classes: int = 10) -> nn.Sequential:
-    """The net of the paper's Figure 1, for 32 x 32 images of three channels (62,006 parameters).
+    """Return the network of the paper's Figure 1, for 32 x 32 images of three channels (62,006 parameters).
 
-    The paper says no more of it than that it has two convolutional layers. What they are is our choice: those of
-    LeNet-5 in the form that, as we recall it, PyTorch's CIFAR-10 tutorial gives it, without BatchNorm.
+    The paper only says that it has two convolutional layers. We chose those of LeNet-5, without BatchNorm, as in
+    PyTorch's CIFAR-10 tutorial (recalled, not verified).
     """
     return nn.Sequential(
         nn.Conv2d(3, 6, 5),

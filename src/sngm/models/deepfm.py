@@ -1,10 +1,8 @@
-"""DeepFM: a linear model, a factorization machine and a perceptron over the same categories, summed to one logit."""
+"""DeepFM: a linear model, a factorization machine and a multilayer perceptron on the same inputs, summed to a logit."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -14,26 +12,24 @@ from torch.nn.functional import embedding
 class DeepFM(nn.Module):
     """DeepFM with the defaults of DeepCTR-Torch, on which the paper's CTR experiment seems to rest.
 
-    As there, each field has a table of embeddings and one of weights, which layer-wise methods (LARS, LAMB) take for
-    layers. A pass copies the tables of all fields into one and looks all categories up at once, so that a GPU is given
-    a few kernels in place of hundreds. Gradients are dense, and parts of one tensor: momentum and weight decay move
-    every row at every step, so leaving rows out would be another method.
+    As there, each field has a table of embeddings and one of weights, which layer-wise methods (LARS, LAMB) treat as
+    layers. A forward pass concatenates the tables of all fields and looks all categories up at once, so that a GPU runs
+    a few kernels instead of hundreds. Gradients are dense, and views of one tensor: momentum and weight decay change
+    every row at every step, so sparse gradients would give another method.
 
-    Embeddings and all weights but that of the last layer begin as normal numbers of `init_std`, the hidden layers'
-    biases and the last layer as torch has them, the bias of the logit as 0. So small a perceptron passes next to no
-    gradient on, and plain steps along gradients leave it as it is for long; with `he` its weights, and the last
-    layer's, begin as He et al. have it, normal numbers of the variance 2 / inputs.
+    Embeddings and all weights except those of the last layer are initialised from N(0, init_std^2), biases of hidden
+    layers and the last layer by torch's default, and the bias of the logit to 0. The gradient that reaches weights of
+    this size is tiny, so SGD barely changes the perceptron for long; with `he` its weights, including the last layer's,
+    are initialised as by He et al., from N(0, 2 / inputs).
 
     Args:
-        field_sizes: how many categories each field has; those of a field are numbered from 0.
-        dense: how many numbers a sample has besides.
-        dim: of an embedding.
+        field_sizes: number of categories of each field; those of a field are numbered from 0.
+        dense: number of real-valued inputs of a sample.
+        dim: size of an embedding.
         hidden: widths of the perceptron's hidden layers.
         init_std: see above.
         he: see above.
-        log_spans: None takes the numbers as they are; with spans it is those of :func:`log_scaled`.
-        dropout: of the hidden layers' outputs.
-        l2_linear, l2_embedding, l2_dnn: what :meth:`penalty` weighs the parts with.
+        log_spans: spans for :func:`log_scaled`, which is applied to the real-valued inputs; None for no scaling.
     """
 
     offsets: Tensor
@@ -49,45 +45,33 @@ class DeepFM(nn.Module):
         init_std: float = 1e-4,
         he: bool = False,
         log_spans: Sequence[float] | None = None,
-        dropout: float = 0.0,
-        l2_linear: float = 1e-5,
-        l2_embedding: float = 1e-5,
-        l2_dnn: float = 0.0,
     ) -> None:
         super().__init__()
-        if not field_sizes or min(field_sizes) < 1:
-            raise ValueError(f"field_sizes must be positive numbers, got {list(field_sizes)}")
-        if dim < 1 or dense < 1 or not hidden or min(hidden) < 1:
-            raise ValueError(f"dim, dense and hidden must be positive, got {dim}, {dense} and {tuple(hidden)}")
-        if log_spans is not None and (len(log_spans) != dense or not all(0 < span < math.inf for span in log_spans)):
-            raise ValueError(f"log_spans must be {dense} positive numbers, got {list(log_spans)}")
-        total = sum(field_sizes)
         begins = torch.tensor([0, *field_sizes[:-1]]).cumsum(0)
-        narrow = torch.int32 if total <= torch.iinfo(torch.int32).max else torch.int64
+        narrow = torch.int32 if sum(field_sizes) <= torch.iinfo(torch.int32).max else torch.int64
         self.register_buffer("offsets", begins.to(narrow), persistent=False)
         spans = None if log_spans is None else torch.tensor(log_spans, dtype=torch.get_default_dtype())
         self.register_buffer("log_spans", spans, persistent=False)
-        self.field_sizes, self.dim = list(field_sizes), dim
-        self.l2_linear, self.l2_embedding, self.l2_dnn = l2_linear, l2_embedding, l2_dnn
         self.embeddings = nn.ParameterList(torch.empty(size, dim) for size in field_sizes)
         self.weights = nn.ParameterList(torch.empty(size, 1) for size in field_sizes)
         self.linear = nn.Linear(dense, 1, bias=False)
         layers: list[nn.Module] = []
         width = len(field_sizes) * dim + dense
         for size in hidden:
-            layers += [nn.Linear(width, size), nn.ReLU(), *([nn.Dropout(dropout)] if dropout else [])]
+            layers += [nn.Linear(width, size), nn.ReLU()]
             width = size
         self.dnn = nn.Sequential(*layers)
         self.head = nn.Linear(width, 1, bias=False)
         self.bias = nn.Parameter(torch.zeros(1))
-        for weight in (*self.embeddings, *self.weights, self.linear.weight, *self._dnn_weights()):
+        weights = [layer.weight for layer in layers if isinstance(layer, nn.Linear)]
+        for weight in (*self.embeddings, *self.weights, self.linear.weight, *weights):
             nn.init.normal_(weight, std=init_std)
         if he:
-            for weight in (*self._dnn_weights(), self.head.weight):
+            for weight in (*weights, self.head.weight):
                 nn.init.kaiming_normal_(weight, nonlinearity="relu")
 
     def forward(self, dense: Tensor, categories: Tensor) -> Tensor:
-        """Logits of shape (n,), from numbers of shape (n, dense) and categories of shape (n, fields)."""
+        """Return logits of shape (n,) for real inputs of shape (n, dense) and categories of shape (n, fields)."""
         if self.log_spans is not None:
             dense = log_scaled(dense, self.log_spans)
         rows = categories + self.offsets
@@ -96,31 +80,16 @@ class DeepFM(nn.Module):
         deep: Tensor = self.head(self.dnn(torch.cat([embeddings.flatten(1), dense], 1)))
         return logits.add(deep.squeeze(1)).add(self.bias)
 
-    def penalty(self) -> Tensor:
-        """What DeepCTR-Torch adds to its loss, which is the sum over the batch: each part's `l2` times its squares.
-
-        Divide it by the batch to add it to a loss that is a mean. Biases are free, the last layer is part of the dnn.
-        """
-        total = self.bias.new_zeros(())
-        parts = (
-            (self.l2_linear, (*self.weights, self.linear.weight)),
-            (self.l2_embedding, self.embeddings),
-            (self.l2_dnn, (*self._dnn_weights(), self.head.weight)),
-        )
-        for l2, weights in parts:
-            if l2:
-                total = total + l2 * torch.stack([weight.square().sum() for weight in weights]).sum()
-        return total
-
-    def _dnn_weights(self) -> list[Tensor]:
-        return [layer.weight for layer in self.dnn if isinstance(layer, nn.Linear)]
+    def squared_embeddings(self) -> Tensor:
+        """Return the sum of the squares of all embeddings."""
+        return torch.stack([weight.square().sum() for weight in self.embeddings]).sum()
 
 
 def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
-    """What the rows say of tables that follow one another: any shape, and the width of the tables.
+    """Return rows of concatenated tables, in the shape of `rows` with the width of the tables appended.
 
-    On a GPU the gradient of `index_select` is added up by atomics. That of `embedding` is sorted first, by a dozen
-    kernels: the same at each run, but slower. On a CPU it is the one that uses every core.
+    On a GPU the gradient of `index_select` is summed by atomics. That of `embedding` is sorted first, by a dozen
+    kernels: deterministic, but slower. On a CPU `embedding` is the one that uses every core.
     """
     table = torch.cat(list(tables))
     if table.is_cuda and not torch.are_deterministic_algorithms_enabled():
@@ -129,33 +98,20 @@ def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
 
 
 def fm(embeddings: Tensor) -> Tensor:
-    """The sum of the inner products of all pairs of a sample's embeddings, (n, fields, dim) to (n,).
+    """Return the sum of the inner products of all pairs of a sample's embeddings, (n, fields, dim) to (n,).
 
-    It is half of the square of their sum less the sum of their squares: linear in the number of fields.
+    It is half of the square of their sum minus the sum of their squares, which is linear in the number of fields.
     """
     return 0.5 * (embeddings.sum(1).square() - embeddings.square().sum(1)).sum(1)
 
 
 def log_scaled(dense: Tensor, spans: Tensor) -> Tensor:
-    """Counts on a log scale, log(1 + count) / log(1 + span), from counts divided by their spans.
+    """Return log(1 + count) / log(1 + span) for counts that were divided by their spans.
 
-    Counts of most kinds lie close to 0 with a few far from it, where a share of the greatest tells little.
+    Most counts are close to 0 and a few far from it, so that a linear scale tells little.
 
     >>> log_scaled(torch.tensor([-0.5, 0.0, 0.01, 1.0]), torch.tensor(900.0)).round(decimals=2)
     tensor([0.0000, 0.0000, 0.3400, 1.0000])
     """
-    counts = dense.clamp(min=0) * spans  # what is below the least of the rows that were fitted counts as that
+    counts = dense.clamp(min=0) * spans  # values below the minimum of the training rows
     return counts.log1p() / spans.log1p()
-
-
-def parameter_count(
-    field_sizes: Sequence[int], dense: int = 13, *, dim: int = 4, hidden: Sequence[int] = (256, 128)
-) -> int:
-    """How many parameters a :class:`DeepFM` has, without making one.
-
-    >>> parameter_count([10] * 26), parameter_count([200_000] * 26)
-    (64546, 26063246)
-    """
-    widths = [len(field_sizes) * dim + dense, *hidden]
-    layers = sum((before + 1) * after for before, after in pairwise(widths))
-    return sum(field_sizes) * (1 + dim) + dense + layers + widths[-1] + 1

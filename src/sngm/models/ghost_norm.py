@@ -1,4 +1,4 @@
-"""BatchNorm over groups of samples within one pass: what many workers, each with its own statistics, compute."""
+"""BatchNorm over groups of samples within one pass, as computed by many workers with their own statistics."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import kernels
+from ..triton_support import kernels_support
 
 
 class GhostBatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm that normalises `group` samples at a time, and may add a shortcut and take a ReLU in the same go.
+    """BatchNorm that normalises `group` samples at a time, and can fuse a shortcut and a ReLU.
 
-    A pass of N samples is N / group neighbouring groups, each with its own mean and variance, as if each had gone
-    through the model alone. Parameters, buffers and evaluation are those of :class:`torch.nn.BatchNorm2d`. On a GPU a
-    layer is to be called on one stream at a time.
+    A pass of N samples consists of N / group contiguous groups, each with its own mean and variance, as if each were a
+    pass of its own. Parameters, buffers and evaluation are those of :class:`torch.nn.BatchNorm2d`. On a GPU a layer
+    must be called on one stream at a time.
 
     Attributes:
         group: samples that share statistics; None for all of a pass.
-        weights: what each group of a pass counts for in the running statistics, or None: one group after another,
-            as BatchNorm does in passes of a group each.
-        keep: what is kept of the running statistics, where `weights` are given.
-        batches: what a pass adds to `num_batches_tracked`; None: its groups.
+        weights: weight of each group of a pass in the running statistics; None: groups update them one after another,
+            as BatchNorm does in passes of one group each.
+        keep: factor of the old running statistics, if `weights` are given.
+        batches: what a pass adds to `num_batches_tracked`; None: the number of its groups.
 
     >>> norm = GhostBatchNorm2d(3)
     >>> norm.group = 2
@@ -39,10 +39,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._usual: dict[Any, tuple[Tensor, float]] = {}
-        self._counters: list[Tensor] = []  # of the kernels
+        self._counters: list[Tensor] = []  # zeros, used by the kernels
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
-        """Normalise, add `shortcut`, take a ReLU if asked to."""
+        """Normalise `x`, add `shortcut` if given, and apply a ReLU if `relu`."""
         if self.training and self._has_kernels(x):
             return self._by_kernels(x, shortcut, relu)
         y = self._normalise(x) if self.training else super().forward(x)
@@ -53,32 +53,34 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     def _groups(self, x: Tensor) -> int:
         group = self.group or len(x)
         if len(x) % group:
-            raise ValueError(f"a pass of {len(x)} samples is not made of groups of {group}")
+            raise ValueError(f"the samples of a pass must be a multiple of group={group}, got {len(x)}")
         if group * x[0, 0].numel() == 1:
-            raise ValueError(f"expected more than one value a channel and group to train on, got {tuple(x.shape)}")
+            raise ValueError(f"training needs more than one value per channel and group, got shape {tuple(x.shape)}")
         return len(x) // group
 
     def _counts(self, groups: int, device: torch.device) -> tuple[Tensor, float, int]:
-        """What each group counts for in the running statistics, what is kept of them, and how many batches it is."""
+        """Return the weight of each group in the running statistics, the factor of the old ones, and the batches."""
         batches = groups if self.batches is None else self.batches
         if self.weights is not None:
             if len(self.weights) != groups:
-                raise ValueError(f"weights are of {len(self.weights)} groups, and this pass has {groups}")
+                raise ValueError(
+                    f"weights must have one value per group, {groups} in this pass, got {len(self.weights)}"
+                )
             return self.weights, self.keep, batches
         if self.momentum is None:
-            raise ValueError("GhostBatchNorm2d has no cumulative mean: momentum must be a number")
+            raise ValueError("momentum must be a number, got None: GhostBatchNorm2d has no cumulative mean")
         key = groups, self.momentum, device
-        if key not in self._usual:  # kept: a copy to a device is no part of a CUDA graph
+        if key not in self._usual:  # cached: a CUDA graph cannot capture a copy to the device
             weights, keep = one_after_another(groups, self.momentum)
             self._usual[key] = weights.to(device), keep
         return *self._usual[key], batches
 
     def __getstate__(self) -> dict[str, Any]:
-        """Copies count for themselves."""
+        """Leave the caches out of copies."""
         return {**self.__dict__, "_usual": {}, "_counters": []}
 
     def _has_kernels(self, x: Tensor) -> bool:
-        if not (kernels.serve(x) and self.affine and x.is_contiguous(memory_format=torch.channels_last)):
+        if not (kernels_support(x) and self.affine and x.is_contiguous(memory_format=torch.channels_last)):
             return False
         from .kernels.norm import Plan
 
@@ -96,7 +98,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             running = self.running_mean, self.running_var, self.num_batches_tracked, *self._counts(groups, x.device)
         needed = (groups + 1) * -(-self.num_features // 64)
         usable = [c for c in self._counters if len(c) >= needed and c.device == x.device]
-        if not usable:  # the others stay: a CUDA graph may have their addresses
+        if not usable:  # the others are kept: a CUDA graph may use their addresses
             usable = [torch.zeros(needed, dtype=torch.int32, device=x.device)]
             self._counters.append(usable[0])
         y: Tensor = Normalise.apply(  # type: ignore[no-untyped-call]
@@ -108,7 +110,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         group = len(x) // self._groups(x)
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         grouped: Tensor = x.unflatten(0, (-1, group)).to(wide)  # type: ignore[no-untyped-call]
-        # of dimensions kept apart, not flattened: that would copy a channels_last tensor
+        # over several dimensions: flattening them would copy a channels_last tensor
         var, mean = torch.var_mean(grouped, dim=(1, 3, 4), correction=0, keepdim=True)
         scale = torch.rsqrt(var + self.eps)
         if self.affine:
@@ -122,7 +124,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _follow(self, means: Tensor, variances: Tensor, count: int) -> None:
-        """Move the running statistics towards those of the groups; of variances, towards the unbiased ones."""
+        """Update the running statistics by those of the groups, with unbiased variances."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
@@ -130,14 +132,14 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         weights = weights.to(means)
         unbiased = variances * (count / max(count - 1, 1))
         for running, found in ((self.running_mean, means), (self.running_var, unbiased)):
-            # a group of no weight may hold anything
+            # a group of weight 0 may hold NaN
             moved = torch.where(weights[:, None] != 0, weights[:, None] * found, 0.0).sum(0)
             running.mul_(keep).add_(moved.to(running.dtype))
         self.num_batches_tracked.add_(batches)
 
 
 def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:
-    """What each of some groups counts for, and what is kept, when statistics move by `momentum` for each in turn.
+    """Return the weight of each group, and the factor of the old statistics, if groups update them one by one.
 
     >>> one_after_another(3, 0.5)
     (tensor([0.1250, 0.2500, 0.5000], dtype=torch.float64), 0.125)

@@ -1,4 +1,4 @@
-"""ResNet-50 for ImageNet, in torchvision's layout and with its names: its weights load, and ours load there."""
+"""ResNet-50 for ImageNet, with torchvision's structure and names, so that state dicts load in either."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from torch import Tensor, nn
 
 from .ghost_norm import GhostBatchNorm2d
 
-WIDEN = 4  # the last convolution of a block has so many times the channels of the others
+WIDEN = 4  # ratio of the channels of a block's last convolution to those of the others
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 one has the stride, as in "v1.5"."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 convolution has the stride, as in "v1.5"."""
 
     def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -35,10 +35,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of bottleneck blocks after a 7 x 7 convolution and a max-pooling; drawn as torchvision draws them.
+    """Stages of bottleneck blocks after a 7 x 7 convolution and max pooling, initialised as in torchvision.
 
-    Convolutions are from N(0, 2 / fan_out), BatchNorm starts at 1 and 0, the last of a block too, and the linear
-    layer as torch's does.
+    Convolutions are drawn from N(0, 2 / fan_out), BatchNorm starts at 1 and 0, also the last of a block, and the linear
+    layer has torch's default.
     """
 
     def __init__(self, blocks: tuple[int, int, int, int], classes: int = 1000) -> None:
@@ -67,5 +67,5 @@ def _layer(inputs: int, width: int, blocks: int, stride: int = 1) -> nn.Sequenti
 
 
 def resnet50(classes: int = 1000) -> ResNet:
-    """The network of the paper's ImageNet experiments (25,557,032 parameters with 1,000 classes)."""
+    """Return the network of the paper's ImageNet experiments (25,557,032 parameters with 1,000 classes)."""
     return ResNet((3, 4, 6, 3), classes)

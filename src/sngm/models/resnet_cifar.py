@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from . import kernels
+from ..triton_support import kernels_support
 from .conv import Conv3x3
 from .ghost_norm import GhostBatchNorm2d
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut that has no parameters: option A of the paper."""
+    """Two 3 x 3 convolutions and a shortcut without parameters: option A of the paper."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -28,28 +28,25 @@ class Block(nn.Module):
         return y  # type: ignore[no-any-return]
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """The input; where the block halves the picture, every other pixel of it, between channels of zeros."""
+        """Return the input; where the block halves the image, every other pixel of it, with channels of zeros."""
         if self.stride == 1:
             return x
-        if (
-            kernels.serve(x)
-            and x.is_contiguous(memory_format=torch.channels_last)
-            and not (x.shape[2] | x.shape[3]) & 1
-        ):
-            from .kernels.shortcut import Thin
+        even = not (x.shape[2] | x.shape[3]) & 1
+        if even and kernels_support(x) and x.is_contiguous(memory_format=torch.channels_last):
+            from .kernels.shortcut import Subsample
 
-            return Thin.apply(x, x.shape[1] + 2 * self.extra)  # type: ignore[no-any-return,no-untyped-call]
+            return Subsample.apply(x, x.shape[1] + 2 * self.extra)  # type: ignore[no-any-return,no-untyped-call]
         return pad(x[:, :, :: self.stride, :: self.stride], (0, 0, 0, 0, self.extra, self.extra))
 
 
 class CifarResNet(nn.Module):
     """A convolution, three stages of blocks with 16, 32 and 64 channels, the mean over pixels, a linear layer.
 
-    Convolutions and the linear weight are drawn from N(0, 2 / fan_in), as akamaster's published code does.
+    Convolutions and the linear weight are drawn from N(0, 2 / fan_in), as in akamaster's published code.
 
     Args:
-        blocks: in each stage; the network is ``6 * blocks + 2`` layers deep.
-        classes: outputs.
+        blocks: number of blocks per stage; the network has ``6 * blocks + 2`` layers.
+        classes: number of outputs.
     """
 
     def __init__(self, blocks: int, classes: int = 10) -> None:
@@ -76,5 +73,5 @@ def _stage(inputs: int, outputs: int, blocks: int) -> nn.Sequential:
 
 
 def resnet20(classes: int = 10) -> CifarResNet:
-    """The network of the paper's CIFAR-10 experiments (269,722 parameters)."""
+    """Return the network of the paper's CIFAR-10 experiments (269,722 parameters)."""
     return CifarResNet(3, classes)

@@ -1,7 +1,8 @@
-"""The paper's experiments on CIFAR-10: ResNet20, and the net of two convolutions."""
+"""The paper's experiments on CIFAR-10: ResNet20, and a network of two convolutions."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the trainin
 
 
 class Cifar10(Task):
-    """Images stay bytes on the device, and are cropped, mirrored and normalised there.
+    """CIFAR-10 without a model. Images stay uint8 on the device, and are augmented and normalised there.
 
-    Settings: `augment`, random crops with a border of 4 pixels and mirroring.
+    Args:
+        augment: whether training images are cropped at random, after padding by 4 pixels, and flipped at random.
     """
 
     dataset = "cifar10"
@@ -35,18 +37,17 @@ class Cifar10(Task):
 
     def __init__(self, augment: bool = True) -> None:
         self.augment = augment
-        self._scales: dict[torch.device, tuple[Tensor, Tensor]] = {}
 
     def data(self) -> Splits:
         train, test = load_cifar(self.data_dir)
-        # channels last: how they are cut out, and how convolutions want them
+        # channels_last: the layout of the crops, and the one that convolutions prefer
         return Splits(*(Tensors(i.contiguous(memory_format=torch.channels_last), y) for i, y in (train, test)))
 
     def batch(self, samples: Any, indices: Tensor, *, seed: int, epoch: int) -> Batch:
         (images, labels), rows = samples.rows(indices)
         kind = images.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        mean, std = self._scale(images.device)
+        mean, std = _mean_and_std(images.device)
         if self.augment:
             return training_batch(images, rows, seed, epoch, mean, std, dtype), labels[rows]
         return normalise(images[rows], mean, std, dtype), labels[rows]
@@ -54,24 +55,24 @@ class Cifar10(Task):
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         images, labels = batch
         dtype = next(model.parameters()).dtype
-        return super().scores(model, (normalise(images, *self._scale(images.device), dtype), labels))
+        return super().scores(model, (normalise(images, *_mean_and_std(images.device), dtype), labels))
 
-    def _scale(self, device: torch.device) -> tuple[Tensor, Tensor]:
-        if device not in self._scales:  # kept: a copy to a device is no part of a CUDA graph
-            self._scales[device] = torch.tensor(MEAN, device=device), torch.tensor(STD, device=device)
-        return self._scales[device]
+
+@functools.cache  # a CUDA graph cannot capture a copy to the device
+def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
+    return torch.tensor(MEAN, device=device), torch.tensor(STD, device=device)
 
 
 class Cifar10ResNet20(Cifar10):
     """ResNet20 (option A, 269,722 parameters) on CIFAR-10: 160 epochs, cosine by epoch, no warm-up.
 
-    The paper gives these, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches of at most
-    128, which BatchNorm normalises by. It leaves open the rates, what becomes of the last samples of an epoch that
-    make no whole batch (dropped here), whose running statistics are tested (the first worker's here, as PyTorch's
-    data parallelism has it), and which parameters decay (all here, as in the public code it is likely to have used).
+    The paper gives these, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches of at most 128,
+    which are BatchNorm's groups. It does not give the learning rates, whether an incomplete last batch is used (dropped
+    here), whose running statistics are tested (the first worker's here, as in PyTorch's data parallelism), and which
+    parameters decay (all here, as in the public code that it has probably used).
     """
 
-    lrs = {  # noqa: RUF012  around what worked at batch 8192 in trials of one seed
+    lrs = {  # noqa: RUF012  around the best ones at batch 8192 in trials with one seed
         "msgd": (0.05, 0.1, 0.2, 0.4),
         "adam": (0.001, 0.003, 0.01, 0.03),
         "lars": (1.0, 2.0, 4.0, 8.0),
@@ -90,10 +91,10 @@ class Cifar10ResNet20(Cifar10):
 
 
 class Cifar10ConvNet(Cifar10):
-    """The net of two convolutions of the paper's Figure 1 on CIFAR-10 (62,006 parameters).
+    """The network of two convolutions of the paper's Figure 1 on CIFAR-10 (62,006 parameters).
 
-    The paper gives no settings for that figure: those of its ResNet20 are taken. Without BatchNorm, workers and
-    micro-batches change nothing but the speed.
+    The paper gives no settings for that figure, so those of its ResNet20 are used. Without BatchNorm, workers and
+    micro-batches affect only the speed.
     """
 
     lrs = {  # noqa: RUF012  guesses

@@ -1,4 +1,4 @@
-"""The embedded default: scikit-learn's digits and a small convolutional net with BatchNorm."""
+"""The default task: scikit-learn's digits and a small convolutional network with BatchNorm."""
 
 from torch import nn
 
@@ -8,11 +8,11 @@ from .base import Splits, Task, Tensors
 
 
 class Digits(Task):
-    """scikit-learn's 8 x 8 digits, a two-convolution net with BatchNorm; nothing to download."""
+    """scikit-learn's 8 x 8 digits, a network of two convolutions with BatchNorm; nothing to download."""
 
     epochs = 15
     batches = (32, 512)
-    lrs = {  # noqa: RUF012  four for each, half a decade apart
+    lrs = {  # noqa: RUF012  four per method, half a decade apart
         "msgd": (0.03, 0.1, 0.3, 1.0),
         "adam": (0.003, 0.01, 0.03, 0.1),
         "lars": (10.0, 30.0, 100.0, 300.0),

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
-from ..data.fingerprint import fingerprint
-from ..data.tensors import Tensors
+from ..data.tensors import Tensors, fingerprint
 from ..errors import UsageError
 from .base import Batch, Samples, Splits, Task
 

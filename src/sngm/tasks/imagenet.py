@@ -1,4 +1,4 @@
-"""ResNet-50 on ImageNet, from folders of pictures."""
+"""ResNet-50 on ImageNet, from folders of images."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class ImageNetResNet50(Task):
     """ResNet-50 on ImageNet: 90 epochs with warm-up, polynomial decay and label smoothing.
 
     The paper gives the epochs, "warm-up and polynomial learning rate strategy", the batches of 1,024 and 32,768 and,
-    for all its experiments on images, weight decay 1e-4. What it leaves open is taken from the code that it took LARS
-    from, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, decay of power 2, and for LARS
+    for all its experiments on images, weight decay 1e-4. The rest is taken from the code that it took LARS from,
+    NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, decay of power 2, and for LARS
 
     =======  =======  ===============
     batch    lr       warm-up, epochs
@@ -35,12 +35,18 @@ class ImageNetResNet50(Task):
     32,768   2^5      14
     =======  =======  ===============
 
-    These warm-ups are the defaults at their batches. That code decays over the epochs after the warm-up, here it is
-    over all of them; its first step has a rate of zero, here none has. At 32,768 its BatchNorm is over 64 samples:
+    These warm-ups are the defaults at their batches. That code decays over the epochs after the warm-up, this task over
+    all of them; its first step has a learning rate of 0, here no step has. At 32,768 its BatchNorm is over 64 samples:
     ``--bn-group 64``.
 
-    Label smoothing is that code's as well: the label's target is 1 - smoothing, and the others share `smoothing`.
-    In torch's the label has its part of what is shared, so that 0.1 there is 0.0999 here. Test losses have none.
+    Label smoothing is that code's as well: the target of the label is 1 - smoothing, and the other classes share
+    `smoothing`. In torch the label gets an equal share too, so that 0.1 there is 0.0999 here. Test losses have none.
+
+    Args:
+        size: width and height of the model's input in pixels.
+        resize: pixels of the shorter side before the central crop of evaluation.
+        smoothing: see above.
+        classes: number of classes of the dataset.
     """
 
     dataset = "imagenet"
@@ -49,19 +55,19 @@ class ImageNetResNet50(Task):
     schedule = "polynomial"
     workers = 8
     micro = 128
-    bias_lr = "full"  # the rates of the table are of runs that did so
+    bias_lr = "full"  # as in the runs of the table
     precision_on_gpu = "bfloat16"
     pass_size = 128
     loaders = 8
-    holdout = 0.04  # 51,000 images, about as many as there are to test on
-    lrs = {  # noqa: RUF012  LARS by the table; "recalled" is from memory of the papers, not looked up again
-        "msgd": (0.4, 0.8, 1.6, 3.2),  # recalled, of Goyal et al.: 0.1 for each 256 samples, up to 8,192
+    holdout = 0.04  # 51,000 images, about as many as the test set has
+    lrs = {  # noqa: RUF012  LARS: the table. "Recalled": from memory of the papers, not verified
+        "msgd": (0.4, 0.8, 1.6, 3.2),  # recalled, of Goyal et al.: 0.1 per 256 samples, up to batch 8,192
         "lars": (4.0, 8.0, 16.0, 32.0),
         "lars-unscaled": (4.0, 8.0, 16.0, 32.0),
-        "lars-momentum": (0.004, 0.008, 0.016, 0.032),  # no trust coefficient of 0.001 in it
-        "lamb": (0.005, 0.01, 0.02, 0.04),  # recalled, of its paper, from batch 512 to 32,768
-        # Guesses from here on. SNGM: what was good for ResNet-20, 0.3 to 1.6, times how much longer the vector of
-        # weights is at first, 268 against 46; block-wise that over the root of the number of tensors, 161.
+        "lars-momentum": (0.004, 0.008, 0.016, 0.032),  # it has no trust coefficient of 0.001
+        "lamb": (0.005, 0.01, 0.02, 0.04),  # recalled, of its paper, batch 512 to 32,768
+        # The rest are guesses. SNGM: the good range of ResNet-20, 0.3 to 1.6, times the ratio of the initial weight
+        # norms, 268 / 46; block-sngm: that divided by the square root of the number of tensors, 161.
         "sngm": (1.0, 2.0, 4.0, 8.0),
         "block-sngm": (0.08, 0.16, 0.32, 0.64),
         "sngd": (4.0, 8.0, 16.0, 32.0),
@@ -84,14 +90,14 @@ class ImageNetResNet50(Task):
         return {**super().usual(batch), "warmup": 14.0 if batch >= 32768 else 10 * batch / 32768}
 
     def data(self) -> Splits:
-        need_pillow()  # not found missing only in a worker
+        need_pillow()  # here, not first in a worker process
         train, test = (
             ImageFolder(self.data_dir, split, size=self.size, resize=self.resize) for split in ("train", "val")
         )
         found = len(train.classes)
         if found != self.classes:
             raise DataMissing(
-                f"{train.folder} holds {found} classes, not {self.classes}; say --set classes={found} if that is all"
+                f"{train.folder} holds {found} classes, not {self.classes}; use --set classes={found} if it is complete"
             )
         return Splits(train, test)
 
@@ -100,14 +106,14 @@ class ImageNetResNet50(Task):
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
         whole: Any = samples
-        if not isinstance(whole, ImageFolder):  # a part of one, as where some are held out
+        if not isinstance(whole, ImageFolder):  # a subset: some are held out
             whole, indices = whole.samples, whole.indices[indices]
         augmented: Batch = whole.training(indices, seed, epoch)
         return augmented
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         outputs = model(self._inputs(model, batch))
-        # torch's targets, with its smoothing s, are s/K for K - 1 classes: smoothing/(K - 1) each
+        # torch's targets for smoothing s are s/K for the K - 1 other classes, which is smoothing/(K - 1) each
         smoothing = self.smoothing * self.classes / (self.classes - 1)
         return cross_entropy(outputs, batch[1], label_smoothing=smoothing)
 
@@ -118,13 +124,13 @@ class ImageNetResNet50(Task):
         return {"loss": loss, "accuracy": first[:, 0], "top5": first.any(1)}
 
     def _inputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Bytes until here, where the model is: a quarter of the memory and of the way there."""
+        """Normalise on the model's device; uint8 until here takes a quarter of the memory and bandwidth."""
         like = next(model.parameters())
         mean, std = _mean_and_std(like.device, like.dtype)
         return (batch[0].to(like.dtype) - mean) / std
 
 
-@functools.cache  # a copy to the device would wait for it
+@functools.cache  # a copy to the device would synchronise with it
 def _mean_and_std(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     mean, std = (255 * torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
     return mean.to(device, dtype), std.to(device, dtype)

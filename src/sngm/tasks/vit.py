@@ -11,29 +11,32 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..data.cifar import load_cifar
-from ..data.hashing import BITS, mix
+from ..data.hashing import BITS, random_bits
+from ..data.imagenet import RATIO, SCALE
 from ..errors import UsageError
 from ..models.vit import load_vit
 from .base import Batch, Samples, Splits, Task, Tensors
 
-SIDE = 32  # pixels of an image
-SCALE, RATIO = (0.08, 1.0), (3 / 4, 4 / 3)  # of a crop: its part of the area, its width to its height
-GRID = 512  # steps in which either is drawn
+SIDE = 32  # width and height of an image in pixels
+GRID = 512  # values that the area and the aspect ratio of a crop can take
 AUGMENTS = ("resized-crop", "flip")
 
 
 class CifarViT(Task):
-    """A trained ViT fine-tuned: 20 epochs, linear decay, no warm-up.
+    """Fine-tune a pretrained ViT: 20 epochs, linear decay, no warm-up.
 
-    The paper gives these and the batches, and names the model and the framework, Hugging Face's transformers. Rates,
-    weight decay and clipping are ours. The framework clips gradients to a norm of 1 unless told not to, so that the
+    The paper gives these and the batches, and names the model and the framework, Hugging Face's transformers. Learning
+    rates, weight decay and clipping are our choice. The framework clips gradients to a norm of 1 by default, so the
     paper's MSGD was probably clipped: ``--clip 1`` does that. Its script holds out 15 % of a dataset that has no
-    validation set; here all 50,000 images are trained on.
+    validation set; here all 50,000 images are used for training.
 
-    Images stay 32 x 32 bytes until they are where the model is, and are scaled up there, not rounded to bytes again.
-    Settings: `model`, a folder or a name on the hub; `size`, pixels a side that images are scaled to; `augment`,
-    "resized-crop" for crops of random size and shape and mirroring, as the framework's script, or "flip" for
-    mirroring alone.
+    Images stay uint8 of 32 x 32 until they are on the model's device. They are scaled up there, and not rounded again.
+
+    Args:
+        model: a folder, or a name on the Hugging Face hub.
+        size: width and height in pixels that images are scaled to.
+        augment: "resized-crop" for crops of random size and aspect ratio and random flips, as in the framework's
+            script, or "flip" for random flips alone.
     """
 
     classes: ClassVar[int]
@@ -44,13 +47,13 @@ class CifarViT(Task):
     micro = 128
     precision_on_gpu = "bfloat16"
     pass_size = 128
-    step = "eager"  # captured, ViT-B/16 takes nearly twice as long: see docs/speed.md
+    step = "eager"  # as a CUDA graph, ViT-B/16 takes nearly twice as long: see docs/speed.md
     holdout = 0.1
     lrs = {  # noqa: RUF012
-        "msgd": (0.003, 0.01, 0.03, 0.1),  # recalled, not looked up: the ViT paper has 0.001 to 0.03 at batch 512
+        "msgd": (0.003, 0.01, 0.03, 0.1),  # recalled, not verified: 0.001 to 0.03 at batch 512 in the ViT paper
         "adam": (1e-5, 3e-5, 1e-4, 3e-4),  # the framework's default is 5e-5, at batch 8
-        # Guesses from here on: SNGM as MSGD, as if gradients had norms of about one, which is not measured; block-wise
-        # that over the root of the number of tensors, 200; LARS, LAMB so that a tensor changes by 0.03 to 1 % a step.
+        # The rest are guesses. SNGM: as MSGD, which assumes gradient norms of about 1; block-sngm: that divided by the
+        # square root of the number of tensors, 200; LARS and LAMB: so that a tensor changes by 0.03 to 1 % per step.
         "sngm": (0.003, 0.01, 0.03, 0.1),
         "block-sngm": (0.0003, 0.001, 0.003, 0.01),
         "sngd": (0.01, 0.03, 0.1, 0.3),
@@ -66,7 +69,7 @@ class CifarViT(Task):
         self, model: str = "google/vit-base-patch16-224-in21k", size: int = 224, augment: str = "resized-crop"
     ) -> None:
         if size < SIDE:
-            raise ValueError(f"size must be at least {SIDE}, the images' own, got {size}")
+            raise ValueError(f"size must be at least {SIDE}, the size of the images, got {size}")
         if augment not in AUGMENTS:
             raise ValueError(f"augment must be one of {', '.join(AUGMENTS)}, got {augment!r}")
         self.source, self.size, self.augment = model, size, augment
@@ -81,13 +84,13 @@ class CifarViT(Task):
     def model(self) -> nn.Module:
         model = load_vit(self.source, self.classes)
         if self.size % model.patch:
-            raise UsageError(f"size={self.size} is no multiple of the model's patches of {model.patch} pixels")
+            raise UsageError(f"size must be a multiple of the model's patch size, {model.patch}, got {self.size}")
         return model
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Images and labels as they are, and a number for each that its crop follows from."""
+        """Return images and labels unchanged, and a random number for each, which determines its crop."""
         images, labels = samples[indices]
-        return images, labels, mix(seed, epoch, indices.to(images.device))
+        return images, labels, random_bits(seed, epoch, indices.to(images.device))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels, numbers = batch
@@ -98,56 +101,55 @@ class CifarViT(Task):
         return super().scores(model, (self._inputs(model, images), labels))
 
     def _inputs(self, model: nn.Module, images: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Pixels from 0 to 1, cropped and mirrored as `numbers` say, of the size that the model gets."""
+        """Return pixels in [0, 1], cropped and flipped as determined by `numbers`, of the model's size."""
         pixels = images.to(next(model.parameters()).dtype) / 255
         if numbers is None:
             numbers = torch.zeros(1, dtype=torch.int64, device=images.device)
             return resized(pixels, whole(numbers), torch.zeros_like(numbers, dtype=torch.bool), self.size)
         boxes = random_boxes(numbers) if self.augment == "resized-crop" else whole(numbers)
-        mirrored = mix(numbers, 3) >> (BITS - 1) == 1
-        return resized(pixels, boxes, mirrored, self.size)
+        flipped = random_bits(numbers, 3) >> (BITS - 1) == 1
+        return resized(pixels, boxes, flipped, self.size)
 
 
 class Cifar10ViT(CifarViT):
-    """A trained ViT fine-tuned on CIFAR-10: 20 epochs, linear decay, no warm-up."""
+    """Fine-tune a pretrained ViT on CIFAR-10: 20 epochs, linear decay, no warm-up."""
 
     dataset = "cifar10"
     classes = 10
 
 
 class Cifar100ViT(CifarViT):
-    """A trained ViT fine-tuned on CIFAR-100: 20 epochs, linear decay, no warm-up."""
+    """Fine-tune a pretrained ViT on CIFAR-100: 20 epochs, linear decay, no warm-up."""
 
     dataset = "cifar100"
     classes = 100
 
 
-# ---------------------------------------------------------------- crops of many images at once
+# ---------------------------------------------------------------- crops of a batch
 
 
 def whole(numbers: Tensor) -> Tensor:
-    """The box of a whole image for each number."""
-    none, all_of_it = torch.zeros_like(numbers), torch.full_like(numbers, SIDE)
-    return torch.stack([none, none, all_of_it, all_of_it], 1)
+    """Return the box of a whole image for each number."""
+    return numbers.new_tensor([0, 0, SIDE, SIDE]).expand(len(numbers), -1)
 
 
 def random_boxes(numbers: Tensor) -> Tensor:
-    """Top, left, height and width of a crop for each number, by the rule of torchvision's ``RandomResizedCrop``.
+    """Return top, left, height and width of a crop for each number, as torchvision's ``RandomResizedCrop``.
 
-    All of it is done on integers, so that every device gets the same boxes.
+    All computations are on integers, so that every device gives the same boxes.
     """
     sizes = crop_sizes(numbers.device)
-    size = sizes[mix(numbers, 0) % len(sizes)].long()
+    size = sizes[random_bits(numbers, 0) % len(sizes)].long()
     room = SIDE + 1 - size
-    corner = torch.stack([mix(numbers, 1), mix(numbers, 2)], 1) % room
+    corner = torch.stack([random_bits(numbers, 1), random_bits(numbers, 2)], 1) % room
     return torch.cat([corner, size], 1)
 
 
 @functools.cache
 def crop_sizes(device: torch.device) -> Tensor:
-    """Heights and widths that are equally likely: areas and, on a log scale, shapes are even; all fit the image.
+    """Return equally likely heights and widths, with uniform areas and log-uniform aspect ratios.
 
-    torchvision draws again what does not fit, up to ten times, which comes to the same.
+    Those that do not fit the image are left out; torchvision draws again, up to ten times, to the same effect.
     """
     at = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     area = SIDE**2 * (SCALE[0] + (SCALE[1] - SCALE[0]) * at)[:, None]
@@ -157,24 +159,24 @@ def crop_sizes(device: torch.device) -> Tensor:
     return sizes[(sizes <= SIDE).all(1)].to(device, torch.uint8)
 
 
-def resized(pixels: Tensor, boxes: Tensor, mirrored: Tensor, size: int) -> Tensor:
-    """What is in each box (top, left, height, width), scaled up bilinearly to `size` x `size`, and mirrored or not.
+def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:
+    """Return the content of each box (top, left, height, width), scaled up bilinearly to `size` x `size`, and flipped.
 
-    Each direction is a matrix for each image, with the two weights of the neighbours in a row. One box may serve all
-    images.
+    Each direction is a product with a matrix per image, whose rows hold the weights of two neighbours. A single box
+    applies to all images.
     """
     top, left, height, width = boxes.unbind(1)
     down = _weights(top, height, size, pixels)
     across = _weights(left, width, size, pixels)
-    across = torch.where(mirrored[:, None, None], across.flip(1), across)
-    with torch.autocast(pixels.device.type, enabled=False):  # positions between pixels need more than 8 bits
+    across = torch.where(flipped[:, None, None], across.flip(1), across)
+    with torch.autocast(pixels.device.type, enabled=False):  # interpolation weights need more than 8 bits
         return down[:, None] @ pixels @ across[:, None].mT
 
 
 def _weights(start: Tensor, length: Tensor, size: int, pixels: Tensor) -> Tensor:
-    """What each of the image's pixels counts for in each of `size` that cover `length` from `start`."""
+    """Return the weight of each pixel of the image in each of `size` pixels that cover `length` from `start`."""
     centre = 2 * torch.arange(size, device=pixels.device) + 1
-    at = (centre * length[:, None] - size).to(pixels.dtype) / (2 * size)  # the centre of each, in the box
+    at = (centre * length[:, None] - size).to(pixels.dtype) / (2 * size)  # the centre of each pixel, in the box
     at = start[:, None] + torch.minimum(at.clamp(min=0), length[:, None] - 1)
     apart = (at[..., None] - torch.arange(pixels.shape[-1], device=pixels.device)).abs()
     return (1 - apart).clamp(min=0)

@@ -13,22 +13,26 @@ from ..data.wikitext import BPTT, SPLITS, Corpus, Text, Windows, load_wikitext2
 from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
 
-TESTED_STREAMS = 10  # as word_language_model tests
-TESTED_AT_ONCE = 350  # tokens of each; hidden states are carried, so that no score depends on it
+TEST_STREAMS = 10  # as in word_language_model
+TEST_WINDOW = 350  # tokens; recurrent state is kept between windows, so scores do not depend on it
 
 
 class WikiText2LSTM(Task):
-    """A two-layer LSTM on WikiText-2: 40 epochs, perplexity on the test text where it is best on the validation text.
+    """A two-layer LSTM on WikiText-2: 40 epochs, test perplexity of the epoch with the best validation perplexity.
 
     The paper gives the data, the network (200 units, 200 dimensions, dropout 0.2), the epochs, the batches, and that
-    gradients are clipped for MSGD. All of that are defaults of pytorch/examples' word_language_model, so what the paper
-    leaves open is taken from there: windows of 35 words, weights that are not tied, clipping to 0.25, a learning rate
-    that is divided by 4 when an epoch brings no better perplexity on the validation text, and no weight decay. That
-    program has no momentum and a rate of 20: with momentum 0.9 the same is 2. A batch is as many streams of text. From
-    1000 on, where the rate would be divided after too few steps, it falls in a straight line instead: at 2000, the best
-    of three schedules for SNGM and MSGD, and nearly so for LARS. The rates to try are around the best ones there.
+    gradients are clipped for MSGD. These are the defaults of pytorch/examples' word_language_model, so the rest is
+    taken from there: windows of 35 words, untied weights, clipping to 0.25, a learning rate that is divided by 4 when
+    an epoch does not improve the validation perplexity, and no weight decay. That program has no momentum and lr 20,
+    which corresponds to 2 with momentum 0.9. A batch is the number of streams of text. From batch 1000 on, where the
+    learning rate would be divided after too few steps, it decays linearly instead: at 2000 the best of three schedules
+    for SNGM and MSGD, and nearly so for LARS. The learning rates to try are around the best ones there.
 
-    Settings: `bptt`, words of a window; `width`, of embeddings and hidden layers; `layers`; `dropout`.
+    Args:
+        bptt: words of a window.
+        width: of embeddings and hidden layers.
+        layers: LSTM layers.
+        dropout: after the embedding and after each layer.
     """
 
     dataset = "wikitext2"
@@ -52,7 +56,7 @@ class WikiText2LSTM(Task):
         if bptt < 1 or width < 1 or layers < 1:
             raise ValueError(f"bptt, width and layers must be at least 1, got {bptt}, {width} and {layers}")
         if not 0 <= dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and less than 1, got {dropout}")
+            raise ValueError(f"dropout must be >= 0 and < 1, got {dropout}")
         self.bptt, self.width, self.layers, self.dropout = bptt, width, layers, dropout
         self._loaded: Corpus | None = None
 
@@ -67,7 +71,7 @@ class WikiText2LSTM(Task):
 
     def data(self) -> Splits:
         corpus = self._corpus()
-        return Splits(Text(corpus.train, self.bptt), _to_test(corpus.test), _to_test(corpus.valid))
+        return Splits(Text(corpus.train, self.bptt), _test_windows(corpus.test), _test_windows(corpus.valid))
 
     def facts(self) -> dict[str, Any]:
         corpus = self._corpus()
@@ -85,7 +89,7 @@ class WikiText2LSTM(Task):
         return model.loss(features, batch[1]), after
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """The mean loss over the words of a whole text, and its exponential."""
+        """Return the mean loss over the words of a whole text, and its exponential."""
         model = cast(WordLSTM, model)
         carried: Batch = ()
         sums: list[Tensor] = []
@@ -99,12 +103,12 @@ class WikiText2LSTM(Task):
 
 
 def _read(model: WordLSTM, inputs: Tensor, carried: Batch) -> tuple[Tensor, Batch]:
-    """Features, and hidden states after them: with the stream first, as a task carries them, and not the layer."""
+    """Return features and the recurrent state after them, stream first, where the model has the layer first."""
     outputs, cells = (t.transpose(0, 1).contiguous() for t in carried)
     features, after = model(inputs, (outputs, cells))
     return features, tuple(t.transpose(0, 1) for t in after)
 
 
-def _to_test(tokens: Tensor) -> Windows:
-    few = max(1, len(tokens) // 2)  # of a text made for a trial
-    return Text(tokens, TESTED_AT_ONCE).in_streams(min(TESTED_STREAMS, few))
+def _test_windows(tokens: Tensor) -> Windows:
+    most = max(1, len(tokens) // 2)  # of a small sample
+    return Text(tokens, TEST_WINDOW).in_streams(min(TEST_STREAMS, most))

@@ -1,5 +1,1 @@
-"""Triton kernels for what small networks spend their time on; imported where Triton is."""
-
-from ...triton_support import serve
-
-__all__ = ["serve"]
+"""Triton kernels for the models; import them only where Triton is installed."""

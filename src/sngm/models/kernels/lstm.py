@@ -1,14 +1,15 @@
-"""One layer of an LSTM with one launch forward and one backward, however many time steps there are.
+"""One LSTM layer in one kernel launch forward and one backward, for any number of time steps.
 
-Streams do not meet, so a program takes some of them through all steps alone. It reads the recurrent weights from the
-GPU's cache at each step; outputs go through memory, where a product finds them in pieces. What does not depend on the
-step before - the inputs' part of the gates, the gradients of the weights - is torch's, for all steps at once.
+Streams are independent, so a program processes some of them through all steps. It reads the recurrent weights from the
+GPU's cache at each step; outputs go through memory, from which a product reads them in blocks. Whatever does not depend
+on the preceding step - the inputs' part of the gates, the gradients of the weights - is computed by torch, for all
+steps at once.
 
-Few streams would leave most of a GPU idle. They are shared: each of several programs has some hidden units of the same
-streams, keeps the weights of those, and waits at each step until the others have stored theirs.
+Few streams would leave most of a GPU idle. Then several programs share the same streams: each has some of the hidden
+units, holds their weights, and waits at each step until the others have stored their outputs.
 """
 
-# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
 
 from typing import Any, NamedTuple
@@ -22,34 +23,34 @@ from torch.autograd.function import once_differentiable
 from ...triton_support import LARGEST, ONE_ROUNDING
 from ..vocabulary_loss import wide_product
 
-WIDEST = 256  # hidden units: the gates of all of them are in registers at once
+WIDEST = 256  # hidden units: the gates of all of them must fit the registers
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Cut(NamedTuple):
-    """How a launch is cut."""
+    """Block sizes of a launch."""
 
-    rows: int  # streams a program; 16 is the least of a product
-    depth: int  # of the pieces in which a product is summed up
+    rows: int  # streams per program; a product needs at least 16
+    depth: int  # of the blocks in which a product is accumulated
     warps: int
-    stages: int  # pieces under way from the cache at once
+    stages: int  # blocks that are prefetched
 
 
-# By bytes an element. Forward, a piece of weights is depth x 1024 elements and four sums of 16 x 256 take 64 registers
-# of each thread of 8 warps; backward there is one sum, and a piece is depth x 256. Of a piece of outputs, rows x depth,
-# each thread must have 4 bytes at least, or it is not fetched ahead.
+# By bytes per element. Forward, a block of weights is depth x 1024 elements, and four sums of 16 x 256 take 64
+# registers of each thread of 8 warps; backward there is one sum, and a block is depth x 256. Of a block of outputs,
+# rows x depth, each thread must have at least 4 bytes, else it is not prefetched.
 FORWARD = {2: Cut(16, 32, 8, 3), 4: Cut(16, 16, 8, 2)}
 BACKWARD = {2: Cut(16, 64, 8, 4), 4: Cut(16, 16, 8, 4)}
-PRECISION = "ieee"  # of products in float32; on others it has no influence
-UNITS, WARPS = 32, 4  # of a program that shares its streams: a warp takes 8 units of each gate
+PRECISION = "ieee"  # of products in float32; others ignore it
+UNITS, WARPS = 32, 4  # of a program that shares its streams: 8 units of each gate per warp
 
 
 @triton.jit
 def tanh(x):
-    """To float32's precision near zero too, where the formula for large numbers loses digits; neither overflows."""
+    """Return tanh to the precision of float32, also near zero, where the formula for large numbers loses digits."""
     size = tl.abs(x)
     z = tl.minimum(x * x, 1.0)
-    series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1  # Cephes'
+    series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1  # of Cephes
     near = x + x * z * (series * z - 3.33332819422e-1)
     falling = tl.exp(-2.0 * size)
     far = (1.0 - falling) / (1.0 + falling)
@@ -58,7 +59,7 @@ def tanh(x):
 
 @triton.jit
 def four(gates, inside, H: tl.constexpr):
-    """What there is of the input, forget, cell and output gate."""
+    """Load the values of the input, forget, cell and output gate."""
     i, f = tl.load(gates, mask=inside, other=0.0), tl.load(gates + H, mask=inside, other=0.0)
     g, o = tl.load(gates + 2 * H, mask=inside, other=0.0), tl.load(gates + 3 * H, mask=inside, other=0.0)
     return i, f, g, o
@@ -66,10 +67,10 @@ def four(gates, inside, H: tl.constexpr):
 
 @triton.jit
 def plus(total, x, PRECISION: tl.constexpr):
-    """The sum of a product's result and of numbers from memory, which are spread over threads otherwise.
+    """Return the sum of a product and of values from memory, which are distributed over threads differently.
 
-    In 16 bits it is a product with ones on the diagonal, exact if all is finite: to spread them anew, threads would
-    wait for each other more.
+    In 16 bits they are multiplied by the identity matrix, which is exact for finite values: converting the layout would
+    synchronise threads more often.
     """
     if x.dtype == tl.float32:
         return total + x
@@ -79,15 +80,15 @@ def plus(total, x, PRECISION: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["steps", "streams"])
-def go_through(
+def run_forward(
     gates, weight, outputs, cells, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Outputs and cells of all steps, after those before the first.
+    """Compute outputs and cells of all steps, given those before the first in row 0.
 
-    `gates` is (steps, streams, 4 H) and what the inputs add to them, `weight` is (H, 4 H), the others are
-    (steps + 1, streams, H). HP is H or more.
+    `gates` is (steps, streams, 4 H) and holds the inputs' part, `weight` is (H, 4 H), the others are
+    (steps + 1, streams, H). HP is H, padded.
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -99,13 +100,13 @@ def go_through(
     for t in range(steps):
         i, f = plus(none, given_i, PRECISION), plus(none, given_f, PRECISION)
         g, o = plus(none, given_g, PRECISION), plus(none, given_o, PRECISION)
-        # of the next step, asked for before the product and not needed until after it; of the last there is none
+        # those of the next step are loaded before the product, and used after it; the last step has no next
         to = tl.minimum(t + 1, steps - 1) * streams
         given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
         before = outputs + t * streams * H + row[:, None] * H
         for start in tl.range(0, H, K, num_stages=STAGES):
             unit = start + k
-            # past the first cache: other threads of this program have just written it
+            # bypass the L1 cache: other threads of this program have just written it
             h = tl.load(before + unit[None, :], mask=there & (unit < H)[None, :], other=0.0, cache_modifier=".cg")
             wi, wf, wg, wo = four(weight + unit[:, None] * (4 * H) + n[None, :], (unit < H)[:, None] & known, H)
             i = tl.dot(h, wi, i, input_precision=PRECISION)
@@ -115,19 +116,19 @@ def go_through(
         c = tl.sigmoid(f) * c + tl.sigmoid(i) * tanh(g)
         after = (t + 1) * streams * H + at
         tl.store(outputs + after, (tl.sigmoid(o) * tanh(c)).to(outputs.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # the next step reads what all threads stored
+        tl.debug_barrier()  # the next step reads the stores of all threads
         tl.store(cells + after, c, mask=inside)
 
 
 @triton.jit(do_not_specialize=["steps", "streams"])
-def go_back(
+def run_backward(
     gates, grad, weight, cells, of_output, of_cell, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the gates before their sigmoid or tanh, in the place of those; and of the first output and cell.
+    """Overwrite `gates` by the gradients before their sigmoid or tanh; compute those of the first output and cell.
 
-    `grad` is that of the outputs, `weight` is (4 H, H); `of_cell` holds the gradient of the last cell at first.
+    `grad` is that of the outputs, `weight` is (4 H, H); `of_cell` holds the gradient of the last cell as input.
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -153,10 +154,10 @@ def go_back(
         tl.store(out + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
         tl.store(out + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
         tl.store(out + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
-        tl.debug_barrier()  # the product reads what all threads stored
+        tl.debug_barrier()  # the product reads the stores of all threads
         dc *= f
         c = c_before
-        # of the next step, asked for before the product and not needed until after it; of the last there is none
+        # those of the next step are loaded before the product, and used after it; the last step has no next
         to = tl.maximum(t - 1, 0) * streams
         given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
         given = tl.load(grad + to * H + at, mask=inside, other=0.0)
@@ -173,20 +174,20 @@ def go_back(
 
 
 @triton.jit
-def meet(counter, comers):
-    """Wait until the programs that share a counter have come here so often all together."""
-    tl.debug_barrier()  # what all threads of this one stored is to be seen by those that find its count
+def wait_for_all(counter, arrivals):
+    """Wait until the programs that share a counter have arrived here so many times in total."""
+    tl.debug_barrier()  # the stores of all threads must be visible before the count is
     seen = tl.atomic_add(counter, 1, sem="acq_rel") + 1
-    while seen < comers:
+    while seen < arrivals:
         seen = tl.atomic_add(counter, 0, sem="acquire")
 
 
 @triton.jit(do_not_specialize=["steps", "streams"])
-def go_through_together(
+def run_forward_shared(
     gates, weight, outputs, cells, counters, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`go_through`, by programs of UNITS hidden units each. `counters` are zeros, one for ROWS streams."""
+    """Do what :func:`run_forward` does, with UNITS hidden units per program. `counters` are zeros, one per tile."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -206,15 +207,15 @@ def go_through_together(
         after = (t + 1) * streams * H + at
         tl.store(outputs + after, (tl.sigmoid(o) * tanh(c)).to(outputs.dtype.element_ty), mask=inside)
         tl.store(cells + after, c, mask=inside)
-        meet(counters + tl.program_id(0), (t + 1) * tl.num_programs(1))
+        wait_for_all(counters + tl.program_id(0), (t + 1) * tl.num_programs(1))
 
 
 @triton.jit(do_not_specialize=["steps", "streams"])
-def go_back_together(
+def run_backward_shared(
     gates, grad, weight, cells, of_output, of_cell, counters, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`go_back`, by programs that have UNITS hidden units each."""
+    """Do what :func:`run_backward` does, with UNITS hidden units per program."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -238,7 +239,7 @@ def go_back_together(
         tl.store(out + H, (dc * c_before * f * (1.0 - f)).to(gates.dtype.element_ty), mask=inside)
         tl.store(out + 2 * H, (dc * i * (1.0 - g * g)).to(gates.dtype.element_ty), mask=inside)
         tl.store(out + 3 * H, (dh * squashed * o * (1.0 - o)).to(gates.dtype.element_ty), mask=inside)
-        meet(counters + tl.program_id(0), (back + 1) * tl.num_programs(1))
+        wait_for_all(counters + tl.program_id(0), (back + 1) * tl.num_programs(1))
         dc *= f
         c = c_before
         stored = step + row[:, None] * (4 * H) + k[None, :]
@@ -252,16 +253,16 @@ def go_back_together(
 
 
 def fits(x: Tensor, width: int, dtype: torch.dtype) -> bool:
-    """Whether the kernels know a layer of this width on inputs of (time, streams, features), in this dtype."""
+    """Return whether the kernels support a layer of this width on inputs of (time, streams, features) in this dtype."""
     if dtype not in DTYPES or not x.numel() or width > WIDEST or (len(x) + 1) * x.shape[1] * 4 * width >= LARGEST:
         return False
     if x.is_cuda:
         return _memory(width, dtype) <= torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return dtype != torch.bfloat16  # of which the interpreter knows no products
+    return dtype != torch.bfloat16  # the interpreter has no products of bfloat16
 
 
 def _memory(width: int, dtype: torch.dtype) -> int:
-    """Bytes that a program needs beside its registers, at most: for pieces under way, and to lay out a sum anew."""
+    """Return the most shared memory of a program in bytes: for prefetched blocks, and to convert a sum's layout."""
     units, most = _padded(width), 0
     for cuts, sums in ((FORWARD, 4), (BACKWARD, 1)):
         cut = cuts[dtype.itemsize]
@@ -274,7 +275,7 @@ def _padded(width: int) -> int:
 
 
 class Recur(torch.autograd.Function):
-    """From inputs of (time, streams, features) to outputs in `dtype`, and to the last cells in float32."""
+    """Map inputs of (time, streams, features) to outputs in `dtype`, and to the last cells in float32."""
 
     @staticmethod
     def forward(
@@ -284,14 +285,14 @@ class Recur(torch.autograd.Function):
         steps, streams, width = len(x), x.shape[1], of_output.shape[1]
         ctx.dtypes = [given.dtype for given in (x, h, c, of_input, of_output, bias, bias_too)]
         x, of_input = x.to(dtype), of_input.to(dtype)
-        turned = x.new_empty((width, 4 * width)).copy_(of_output.t())  # so that neighbours in memory are read together
+        turned = x.new_empty((width, 4 * width)).copy_(of_output.t())  # for coalesced reads
         with torch.autocast(x.device.type, enabled=False):
             gates = torch.addmm((bias + bias_too).to(dtype), x.flatten(0, 1), of_input.t())
         outputs = x.new_empty((steps + 1, streams, width))
         cells = x.new_empty((steps + 1, streams, width), dtype=torch.float32)
         outputs[0], cells[0] = h, c
         _launch(
-            (go_through, go_through_together), FORWARD, gates, turned, outputs, cells, shape=(steps, streams, width)
+            (run_forward, run_forward_shared), FORWARD, gates, turned, outputs, cells, shape=(steps, streams, width)
         )
         ctx.save_for_backward(x, of_input, turned, gates, outputs, cells)
         return outputs[1:], cells[-1]
@@ -300,12 +301,12 @@ class Recur(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
         x, of_input, turned, gates, outputs, cells = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):  # cheap, for all steps at once
+        with torch.autocast(x.device.type, enabled=False):  # cheap: for all steps at once
             of_gates = torch.addmm(gates, outputs[:-1].flatten(0, 1), turned)
         of_h, of_c = torch.empty_like(cells[0]), grad_cell.clone(memory_format=torch.contiguous_format)
         _launch(
-            (go_back, go_back_together), BACKWARD, of_gates, grad.contiguous(), turned.t().contiguous(), cells, of_h,
-            of_c, shape=(len(x), *cells[0].shape),
+            (run_backward, run_backward_shared), BACKWARD, of_gates, grad.contiguous(), turned.t().contiguous(), cells,
+            of_h, of_c, shape=(len(x), *cells[0].shape),
         )  # fmt: skip
         wanted = ctx.needs_input_grad
         grads: list[Tensor | None] = [None, of_h, of_c, None, None, None, None]
@@ -325,26 +326,18 @@ class Recur(torch.autograd.Function):
 def _launch(
     kernels: tuple[Any, Any], cuts: dict[int, Cut], gates: Tensor, *tensors: Tensor, shape: tuple[int, int, int]
 ) -> None:
-    """The first of the kernels, or the second if streams are so few that all programs of it are at work at once."""
+    """Launch the first of the kernels, or the second if all programs of it can run at the same time."""
     steps, streams, width = shape
-    alone, together = kernels
+    alone, shared = kernels
     cut = cuts[gates.element_size()]
     tiles, parts = triton.cdiv(streams, cut.rows), triton.cdiv(width, UNITS)
     sizes = {"H": width, "HP": _padded(width), "ROWS": cut.rows}
-    if gates.element_size() == 2 and tiles * parts <= _at_once(gates):
+    if gates.element_size() == 2 and tiles * parts <= _concurrent(gates):
         counters = gates.new_zeros(tiles, dtype=torch.int32)
-        together[(tiles, parts)](
-            gates,
-            *tensors,
-            counters,
-            steps,
-            streams,
-            **sizes,
-            UNITS=UNITS,
-            num_warps=WARPS,
-            num_stages=1,
+        shared[(tiles, parts)](
+            gates, *tensors, counters, steps, streams, **sizes, UNITS=UNITS, num_warps=WARPS, num_stages=1,
             **ONE_ROUNDING,
-        )
+        )  # fmt: skip
         return
     alone[(tiles,)](
         gates, *tensors, steps, streams, **sizes, K=cut.depth, STAGES=cut.stages, PRECISION=PRECISION,
@@ -352,9 +345,10 @@ def _launch(
     )  # fmt: skip
 
 
-def _at_once(x: Tensor) -> int:
-    """Programs that may wait for each other, so that all must be at work: one for each of a quarter of multiprocessors.
+def _concurrent(x: Tensor) -> int:
+    """Return the number of programs that may wait for each other: one per multiprocessor on a quarter of them.
 
-    Other processes may do the same on the rest, under NVIDIA's MPS. The interpreter runs one program after another.
+    All of these must run at the same time. Other processes may do the same on the rest, under NVIDIA's MPS. The
+    interpreter runs one program after another.
     """
     return torch.cuda.get_device_properties(x.device).multi_processor_count // 4 if x.is_cuda else 1

@@ -1,10 +1,10 @@
 """Ghost BatchNorm with shortcut and ReLU in four launches: two forward, two backward.
 
 An activation is (groups, rows, channels) in memory. The first launch of each direction sums over parts of the rows,
-in a fixed order, and its last program sees to what is over all groups; the second works on the elements.
+in a fixed order, and its last program computes the sums over all groups; the second works on the elements.
 """
 
-# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
 
 from typing import Any
@@ -20,15 +20,15 @@ from ...triton_support import ONE_ROUNDING
 
 @triton.jit
 def rows_of(part, parts, rows):
-    """Where a part of the rows begins and ends."""
+    """Return where a part of the rows begins and ends."""
     size = tl.cdiv(rows, parts)
     return part * size, tl.minimum(part * size + size, rows)
 
 
 @triton.jit
 def is_last(counter, of):
-    """Whether this program is the last of some to come here; what the others stored can be read then."""
-    tl.debug_barrier()  # every thread has stored before one of them counts
+    """Return whether this program is the last of `of` to arrive; it can then read the stores of the others."""
+    tl.debug_barrier()  # all threads have stored before one of them counts
     last = tl.atomic_add(counter, 1, sem="acq_rel") == of - 1
     if last:
         tl.store(counter, 0)  # ready for the next launch
@@ -38,7 +38,7 @@ def is_last(counter, of):
 
 @triton.jit
 def totals(partial, group, C: tl.constexpr, PARTS: tl.constexpr, c):
-    """The two sums of a group over all its parts, read past the first cache, which misses what others wrote."""
+    """Return the two sums of a group over all its parts, bypassing the L1 cache, which misses the stores of others."""
     part = tl.arange(0, PARTS)
     at = partial + ((group * PARTS + part) * 2 * C)[:, None] + c[None, :]
     return tl.sum(tl.load(at, cache_modifier=".cg"), 0), tl.sum(tl.load(at + C, cache_modifier=".cg"), 0)
@@ -50,10 +50,10 @@ def sum_rows(
     rows, groups, keep, counted, eps,
     C: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, FOLLOW: tl.constexpr,
 ):  # fmt: skip
-    """Mean, 1 / deviation and variance of each group, and the running statistics.
+    """Compute mean, 1 / standard deviation and variance of each group, and update the running statistics.
 
-    Sums are of differences from a group's first row, so that a mean far from zero costs no digits. The last program
-    of a group adds up its parts, the last of all looks at all groups.
+    Sums are of differences from a group's first row, so that a mean far from zero loses no digits. The last program of
+    a group sums its parts, the last of all sums over the groups.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -86,7 +86,7 @@ def sum_rows(
                 g = start_group + tl.arange(0, 32)
                 weight = tl.load(weights + g, mask=g < groups, other=0.0).to(tl.float32)[:, None]
                 of = saved + g[:, None] * 3 * C + c[None, :]
-                mask = (weight != 0) & (g < groups)[:, None]  # a group of no weight may hold anything
+                mask = (weight != 0) & (g < groups)[:, None]  # a group of weight 0 may hold NaN
                 means += weight * tl.load(of, mask=mask, other=0.0, cache_modifier=".cg")
                 variances += weight * tl.load(of + 2 * C, mask=mask, other=0.0, cache_modifier=".cg")
             unbiased = tl.sum(variances, 0) * (rows / tl.maximum(rows - 1, 1))
@@ -102,7 +102,7 @@ def normalise(
     C: tl.constexpr, CB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """The outputs."""
+    """Compute the outputs."""
     group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
@@ -117,7 +117,7 @@ def normalise(
         if SHORTCUT:
             value += tl.load(shortcut + at, mask=inside, other=0.0).to(tl.float32)
         if RELU:
-            value = tl.where(value > 0, value, tl.where(value != value, value, 0.0))  # not a number stays so
+            value = tl.where(value > 0, value, tl.where(value != value, value, 0.0))  # NaN stays NaN
         tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
 
 
@@ -127,8 +127,9 @@ def sum_gradients(
     C: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sums over each group of the gradient behind the ReLU, and of it times the normalised input; over all groups,
-    these are the gradients of the parameters.
+    """Sum the gradient before the ReLU, and its product with the normalised input, over each group and all groups.
+
+    The sums over all groups are the gradients of the parameters.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -178,7 +179,7 @@ def differentiate(
     grad, x, out, sums, saved, gamma, beta, rows,
     C: tl.constexpr, CB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the input."""
+    """Compute the gradient of the input."""
     group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
@@ -192,14 +193,14 @@ def differentiate(
         at = base + row[:, None] * C + c[None, :]
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
-        if RELU:  # without a shortcut: with one, it was taken before
+        if RELU:  # without a shortcut: with one, it has been applied before
             g = tl.where(normal * slope + shift > 0, g, 0.0)
         value = (g - one - normal * two) * (scale * slope)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
 
 
 class Plan:
-    """How an activation is cut into programs."""
+    """How an activation is divided into programs."""
 
     def __init__(self, x: Tensor, groups: int) -> None:
         n, channels, height, width = x.shape
@@ -207,7 +208,7 @@ class Plan:
         block_channels = triton.next_power_of_2(channels) if channels <= 64 else 64
         self.shape = {"C": channels, "CB": block_channels, "BLOCK": 2048 // block_channels}
         columns = channels // block_channels
-        # programs enough for a GPU of some hundred cores, each with rows enough to be worth its start
+        # enough programs for a GPU of some hundred multiprocessors, each with enough rows to be worth its launch
         most = max(1, self.rows // (2 * self.shape["BLOCK"]))
         self.parts = min(128, power_below(most), power_below(max(1, 1024 // (groups * columns))))
         self.tiles = min(128, power_below(most), power_below(max(1, 4096 // (groups * columns))))
@@ -215,19 +216,19 @@ class Plan:
 
     @staticmethod
     def fits(channels: int) -> bool:
-        """Whether the kernels know this number of channels."""
+        """Return whether the kernels support this number of channels."""
         return channels % 64 == 0 or (channels < 64 and channels & (channels - 1) == 0)
 
 
 def power_below(n: int) -> int:
-    """The largest power of two that is not more."""
+    """Return the largest power of two <= n."""
     return 1 << (n.bit_length() - 1)
 
 
 class Normalise(torch.autograd.Function):
     """`GhostBatchNorm2d` in training, on channels_last activations.
 
-    `counters` are zeros, (groups + 1) for each 64 channels, kept by the layer: no two launches may use them at once.
+    `counters` are zeros, (groups + 1) per 64 channels, owned by the layer: no two launches may use them at once.
     """
 
     @staticmethod

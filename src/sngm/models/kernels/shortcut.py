@@ -1,6 +1,6 @@
-"""The shortcut of He's CIFAR networks where the image halves: every other pixel, between channels of zeros."""
+"""The shortcut of He's CIFAR networks where the image halves: every other pixel, padded with channels of zeros."""
 
-# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
 
 from typing import Any
@@ -15,7 +15,7 @@ from ...triton_support import ONE_ROUNDING
 
 
 @triton.jit
-def thin(
+def subsample(
     x, y, elements,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
@@ -39,11 +39,11 @@ def _launch(x: Tensor, y: Tensor, back: bool) -> None:
     _, channels, height, width = x.shape
     elements = (x if back else y).numel()
     shape = {"H": height, "W": width, "C": channels, "OUT": y.shape[1]}
-    thin[(triton.cdiv(elements, 1024),)](x, y, elements, **shape, BLOCK=1024, BACK=back, **ONE_ROUNDING)
+    subsample[(triton.cdiv(elements, 1024),)](x, y, elements, **shape, BLOCK=1024, BACK=back, **ONE_ROUNDING)
 
 
-class Thin(torch.autograd.Function):
-    """Channels_last activations of even height and width to half of each and `channels`."""
+class Subsample(torch.autograd.Function):
+    """Halve height and width, both even, of channels_last activations, and pad them to `channels`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channels: int) -> Tensor:

@@ -1,43 +1,41 @@
-"""Cross entropy of rows of logits, which are replaced by their gradients: read twice and written once."""
+"""Cross entropy of rows of logits, which are overwritten by their gradients: read twice and written once."""
 
-# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ...triton_support import ONE_ROUNDING
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-BLOCK = 4096  # logits at once: 32 bytes a thread in bfloat16
+BLOCK = 4096  # logits at once: 32 bytes per thread in bfloat16
 WARPS = 8
 
 
 @triton.jit(do_not_specialize=["words"])
 def differentiate(logits, targets, losses, words, STRIDE: tl.constexpr, BLOCK: tl.constexpr, SLOPES: tl.constexpr):
-    """The loss of one row; SLOPES: the logits become its gradient, which is p, less 1 at the target.
+    """Compute the loss of one row; SLOPES: overwrite the logits by its gradient, which is p, minus 1 at the target.
 
-    In the first pass the logits are read from memory; of those of the programs at work, the cache then has them still.
+    The first pass reads the logits from memory, the second from the cache, which holds those of all running programs.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * STRIDE
     target = tl.load(targets + row)
-    if target < 0:  # left out
+    if target < 0:  # ignored
         tl.store(losses + row, 0.0)
         if SLOPES:
             for start in range(0, STRIDE, BLOCK):
                 n = start + tl.arange(0, BLOCK)
                 tl.store(logits + n, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=n < STRIDE)
     else:
-        # what is no word would be read from beyond the row: its loss is no number
+        # a target beyond the vocabulary would be read from outside the row: its loss is NaN
         chosen = tl.load(logits + target, mask=target < words, other=float("nan")).to(tl.float32)
-        # The sum leaves the target out. So p - 1, which is -others / all, has all its digits where p is close to 1.
+        # The sum excludes the target, so p - 1 = -others / all keeps all its digits where p is close to 1.
         largest, others = tl.maximum(chosen, -3e38), 0.0
         for start in range(0, STRIDE, BLOCK):
             n = start + tl.arange(0, BLOCK)
-            # the mask is of whole vectors, which keeps loads wide
+            # the mask covers whole vectors, so loads stay wide
             value = tl.load(logits + n, mask=n < STRIDE, other=0.0).to(tl.float32)
             value = tl.where((n < words) & (n != target), value, float("-inf"))
             larger = tl.maximum(largest, tl.max(value, 0))
@@ -56,18 +54,9 @@ def differentiate(logits, targets, losses, words, STRIDE: tl.constexpr, BLOCK: t
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, words: int, slopes: bool) -> None:
-    """Write the loss of each row to `losses`, and with `slopes` its gradient over the logits.
+    """Write the loss of each row to `losses`, and with `slopes` its gradient to the logits.
 
-    Rows may be longer than there are words: gradients are zeros there. Those of a negative target have no loss.
+    Rows may be longer than the number of words: gradients are 0 there. Rows with a negative target have no loss.
     """
-    differentiate[(len(logits),)](
-        logits,
-        targets,
-        losses,
-        words,
-        STRIDE=logits.stride(0),
-        BLOCK=BLOCK,
-        SLOPES=slopes,
-        num_warps=WARPS,
-        **ONE_ROUNDING,
-    )
+    sizes = {"STRIDE": logits.stride(0), "BLOCK": BLOCK, "SLOPES": slopes, "num_warps": WARPS}
+    differentiate[(len(logits),)](logits, targets, losses, words, **sizes, **ONE_ROUNDING)
