@@ -360,7 +360,7 @@ def test_capture_that_is_asked_for_and_cannot_be_is_refused(given, told):
 
 
 def test_kinds_of_steps_that_do_not_exist_are_refused(tmp_path):
-    with pytest.raises(UsageError, match="step must be one of auto, eager, compiled"):
+    with pytest.raises(UsageError, match="`step` must be one of auto, eager, compiled"):
         made(tmp_path, wanted(), step="fast")
     with pytest.raises(UsageError, match="CUDA graphs are for GPUs"):
         made(tmp_path, wanted(), step="captured")

@@ -606,7 +606,7 @@ def test_an_edited_task_is_not_taken_for_the_old_one(tmp_path):
 
 
 def test_samples_must_have_as_many_rows_as_each_other():
-    with pytest.raises(ValueError, match="as many rows"):
+    with pytest.raises(ValueError, match="equal numbers of rows"):
         Tensors(torch.zeros(3), torch.zeros(4))
 
 

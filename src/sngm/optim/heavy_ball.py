@@ -150,10 +150,7 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
         gains = gains if isinstance(gains, list) else [gains] * count
         least = LEAST_FUSED_GAIN[bucket.params[0].dtype]
         alike = all_lie_alike(bucket.params, bucket.grads, buffers or bucket.params)
-        decays = rule.known(rule.decay)
-        decays = decays if isinstance(decays, list) else [decays] * count
-        # decay / gain * w must not overflow where decay * w does not
-        served = [i for i, fits in enumerate(alike) if fits and gains[i] >= max(least, decays[i])]
+        served = [i for i, fits in enumerate(alike) if fits and gains[i] >= least]
     if len(served) < len(bucket.params):
         rest = sorted(set(range(len(bucket.params))) - set(served))
         _foreach(bucket.some(rest), rule.of(rest))

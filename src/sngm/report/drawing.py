@@ -149,7 +149,7 @@ def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
     ys += [max(y - error, floor) for y, error in errors] + [y + error for y, error in errors]
     if figure.cut:
         edge = sorted(ys, reverse=not figure.worst_at_bottom)[int(figure.cut * len(ys))]
-        worst = (min if figure.worst_at_bottom else max)(edge, *(s.points[-1][1] for s in every if s.points))
+        worst = (min if figure.worst_at_bottom else max)([edge, *(s.points[-1][1] for s in every if s.points)])
     ends = [min(ys), max(ys)]
     if worst is not None:
         ends[0 if figure.worst_at_bottom else 1] = worst
