@@ -106,7 +106,7 @@ def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
     environment: dict[str, str] = {}
     for _ in range(draw.choice([1, 1, 1, 2, 3, 4])):
         change(draw, words, environment)
-    real = draw.random() < 0.1
+    real = draw.random() < 0.12
     counted["as processes" if real else "in forks"] += 1
     before = {path for path in folder.rglob("*") if path.is_dir()}
     try:

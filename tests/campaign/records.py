@@ -82,14 +82,14 @@ def shown(ended: Ended) -> Any:
     return [{key: value for key, value in cell.items() if key != "seconds"} for cell in document["cells"]]
 
 
-def results(folder: Path) -> dict[str, Any]:
+def results(folder: Path, weights: bool = True) -> dict[str, Any]:
     """All that must be the same to the bit: results, metrics and weights of every run, choices and table of a study."""
     found: dict[str, Any] = {}
     for path in sorted(folder.rglob("run.json")):
         record = json.loads(path.read_text())
         name = str(path.parent.relative_to(folder))
         found[name] = [record["status"], record["result"], (path.parent / "metrics.jsonl").read_bytes()]
-        if record["status"] == "finished":  # the last checkpoint of a diverged run is from any step before
+        if weights and record["status"] == "finished":  # the last checkpoint of a diverged run is from any step before
             found[name].append(_weights(path.parent))
     if (folder / "study.json").exists():
         found["study"] = json.loads((folder / "study.json").read_text())["cells"], (folder / "table.md").read_bytes()

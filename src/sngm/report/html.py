@@ -14,7 +14,8 @@ if TYPE_CHECKING:
 
 def render(template: str, **values: Any) -> str:
     """Return a page from templates/<template>.html.j2, with every value escaped."""
-    return _environment().get_template(f"{template}.html.j2").render(values)
+    page = _environment().get_template(f"{template}.html.j2").render(values)
+    return page.encode("utf-8", "replace").decode()  # a lone surrogate, as in an undecodable argument, becomes "?"
 
 
 @cache

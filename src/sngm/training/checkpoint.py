@@ -87,7 +87,7 @@ def _read(path: Path, index: dict[str, str]) -> bytes | None:
         return None
     content = path.read_bytes()
     matches = hashlib.sha256(content).hexdigest() == index.get(path.name)
-    return content if matches or _loads(content) else None
+    return content if matches or _loads(content, int(path.stem.partition("-")[2])) else None
 
 
 def _files(folder: Path) -> list[Path]:
@@ -107,16 +107,14 @@ def _index(folder: Path) -> dict[str, str]:
         return {}
 
 
-def _loads(content: bytes) -> bool:
-    """Whether this is a checkpoint whose parts all have the CRC-32 that was written beside them."""
+def _loads(content: bytes, step: int) -> bool:
+    """Return whether this is the checkpoint of a step whose parts all match their CRC-32 in the file."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
             if parts.testzip() is not None:  # torch.load checks no CRC
                 return False
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
-        counters = {"step": int, "history": list}
-        return all(isinstance(state[key], dict) for key in ("run", "model", "optimizer")) and all(
-            isinstance(state["run"][key], kind) for key, kind in counters.items()
-        )
+        parts_are_dicts = all(isinstance(state[key], dict) for key in ("run", "model", "optimizer"))
+        return parts_are_dicts and isinstance(state["run"]["history"], list) and bool(state["run"]["step"] == step)
     except Exception:  # of many kinds: the content may be anything
         return False
