@@ -54,7 +54,7 @@ class Operations:
         if not self._inside(path):
             return act()
         self.count += 1
-        os.write(self.log, f"{name} {os.path.abspath(os.fsdecode(path))}\n".encode())
+        os.write(self.log, os.fsencode(f"{name} {os.path.abspath(os.fsdecode(path))}\n"))
         if self.fault.read_only_after is not None and self.count > self.fault.read_only_after and name != "fsync":
             raise OSError(errno.EROFS, os.strerror(errno.EROFS), os.fsdecode(path))
         mine = self.count == self.fault.kill_at

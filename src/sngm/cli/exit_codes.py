@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import codecs
+import contextlib
 import errno
 import io
 import os
 import re
+import signal
 import sys
 import traceback
 import warnings
@@ -110,6 +112,14 @@ def run_verb(app: typer.Typer) -> None:
     """Run a verb. Every error the user can mend is one clear line and its own exit code."""
     secure_streams()
     warnings.showwarning = show_warning_once()
+    interrupted: list[int] = []
+
+    def interrupt(number: int, frame: Any) -> None:
+        interrupted.append(number)
+        signal.default_int_handler(number, frame)
+
+    with contextlib.suppress(ValueError):  # a thread other than the main one
+        signal.signal(signal.SIGINT, interrupt)
     try:
         refuse_empty(sys.argv[1:])
         if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
@@ -143,6 +153,8 @@ def run_verb(app: typer.Typer) -> None:
         where = f": {error.filename}" if error.filename else ""
         leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")
     except Exception as error:
+        if interrupted:  # Ctrl-C during an import, which some packages turn into errors of their own
+            leave(INTERRUPTED, "interrupted")
         if is_out_of_memory(error):
             why = str(error).partition("\n")[0] or type(error).__name__
             leave(FAILED, f"not enough memory: {why}; take a smaller batch, --pass-size or model")

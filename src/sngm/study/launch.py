@@ -25,10 +25,11 @@ import torch
 from .. import tasks
 from ..environment import ranks
 from ..errors import BrokenRecord, Failed, Interrupted, UsageError
-from ..files import locked, read_record, remove_leftovers, write_record
+from ..files import locked, metrics_changed, read_record, remove_leftovers, write_record
 from ..optim import registry
 from ..options import Execution
 from ..tasks import Splits
+from ..training import checkpoint
 from ..training.build import prepare
 from ..training.config import RunConfig
 from ..training.distributed import Processes, choose_device, cores
@@ -310,7 +311,8 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     folder.check_data(record, data)
     if record.get("status") not in FINISHED:
         return None
-    folder.mend_metrics(record, config)
+    if metrics_changed(path, record):
+        folder.mend_metrics(record, checkpoint.load(path))
     return record
 
 

@@ -69,25 +69,34 @@ def is_broken(folder: Path) -> bool:
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """Yield the contents of whole checkpoints, newest first."""
-    index = _index(folder)
+    """Yield the contents of whole checkpoints, newest first; if the index fits none of them, those that load."""
+    index, found = _index(folder), False
     for name in sorted({*index, *(path.name for path in _files(folder))}, reverse=True):
         content = _read(folder / name, index)
         if content is not None:
+            found = True
             yield content
         else:
             why = "its checksum is wrong" if (folder / name).is_file() else "it is gone"
             text = f"checkpoint {folder / name} cannot be used ({why}); taking an older one, or beginning anew"
             warnings.warn(text, stacklevel=3)
+    if not found and index:
+        for path in sorted(_files(folder), reverse=True):
+            if (content := _read(path, {})) is not None:
+                yield content
 
 
 def _read(path: Path, index: dict[str, str]) -> bytes | None:
-    """Return the content of a checkpoint if it is whole: as the index says, or by the checksums in the file itself."""
+    """Return the content of a checkpoint if it is whole.
+
+    A file that the index lacks, since the run was killed before it was noted, is checked by its own checksums.
+    """
     if not path.is_file():
         return None
     content = path.read_bytes()
-    matches = hashlib.sha256(content).hexdigest() == index.get(path.name)
-    return content if matches or _loads(content, int(path.stem.partition("-")[2])) else None
+    if path.name in index:
+        return content if hashlib.sha256(content).hexdigest() == index[path.name] else None
+    return content if _loads(content, int(path.stem.partition("-")[2])) else None
 
 
 def _files(folder: Path) -> list[Path]:

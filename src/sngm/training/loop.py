@@ -117,7 +117,6 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
             return _run(config, setup, folder, options, processes, restart)
         path.mkdir(parents=True, exist_ok=True)
         with locked(path):
-            remove_leftovers(path)
             return _run(config, setup, folder, options, processes, restart)
 
 
@@ -125,7 +124,10 @@ def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, 
     """The record of this run as it is in the folder, and whether nothing is left to do."""
     record = folder.open(config, restart)
     if record.get("status") in FINISHED and not restart and not checkpoint.is_broken(folder.path):
-        folder.mend_metrics(record, config)
+        state = checkpoint.load(folder.path)
+        if state is not None:
+            folder.check_checkpoint(state, record, config)
+        folder.mend_metrics(record, state)
         return record, True
     check_writable(folder.path)
     return record, False
@@ -137,10 +139,12 @@ def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) ->
     if state is not None and ("config" in state or not restart):
         folder.check_checkpoint(state, record, config)
     if restart:
+        remove_leftovers(folder.path)
         folder.discard()
         return {}, None
     for there in (record, state or {}):
         folder.check_data(there, setup.data)
+    remove_leftovers(folder.path)  # not before: a folder of another run is left as it is
     if not record and folder.file.exists():
         warnings.warn(f"{folder.file} is broken, or was changed since written; it is written anew", stacklevel=2)
     return record or {key: state[key] for key in LASTING if state and key in state}, state

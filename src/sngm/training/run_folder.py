@@ -118,15 +118,13 @@ class RunFolder:
         record["metrics_digest"] = digest
         self.write(record)
 
-    def mend_metrics(self, record: dict[str, Any], config: RunConfig) -> None:
-        """Write the metrics of a finished run anew, if they were lost or changed and its checkpoint has them."""
+    def mend_metrics(self, record: dict[str, Any], state: dict[str, Any] | None) -> None:
+        """Write the metrics of a finished run again from its checkpoint, if they were lost or changed."""
         if self.metrics.exists() and not metrics_changed(self.path, record):
             return
-        state = checkpoint.load(self.path)
         history = state["run"]["history"] if state else []
         made = hashlib.sha256(_lines(history)).hexdigest()
         if state and record.get("metrics_digest", made) == made:
-            self.check_checkpoint(state, record, config)
             with contextlib.suppress(OSError):  # a folder that is only for reading
                 self.rewrite(history)
         else:
