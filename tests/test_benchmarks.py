@@ -1,4 +1,4 @@
-"""What benchmarks make of their samples."""
+"""Statistics that the benchmarks compute from their samples."""
 
 import sys
 from pathlib import Path
