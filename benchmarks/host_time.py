@@ -67,10 +67,7 @@ BUILDS = 24  # builds differ in speed: all optimizers are rebuilt this often, in
 ROUNDS = 120  # timed steps of each optimizer in each condition
 FIRST = 3  # warm-up rounds of each build
 BEFORE = 0  # instead of a number of elements: the small tensors stepped before the timed ones
-LIMIT_US, LIMIT_RATIO = (
-    150,
-    1.1,
-)  # limits: our slowest step; large over small tensors in one condition
+LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our slowest step; of large over small tensors in one condition
 CELL, PARTS_CELL = "conditions", "parts of a step"
 MANY = SIZES["vit_b16"]  # tensors
 WHOLE, REST = "a whole step", "the rest"
