@@ -75,7 +75,7 @@ class Blobs(Task):
 
 
 class Unused(nn.Module):
-    """A frozen weight, and one that no loss depends on; says nothing when called."""
+    """A module with a frozen weight and one that the loss does not depend on; it returns its input."""
 
     def __init__(self) -> None:
         super().__init__()

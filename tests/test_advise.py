@@ -59,7 +59,7 @@ NORM = 1.7
 
 
 def test_an_epoch_of_both_methods_leads_as_far_and_decays_as_much():
-    """The optimizers themselves, with momentum, at a quarter and at a sixteenth of the steps."""
+    """Run the optimizers with momentum, with a quarter and a sixteenth of the steps."""
     lr, decay, steps = 0.1, 1e-4, 2400
     decayed, led = epoch(torch.optim.SGD, lr, decay, steps)
     for growth in (4, 16):
@@ -276,7 +276,7 @@ def test_each_curve_is_the_best_bound_of_the_theory_and_all_are_held_to_one_targ
 
 
 def test_a_method_that_is_bad_at_small_batches_does_not_bear_larger_ones_for_it():
-    """Held to its own lowest bound, SNGM bore 4,096 here, with a bound of more than twice MSGD's."""
+    """Compared with its own lowest bound, SNGM was given batch 4,096 here, with more than twice MSGD's bound."""
     found = advise_budget(8e6, Constants(2.3, 15, 0.9, 20), measured=False)
     assert [row["batch"] for row in found["methods"]] == [1024, None]
     # with hardly any noise the bounds are nearly equal, and so are the largest batches
@@ -286,7 +286,7 @@ def test_a_method_that_is_bad_at_small_batches_does_not_bear_larger_ones_for_it(
 
 
 def test_the_bound_of_msgd_is_never_above_that_of_theorem_1():
-    """As docs/advise.md derives, for all constants there are."""
+    """Check the derivation in docs/advise.md with random constants."""
     generator = np.random.default_rng(0)
     for beta in (0.0, 0.05, 0.5, 0.9, 0.99):
         gap, sigma, L = 10 ** generator.uniform(-4, 4, (3, 100))

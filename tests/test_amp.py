@@ -83,7 +83,7 @@ def test_one_group_that_is_not_fused_leaves_scaling_to_the_scaler():
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", SCALABLE)
 def test_a_scale_that_was_halved_until_it_is_zero_skips_the_step(rule, path):
-    """Its gradients are zero, whatever they were."""
+    """With scale 0 all gradients are zero."""
     optimizer = build(rule, params := make_params(), path)
     before = weights(params), states(optimizer)
     for p in params:

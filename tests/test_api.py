@@ -120,7 +120,7 @@ def test_classes_and_instances_are_tasks():
 
 
 class Noisy(Dataset):
-    """Samples with random noise that differs at each look."""
+    """Samples with random noise that differs at each access."""
 
     def __len__(self):
         return 64

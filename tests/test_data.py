@@ -323,7 +323,7 @@ def batch_of(*state, labels=(0, 0)):
 
 
 def test_a_pickle_that_forges_pointers_is_refused_and_does_not_crash():
-    """An object array with an address of the file's choosing, which is then read. In a process that may crash."""
+    """Unpickling would create an object array with an address from the file, and read it: run in a separate process."""
     pointer = Forged(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (1,), OBJECTS, False, b"A" * 8))
     read = Forged(RECONSTRUCT, (np.ndarray, (1,), b"b"), None, None, iter([([0], pointer)]))
     (make("data", form="python") / "data_batch_1").write_bytes(pickle.dumps(read, protocol=2))
@@ -577,7 +577,7 @@ SIGN_IN = b"<html>please log in</html>"
 
 @pytest.mark.parametrize("claimed", [None, 0])
 def test_a_network_that_answers_for_the_server_leaves_the_part_alone(server, archive, tmp_path, claimed):
-    """One that wants people to sign in first: with the length of its page, or without any."""
+    """A captive portal answers with its own page, with or without its length."""
     Path("data").mkdir()
     part, content = Path("data", f"{NAME}.part"), server.files[NAME]
     part.write_bytes(content[:-1000])
@@ -1164,7 +1164,7 @@ class Terminal(io.StringIO):
 
 
 def test_what_is_said_beside_a_bar_stays_in_one_line(server, archive, tmp_path, monkeypatch):
-    """On a terminal of 80 columns, where rich would break what is printed past its bar."""
+    """On a terminal of 80 columns rich would wrap messages that are printed above its bar."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
@@ -1279,7 +1279,7 @@ def test_every_picture_is_looked_at_and_those_cut_short_are_named(tree, monkeypa
 
 
 def test_data_check_passes_what_is_as_published(monkeypatch):
-    """Official counts and sums of small files, as if those were the official ones."""
+    """Replace the official counts and checksums by those of small files."""
     folder = make("data", count=20)
     sizes = {}
     for name in FILES:

@@ -89,7 +89,7 @@ def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_size(path, dtype, settings, shapes):
-    """Gradients are given, not computed: low precision then costs one rounding of the look-ahead, one of the step."""
+    """With given gradients, low precision costs one rounding of the extrapolation and one of the step."""
     if path == "fused" and dtype in LOW:
         pytest.skip("fused=True refuses low precision, see test_arguments")
     params = make_params(shapes, dtype, size=0.001)

@@ -293,7 +293,7 @@ DECAYS = {
 @cases
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_momentum_is_never_longer_than_one_over_one_minus_beta(name, beta, path, decay):
-    """Lemma 2, which needs of equation (7) only that what enters the buffer has norm 1."""
+    """Lemma 2, which requires only that what enters the buffer in equation (7) has norm 1."""
     run = sngm(PROBLEMS[name], path, beta, **DECAYS[decay])
     assert all(u.norm() <= EVER_SO_LITTLE / (1 - beta) for u in run.u)
     assert run.u[1].norm() == pytest.approx(1.0, rel=1e-12)
@@ -309,7 +309,7 @@ def test_the_momentum_is_never_longer_than_one_over_one_minus_beta(name, beta, p
     nesterov=st.booleans(),
 )
 def test_the_momentum_is_bounded_for_every_sequence_of_gradients(path, problem, beta, decay, scope, nesterov):
-    """Lemma 2 for gradients of any size, zeros among them; k norms of at most 1 make up at most sqrt(k)."""
+    """Lemma 2 for gradients of any size, including zeros; k blocks of norm at most 1 have a norm of at most sqrt(k)."""
     run = sngm(problem, path, beta, scope=scope, nesterov=nesterov and beta > 0, **DECAYS[decay])
     root_k = math.sqrt({"global": 1, "group": 2, "tensor": 3}[scope])
     assert all(u.norm() <= root_k * EVER_SO_LITTLE / (1 - beta) for u in run.u)
@@ -321,7 +321,7 @@ def test_the_momentum_is_bounded_for_every_sequence_of_gradients(path, problem, 
 def test_the_bounds_on_momentum_and_step_are_attained_in_the_limit_for_constant_gradients(beta, decay, path):
     """Lemma 2 is sharp: for one gradient repeated, u_t is (1 - beta^t)/(1 - beta) of its direction.
 
-    So it is with coupled decay as long as w lies along the gradient, for then their sum never turns.
+    The same holds with coupled decay while w is parallel to the gradient, since their sum keeps its direction.
     """
     g = gaussian(6, seed=0)
     problem = linear([1e4 * g[:2], 1e4 * g[2:]], [[g[:2], g[2:]]])
@@ -337,7 +337,7 @@ def test_the_bounds_on_momentum_and_step_are_attained_in_the_limit_for_constant_
 @paths
 @betas
 def test_the_bound_on_the_momentum_fails_for_decay_added_after_the_norm(beta, path):
-    """Lemma 2 does not reach weight_decay_mode "after_norm": lambda w enters the buffer at its full length."""
+    """Lemma 2 does not apply to weight_decay_mode "after_norm": lambda w enters the buffer unnormalised."""
     g, size = unit(gaussian(4, seed=0)), 1e3
     problem = linear([size * g[:2], size * g[2:]], [[g[:2], g[2:]]] * 3)
     run = sngm(problem, path, beta, weight_decay=LAMBDA, weight_decay_mode="after_norm")
@@ -367,14 +367,14 @@ def assert_bounded_steps(run: Trajectory, beta: float) -> None:
 @cases
 @pytest.mark.parametrize("decay", ["no decay", "coupled"])
 def test_no_step_is_longer_than_eta_over_one_minus_beta(name, beta, path, decay):
-    """The proof of Theorem 1: ||w_{t+1} - w_t|| <= eta/(1-beta), for the step is -eta u_{t+1}, equation (8)."""
+    """The proof of Theorem 1: ||w_{t+1} - w_t|| <= eta/(1-beta), since the step is -eta u_{t+1} (equation (8))."""
     assert_bounded_steps(sngm(PROBLEMS[name], path, beta, **DECAYS[decay]), beta)
 
 
 @cases
 @pytest.mark.parametrize("decay", ["no decay", "coupled"])
 def test_under_a_schedule_no_step_is_longer_than_its_own_eta_over_one_minus_beta(name, beta, path, decay):
-    """Lemma 2 knows no learning rate, so the rate in the bound of a step is that of the step itself."""
+    """Lemma 2 does not depend on the learning rate, so the bound of a step has the rate of that step."""
     run = sngm(PROBLEMS[name], path, beta, schedule=jumping, **DECAYS[decay])
     assert run.eta == [jumping(t) for t in range(STEPS)]
     assert_bounded_steps(run, beta)
@@ -406,7 +406,7 @@ def test_every_sequence_of_gradients_drives_the_two_point_method(path, problem, 
 
 @cases
 def test_the_z_sequence_takes_plain_normalised_steps(name, beta, path):
-    """Lemma 3: z_{t+1} = z_t - eta/(1-beta) g_t/||g_t||: momentum is gone, and the step is longer."""
+    """Lemma 3: z_{t+1} = z_t - eta/(1-beta) g_t/||g_t||: longer steps without momentum."""
     run = sngm(PROBLEMS[name], path, beta)
     for step, g, w in zip(run.z_steps(beta), run.g, run.w[1:], strict=True):
         assert_near(step, -ETA / (1 - beta) * unit(g), (ETA + w.norm()) / (1 - beta), 1e-14)
@@ -446,7 +446,7 @@ def test_the_z_lemma_holds_for_every_sequence_of_gradients(path, problem, beta, 
     ("mode", "scales"), [(None, (1e-6, 30.0, 1e6)), ("after_norm", (1e-6, 1e6)), ("decoupled", (1e-6, 1e6))]
 )
 def test_the_scale_of_the_loss_leaves_the_trajectory_unchanged(name, beta, path, mode, scales):
-    """Equation (7) sees only the direction of g_t; decay that is not inside the norm does not change that."""
+    """Equation (7) depends only on the direction of g_t, also with decay that is not inside the norm."""
     decay = {"weight_decay": LAMBDA, "weight_decay_mode": mode} if mode else {}
     plain = sngm(PROBLEMS[name], path, beta, **decay)
     for c in scales:
@@ -455,7 +455,7 @@ def test_the_scale_of_the_loss_leaves_the_trajectory_unchanged(name, beta, path,
 
 @cases
 def test_the_scale_of_the_loss_matters_to_coupled_decay_unless_the_decay_is_scaled_too(name, beta, path):
-    """Coupled decay is a part of the loss, lambda/2 ||w||^2: scaling the rest of it alone makes another loss."""
+    """Coupled decay is a part of the loss, lambda/2 ||w||^2: scaling only the rest changes the loss."""
     plain = sngm(PROBLEMS[name], path, beta, **DECAYS["coupled"])
     for c in (1e-6, 1e6):
         assert distance(plain, sngm(PROBLEMS[name], path, beta, times=c, weight_decay=LAMBDA)) > 1e-2
@@ -522,9 +522,9 @@ def test_the_two_published_versions_of_lars_agree_without_momentum_and_decay(nam
 @paths
 @problems
 def test_the_two_published_versions_of_lars_differ_with_momentum_or_decay(name, path):
-    """The footnote of Section 4.2 asks for beta = 0 and no decay, and needs both.
+    """The footnote of Section 4.2 requires beta = 0 and no decay; both are necessary.
 
-    From u_0 = 0 even beta = 0.9 cannot tell the versions apart in the first step.
+    From u_0 = 0 the first step is the same in both versions even for beta = 0.9.
     """
     for beta, wd in ((0.9, 0.0), (0.0, LAMBDA)):
         first, second = (
@@ -579,7 +579,7 @@ def shifted_parabola(x0: float) -> Problem:
 @pytest.mark.parametrize("variant", ["you2017", "momentum"])
 @pytest.mark.parametrize(("x0", "eta", "steps"), [(1.0, 0.1, 60), (5.0, 0.01, 10), (0.3, 0.5, 10)])
 def test_lars_with_phi_the_identity_shrinks_to_zero_and_misses_the_minimum(path, variant, x0, eta, steps):
-    """Equation (10) and the text after it: from x_0 > 0 the iteration is x <- (1 - eta) x, whatever the gradient."""
+    """Equation (10) and the text after it: from x_0 > 0 the iteration is x <- (1 - eta) x for any gradient."""
     run = lars(shifted_parabola(x0), path, 0.0, lr=eta, variant=variant, steps=steps)
     for before, after in itertools.pairwise(run.w):
         assert float(after) == pytest.approx((1 - eta) * float(before), rel=1e-14)
@@ -593,7 +593,7 @@ def falling(first: float) -> Callable[[int], float]:
 @paths
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
 def test_sngm_with_a_falling_rate_finds_the_minimum_that_lars_misses(beta, path):
-    """Equation (10): SNGM goes to -1 from the start from which LARS goes to 0."""
+    """Equation (10): SNGM converges to -1 from a start from which LARS converges to 0."""
     run = sngm(shifted_parabola(1.0), path, beta, 50, schedule=falling(0.3))
     assert float(run.w[-1]) == pytest.approx(-1.0, abs=0.01)
 
@@ -601,7 +601,7 @@ def test_sngm_with_a_falling_rate_finds_the_minimum_that_lars_misses(beta, path)
 @paths
 @pytest.mark.parametrize("variant", ["you2017", "momentum"])
 def test_lars_with_a_clipped_phi_finds_the_minimum_too(path, variant):
-    """Section 4.2: what destroys convergence is that phi may vanish, and gamma_l > 0 mends it."""
+    """Section 4.2: LARS fails to converge because phi may vanish; gamma_l > 0 prevents that."""
     problem, how = shifted_parabola(1.0), {"variant": variant, "schedule": falling(0.5), "steps": 50}
     assert float(lars(problem, path, 0.0, phi=(LOW, HIGH), **how).w[-1]) == pytest.approx(-1.0, abs=0.01)
     assert 0 < float(lars(problem, path, 0.0, **how).w[-1]) < 0.02
@@ -612,7 +612,7 @@ def test_lars_with_a_clipped_phi_finds_the_minimum_too(path, variant):
 
 @cases
 def test_a_block_wise_step_is_never_longer_than_sqrt_s_eta_over_one_minus_beta(name, beta, path):
-    """The proof of Theorem 3; and a block's own step keeps to the bound of a whole step of SNGM."""
+    """The proof of Theorem 3; and the step of each block is within the bound of a whole step of SNGM."""
     problem = PROBLEMS[name]
     root_s = math.sqrt(len(problem.sizes))
     run = sngm(problem, path, beta, scope="tensor")
@@ -776,9 +776,9 @@ def test_the_mean_gradient_norm_is_below_theorem_1_at_any_rate(name, beta, path,
 
 @on_paths_in_turn("size, beta", [0.0, 0.5], [0.0, 0.5, 0.9])
 def test_the_mean_gradient_norm_is_below_theorem_1_at_its_best_rate_whatever_the_noise(size, beta, path):
-    """Theorem 1 before its expectation is taken: 2 sigma/sqrt(B) stands for twice the mean ||grad F(w_t) - g_t||.
+    """Theorem 1 before taking the expectation: twice the mean ||grad F(w_t) - g_t|| replaces 2 sigma/sqrt(B).
 
-    At the rate that makes the bound least, it is below the first gradient norm: something must have been gained.
+    At the rate that minimises it, the bound is below the first gradient norm, so the test is not vacuous.
     """
     clean, smoothness = SMOOTH["quadratic"]
     noise = [size * 2.0 ** (t % 5 - 2) * gaussian(6, seed=1000 + t) for t in range(60)]
@@ -796,7 +796,7 @@ def test_the_mean_gradient_norm_is_below_theorem_1_at_its_best_rate_whatever_the
 
 @paths
 def test_theorem_1_is_sharp_in_its_second_term(path):
-    """On (L/2) x^2 from eta/2 SNGD jumps between eta/2 and -eta/2: the mean gradient norm is L eta/2 for ever."""
+    """On (L/2) x^2 from eta/2 SNGD alternates between eta/2 and -eta/2: the mean gradient norm stays L eta/2."""
     smoothness, eta, steps = 10.0, 0.7, 40
     one = torch.ones(1, dtype=torch.float64)
     problem = separable([eta / 2 * one], [smoothness * one], lambda x: x.square() / 2, lambda x: x)
@@ -807,7 +807,7 @@ def test_theorem_1_is_sharp_in_its_second_term(path):
 
 @on_paths_in_turn("beta", BETAS)
 def test_theorem_1_is_sharp_in_its_first_term(beta, path):
-    """Small steps that just reach the minimum: their sum eta/(1-beta) ||g_t|| is the gap, and little is given away."""
+    """With small steps that just reach the minimum, the sum of eta/(1-beta) ||g_t|| is nearly the gap."""
     one = torch.ones(1, dtype=torch.float64)
     problem = separable([one], [one], lambda x: x.square() / 2, lambda x: x)
     steps = 100
@@ -821,7 +821,7 @@ def test_theorem_1_is_sharp_in_its_first_term(beta, path):
 
 @on_paths_in_turn("beta, factor", BETAS, [8.0, 100.0])
 def test_where_msgd_diverges_sngm_does_not(beta, factor, path):
-    """Sections 3 and 5.1: far above MSGD's (1-beta)^2/((1+beta)L) MSGD diverges; Theorem 1 asks nothing of eta."""
+    """Sections 3 and 5.1: far above (1-beta)^2/((1+beta)L) MSGD diverges; Theorem 1 has no condition on eta."""
     problem, smoothness = SMOOTH["quadratic"]
     eta, steps = factor * (1 + beta) / smoothness, 40
     assert eta >= 0.999 * factor * msgd_limit(beta, smoothness)

@@ -50,7 +50,7 @@ def test_tables_are_of_tasks_that_have_their_batches():
 
 
 def test_the_paper_s_claims_hold_of_its_own_numbers():
-    """What is said to be better is, in as many cells as are said; "similar" leaves room."""
+    """Claims of "better" hold in the claimed number of cells; claims of "similar" have a tolerance."""
     for claim in CLAIMS:
         item, shown = experiments.find(claim.item), {}
         if not (item.numbers and claim.by_paper) or claim.metric or (item.metric == "seconds" and claim.note):
@@ -159,7 +159,7 @@ def test_a_line_that_stands_twice_is_one_run_and_two_that_differ_are_refused(tmp
 
 
 def test_a_stop_between_the_files_loses_no_run(tmp_path, monkeypatch):
-    """The second, begun earlier, takes the place of the first, which is then a repeat."""
+    """The second run, started earlier, replaces the first, which then counts as a repeat."""
     first, second = line(started="2026-01-02"), line(value=0.91)
     keep([first], tmp_path)
     write, written = results.write_atomically, []
@@ -275,7 +275,7 @@ def test_an_empty_part_of_cells_is_not_everything(cells):
 
 @pytest.mark.slow
 def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
-    """Of a copy, whose optimizer is edited."""
+    """Edit the optimizer in a copy of the package."""
     root = tmp_path / "copy"
     shutil.copytree(HERE / "src" / "sngm", root / "sngm", ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b"]

@@ -129,7 +129,7 @@ def test_L_and_sigma_of_logistic_regression():
 
 
 def test_the_variance_is_unbiased_and_its_interval_holds_for_batches_of_all_sizes():
-    """sigma = 3 in six dimensions, many times over."""
+    """Repeated draws with sigma = 3 in six dimensions."""
     w = parameter(6)
     generator = torch.Generator().manual_seed(0)
     sizes = [1, 2, 7, 3, 3, 1, 12, 5, 4, 2, 6, 1]
@@ -170,7 +170,7 @@ def student(shape, generator):
     ],
 )
 def test_the_interval_of_sigma_holds_also_for_noise_of_few_directions_and_heavy_tails(draw, directions, groups, least):
-    """sigma = 1, in groups of 16 samples. Student's t over the summands of sigma^2 held in 84 to 88 % of most."""
+    """Groups of 16 samples with sigma = 1. Student's t interval of the summands of sigma^2 covered it in 84 to 88 %."""
     w = parameter(directions)
     generator = torch.Generator().manual_seed(0)
     held = 0
@@ -182,7 +182,7 @@ def test_the_interval_of_sigma_holds_also_for_noise_of_few_directions_and_heavy_
 
 
 def test_the_interval_is_known_from_few_numbers_of_a_gradient():
-    """In 30,000 dimensions, most of the noise in a few of them: beside the jackknife with all of each gradient."""
+    """Compare with the jackknife over whole gradients of 30,000 dimensions, with most of the noise in a few."""
     size, groups = 30_000, 10
     rows = drawn(groups, size) * torch.logspace(0, -3, size, dtype=torch.float64)
     w = torch.zeros(size, dtype=torch.float64, requires_grad=True)
@@ -289,7 +289,7 @@ def test_the_curvature_of_a_relu_net_with_batchnorm_is_that_of_second_derivative
 
 
 def test_the_curvature_of_a_loss_that_torch_cannot_differentiate_twice():
-    """WordLSTM's own loss beside cross entropy, which can be."""
+    """Compare WordLSTM's own loss with cross entropy, which torch can differentiate twice."""
     torch.manual_seed(0)
     model = WordLSTM(9, 4, 4, 1, dropout=0.0).double()
     words = torch.randint(0, 9, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -315,7 +315,7 @@ def test_float32_will_do_where_there_are_second_derivatives_and_is_refused_where
 
 
 def test_a_kink_close_by_is_no_curvature():
-    """Of the millions of activations of a net some are always this close to 0."""
+    """Some of the millions of activations of a network are always this close to 0."""
     w = torch.tensor([-1e-14, 1e-14, 1.0], dtype=torch.float64, requires_grad=True)
     assert probes.curvature(lambda: 100 * w.relu().sum() + w.square().sum(), [w]).norm == pytest.approx(2.0)
 

@@ -466,7 +466,7 @@ def test_a_damaged_config_in_a_record_locks_nobody_out(damage, finished, whole):
 
 
 def test_a_newer_checkpoint_that_the_index_lacks_is_used(stopped, whole):
-    """The run was killed between writing a checkpoint and noting its checksum."""
+    """The run was killed between writing a checkpoint and recording its checksum."""
     index = stopped / "checkpoints.json"
     index.write_text(json.dumps({k: v for k, v in json.loads(index.read_text()).items() if "8" not in k}))
     assert state(stopped)["run"]["step"] == 8

@@ -370,10 +370,10 @@ def test_lars_with_a_constant_phi_is_block_wise_sngm_with_another_eta(data, gamm
 
 
 def test_a_run_of_lars_can_need_the_spread_of_phi_in_the_noise_term():
-    """The check `lars-bound` has functions that need each other gamma; this run is too long for it.
+    """The check `lars-bound` tests every other gamma of the bound; the run for this one is too long for it.
 
     Noise hides the sign of a gradient, so that long steps (phi = 64) climb a slope of 64. Beyond its top, phi is 1, and
-    what was climbed is lost in short steps at gradients of up to 4900. The curvature is at most 1.
+    the loss falls again in short steps at gradients of up to 4900. The curvature is at most 1.
     """
     draw = random.Random(0).random
     slope, top, spread, steps = 64.0, 1e6, 64, 1_260_000

@@ -227,7 +227,7 @@ def test_hidden_states_matter_and_begin_anew_with_each_epoch(tmp_path, monkeypat
 
 
 def test_an_extrapolation_without_length_is_msgd(tmp_path):
-    """Both looks begin from the same hidden states and draw the same dropout; the second one's are handed on."""
+    """Both gradients start from the same recurrent state and dropout; the state of the second is kept."""
     made(tmp_path / "msgd", config(workers=2, clip=math.inf), data_dir=tmp_path / "data")
     wanted = config("extrap-sgd", workers=2, method_settings={"inner_lr": 0.0})
     made(tmp_path / "extrap", wanted, data_dir=tmp_path / "data")
@@ -271,7 +271,7 @@ def test_a_dry_run_shows_the_words():
 
 
 def test_the_model_of_the_best_epoch_is_kept_and_tested_again(tmp_path):
-    """By a task that takes the most perplexity for the best: that of its first epoch."""
+    """Use a task for which the highest perplexity, that of the first epoch, is the best."""
     (tmp_path / "own.py").write_text(WORST)
     line = "train own.py:Worst --device cpu --data-dir data --set width=6 --set bptt=7"
     wanted = resolve("own.py:Worst", "adam", lr=0.05, batch=4, epochs=3, schedule="constant", task_settings=SMALL)
@@ -381,7 +381,7 @@ def test_a_captured_run_goes_on_in_the_middle_of_an_epoch(tmp_path, precision):
 
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=needs_gpu) for p in ("float32", "bfloat16")])
 def test_the_paper_s_widths_train_on_a_gpu_as_on_a_cpu(tmp_path, precision):
-    """By our kernels there, and torch's operations here; without dropout, whose numbers differ."""
+    """The GPU uses our kernels, the CPU torch's operations; without dropout, whose random numbers differ."""
     wanted = config("sngm", lr=0.05, epochs=1, precision=precision, settings={"width": 200, "dropout": 0.0})
     on_gpu(tmp_path / "cuda", wanted, "captured")
     made(tmp_path / "cpu", config("sngm", lr=0.05, epochs=1, settings={"width": 200, "dropout": 0.0}),
