@@ -42,7 +42,7 @@ class Bucket:
         return self.dtype in LOW_PRECISION
 
     def rounded(self, values: list[Tensor]) -> list[Tensor]:
-        """Return new parameter values, stochastically rounded if the bucket asks for it."""
+        """Return new parameter values, stochastically rounded if the group enables it."""
         if self.rounding is None:
             return values
         return [rounded(value, i, self.rounding) for value, i in zip(values, self.indices, strict=True)]

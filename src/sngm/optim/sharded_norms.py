@@ -141,7 +141,7 @@ def local_gradient(p: Tensor, grad: Tensor) -> Tensor:
 
 def arrived(tensor: Any) -> Any:
     """Wait for an AsyncCollectiveTensor and return its value; return other tensors unchanged."""
-    return tensor.wait() if hasattr(tensor, "wait") else tensor  # an AsyncCollectiveTensor
+    return tensor.wait() if hasattr(tensor, "wait") else tensor
 
 
 def redistribute_like(p: Any, tensor: Any) -> Any:
