@@ -32,7 +32,7 @@ class Bucket:
     rounding: Tensor | None = None  # step counter, if rounding is stochastic
 
     def view_as_real(self) -> None:
-        """View complex tensors as pairs of reals. Norms stay the same, and every update rule is linear in both."""
+        """View complex tensors as pairs of reals. Norms are the same, and update rules are linear in the tensors."""
         self.params = [torch.view_as_real(p) for p in self.params]
         self.grads = [torch.view_as_real(g.resolve_conj()) for g in self.grads]  # autograd conjugates lazily
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
