@@ -1,4 +1,4 @@
-"""The tensors that all contenders of one size share, and the ways to watch a contender step them."""
+"""The tensors that all contenders of one size share, and measurements of a contender's steps on them."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from contenders import Activity, Contender
 from sizes import Size
 from torch import Tensor
 
-# Where buffers happen to lie makes a step on the CPU up to 5 % slower, and the host's part of a step on a GPU differs
-# more than that between builds: all is laid out anew after so many rounds.
+# Memory placement changes the time of a step on the CPU by up to 5 %, and the host time of a step on a GPU by more:
+# optimizers are rebuilt after this many rounds.
 ROUNDS_A_BUILD = {"cpu": 8, "cuda": 2}
-WARM_UP = 3  # steps: the first makes the state, and a kernel may be compiled again for the second's arguments
-SAMPLE_SECONDS = 0.02  # of steps in a row on a GPU: many times the launch of the first, which nothing overlaps
-WAIT_CYCLES, BUSY_CYCLES = 40_000_000, 6_000_000  # of a GPU's clock, some 20 and 3 ms: before steps on the host
+WARM_UP = 3  # steps: the first creates the state, the second may compile a kernel again for other arguments
+SAMPLE_SECONDS = 0.02  # of consecutive steps on a GPU: many times the launch of the first, which nothing overlaps
+WAIT_CYCLES, BUSY_CYCLES = 40_000_000, 6_000_000  # GPU clock cycles, about 20 and 3 ms, before host times are measured
 FEWEST_IN_A_ROW, MOST_IN_A_ROW = 4, 100
 PROFILED_STEPS = 4
 
 
 class Arena:
-    """The tensors of one size, and the ways to watch a contender step them."""
+    """The tensors of one size, and measurements of a contender's steps on them."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         self.device = device
@@ -42,7 +42,7 @@ class Arena:
             return [torch.randn(shape, generator=generator, device=device).mul_(0.05) for shape in shapes]
 
         self.params: list[Tensor] = [torch.nn.Parameter(p) for p in draw()]
-        self.spare_grads = draw()  # the values of the gradients, and another place for them
+        self.spare_grads = draw()  # the gradients' original values, and a second set of addresses
         self.grads = [g.clone() for g in self.spare_grads]
         self.old_grads: list[Tensor | None] = []
         self.point_at(self.grads)
@@ -66,24 +66,24 @@ class Arena:
             torch._foreach_copy_(self.grads, self.spare_grads)
 
     def prepare(self, contender: Contender) -> str:
-        """Build it and let it make its state; say why it cannot run here, if it cannot."""
+        """Build a contender and take warm-up steps. Return why it cannot run here, or an empty string."""
         try:
             step = contender.build(self.params)
             with self.keeping_grads(contender):
                 for _ in range(WARM_UP):
                     step()
             self.wait()
-        except Exception as error:  # whatever fails in one of them, the others are still worth measuring
+        except Exception as error:  # the other contenders are still measured
             reason = str(error).strip().splitlines() or [""]
             return reason[0] if isinstance(error, ImportError | ValueError) else f"{error!r:.300}"
         contender.step = step
         return ""
 
     def rebuild(self, order: list[Contender]) -> None:
-        """New state for each, elsewhere in memory, and new objects for the same parameters and gradients."""
+        """Rebuild all contenders with new state at other addresses, and new tensor objects on the same memory."""
         for contender in order:
             contender.step = None
-        gc.collect()  # optimizers can be cycles, and the memory is needed
+        gc.collect()  # optimizers can be reference cycles
         self.params = [torch.nn.Parameter(p.detach()) for p in self.params]
         self.grads, self.spare_grads = [g.detach() for g in self.grads], [g.detach() for g in self.spare_grads]
         self.point_at(self.grads)
@@ -104,14 +104,14 @@ class Arena:
             return (time.perf_counter() - start) / steps
 
     def seconds_on_host(self, contender: Contender) -> list[float]:
-        """Samples of the time until step() returns, in steps that follow one another without a wait.
+        """Return samples of the time until step() returns, in consecutive steps without synchronisation.
 
-        For `new_grads` a backward pass comes before each, outside the clock: as in training, the host has then had
-        other work, and gradients are tensors that Python has not met yet, elsewhere in memory.
+        With `new_grads` an untimed backward pass precedes each step: as in training, the host has then done other
+        work, and gradients are new tensors at other addresses.
 
-        The first two are left out: a processor that has slept takes up to four times as long over them. All sizes are
-        stepped after the same wait and behind the same kernel, which keeps the GPU busy for longer than our steps take:
-        else those of large tensors alone would come after a wait and be launched behind others.
+        The first two samples are dropped: after idling, a processor takes up to four times as long. All sizes step
+        after the same wait and behind the same kernel, which keeps the GPU busy for longer than our steps take;
+        otherwise only large tensors would step after a wait and behind other launches.
         """
         assert contender.step is not None
         seconds = []
@@ -130,16 +130,16 @@ class Arena:
         return seconds[2:]
 
     def compute_grads(self) -> None:
-        """Gradients as a backward pass leaves them after `zero_grad`: new tensors, which Python has not met yet.
+        """Compute gradients as a backward pass after `zero_grad` does, in new tensors.
 
-        Those of the step before are kept for so long, so that the new ones have other addresses.
+        The previous gradients are kept meanwhile, so that the new ones have other addresses.
         """
         self.old_grads = [p.grad for p in self.params]
         self.point_at([None] * len(self.params))
         torch.autograd.backward(self.params, self.spare_grads)
 
     def race(self, entrants: list[Contender], fewest: int, rounds: int, deadline: float) -> int:
-        """Take as many rounds as the deadline leaves time for, within bounds, and say how many it were."""
+        """Run rounds until the deadline, at least `fewest` and at most `rounds`, and return their number."""
         order, done = list(entrants), 0
         rounds_a_build = ROUNDS_A_BUILD[self.device.type]
         shuffle = random.Random(0).shuffle
@@ -153,7 +153,7 @@ class Arena:
                 self.rebuild(order)
             shuffle(order)
             for contender in order:
-                if not contender.new_grads:  # Python's giving them to the parameters would be in the time
+                if not contender.new_grads:  # the wall time would include assigning the gradients in Python
                     contender.wall.append(self.seconds_a_step(contender, contender.in_a_row))
                 if self.on_gpu:
                     contender.host += self.seconds_on_host(contender)
@@ -161,7 +161,7 @@ class Arena:
         return done
 
     def peak_memory(self, contender: Contender) -> int:
-        """The most bytes live during a step beyond those live before it."""
+        """Return the peak memory of a step in bytes, beyond what is allocated before it."""
         assert contender.step is not None
         with self.keeping_grads(contender):
             if self.on_gpu:
@@ -171,7 +171,7 @@ class Arena:
                 contender.step()
                 self.wait()
                 return torch.cuda.max_memory_allocated(self.device) - before
-            # the CPU allocator reports each block it hands out and takes back to the profiler
+            # the CPU allocator reports each allocation and release to the profiler
             cpu = [torch.profiler.ProfilerActivity.CPU]
             with quiet(), torch.profiler.profile(activities=cpu, profile_memory=True) as profiler:
                 contender.step()
@@ -183,7 +183,7 @@ class Arena:
         return peak
 
     def activity(self, contender: Contender) -> Activity:
-        """What the GPU did in a step, and how often the host waited for it."""
+        """Return the GPU activity of a step, and how often the host waited for the GPU."""
         assert contender.step is not None
         kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
         self.wait()
@@ -193,7 +193,7 @@ class Arena:
                     if contender.new_grads:
                         self.point_at(self.grads if i % 2 else self.spare_grads)
                     contender.step()
-            time.sleep(0.002)  # apart from the range above even if the clocks of host and GPU differ a little
+            time.sleep(0.002)  # keeps the synchronisation below out of the range if the clocks differ
             self.wait()
         if contender.spoils_grads:
             torch._foreach_copy_(self.grads, self.spare_grads)
@@ -206,31 +206,31 @@ class Arena:
         )
 
 
-# ---------------------------------------------------------------- what the profiler saw
+# ---------------------------------------------------------------- profiler events
 
-WINDOW = "the steps measured"  # the name of their range in the profiler's events
+WINDOW = "the steps measured"  # name of the profiler range around them
 WAITS = re.compile(r"cu(da)?((Stream|Device|Event|Ctx)Synchronize|Memcpy(2D|3D|HtoD|DtoH|DtoD)?(_v2)?)(_.*)?$")
 
 
 class Event(NamedTuple):
     name: str
-    start: int  # nanoseconds, and the next
+    start: int  # nanoseconds, as is duration
     duration: int
     on_gpu: bool
 
 
 def count_activity(events: Iterable[Event], steps: int) -> Activity:
-    """Per step, of what the profiler saw. Nothing where it saw no GPU at work, as without permission to trace it."""
+    """Return the activity per step from profiler events; all None if there are no GPU events, as without permission."""
     events = list(events)
     host = [e for e in events if not e.on_gpu]
-    # The profiler repeats the host's named ranges, such as "Optimizer.step#SGD.step", on the GPU's time line.
+    # The profiler repeats the host's named ranges, such as "Optimizer.step#SGD.step", on the GPU's timeline.
     ranges = {e.name for e in host}
     gpu = [e for e in events if e.on_gpu and e.name not in ranges]
     window = next((e for e in host if e.name == WINDOW), None)
     if not gpu or window is None:
         return Activity(None, None, None, None)
     copies = sum(e.name.startswith(("Memcpy", "Memset")) for e in gpu)
-    end = window.start + window.duration  # the profiler waits for the GPU after it
+    end = window.start + window.duration  # the profiler synchronises after it
     syncs = sum(bool(WAITS.match(e.name)) for e in host if window.start <= e.start <= end)
     launches = len(gpu) - copies
     return Activity(sum(e.duration for e in gpu) / 1e3 / steps, launches / steps, copies / steps, syncs / steps)
@@ -254,7 +254,7 @@ def output_of(*command: str) -> str:
 
 
 def commit() -> str:
-    """Of the code measured; SNGM_COMMIT names it where a copy without its history is run."""
+    """Return the commit of the measured code; SNGM_COMMIT overrides it for copies without a git history."""
     if given := os.environ.get("SNGM_COMMIT"):
         return given
     changed = output_of("git", "status", "--porcelain", "--untracked-files=no", "..")
@@ -262,7 +262,7 @@ def commit() -> str:
 
 
 def copy_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of copying a tensor far larger than any cache."""
+    """Return the bandwidth of copying a large tensor, in bytes read and written per second."""
     source = torch.ones(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
 
@@ -282,7 +282,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 def release(device: torch.device) -> None:
-    """Give memory back: optimizers that nothing uses any more can be cycles, which only the collector frees."""
+    """Free unused memory: unused optimizers can be reference cycles, which only the garbage collector frees."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -290,7 +290,7 @@ def release(device: torch.device) -> None:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Without what C++ code writes to stderr, where torch's profiler announces itself."""
+    """Discard what C++ code, such as torch's profiler, writes to stderr."""
     stderr = os.dup(2)
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 2)
@@ -302,7 +302,7 @@ def quiet() -> Iterator[None]:
 
 
 def make_folder(path: Path) -> None:
-    """Where results will go: before hours are spent on them."""
+    """Create the folder for results; exit if it is not writable, before time is spent on measurements."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         problem = "" if os.access(path, os.W_OK) else "may not be written to"
@@ -314,7 +314,7 @@ def make_folder(path: Path) -> None:
 
 
 def progress(text: str, passing: bool = False) -> None:
-    """On a terminal, one line that the next overwrites; elsewhere lines that stay, without the passing ones."""
+    """Print progress: on a terminal one line that is overwritten, elsewhere separate lines without `passing` ones."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
     elif text and not passing:

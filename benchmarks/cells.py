@@ -1,4 +1,4 @@
-"""Results of a benchmark: measured one by one, kept as soon as they are there, and put into a page of the docs."""
+"""Results of a benchmark: measure them one by one, save each at once, and write them into a page of the docs."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from sngm.training import Options, resolve, train
 HERE = Path(__file__).resolve().parent
 DOCS = HERE.parent / "docs"
 BEGIN, END = "<!-- results -->\n", "<!-- end of results -->"
-Cells = Iterable[tuple[str, Callable[[], Any]]]  # names, and what measures them
+Cells = Iterable[tuple[str, Callable[[], Any]]]  # names, and the functions that measure them
 
 
 def about() -> dict[str, Any]:
-    """Where and of what this is measured, and by which command."""
+    """Return the device, versions, commit and command of a measurement."""
     return {
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{platform.machine()} CPU",
         "torch": torch.__version__,
@@ -38,7 +38,7 @@ def about() -> dict[str, Any]:
 
 
 def take(cells: Cells, path: Path | None, **more: Any) -> dict[str, Any]:
-    """Measure what a file does not hold yet, and keep each number as soon as it is there; `more` is about all of it."""
+    """Measure the cells that are not in the file yet, and save each at once; `more` is added to `about`."""
     record: dict[str, Any] = {"about": about() | more, "cells": {}}
     if path:
         make_folder(path.parent)
@@ -55,12 +55,12 @@ def take(cells: Cells, path: Path | None, **more: Any) -> dict[str, Any]:
         progress(f"{name}: {time.perf_counter() - start:.0f} s", passing=True)
         if path:
             path.write_text(json.dumps(record, indent=2))
-    found: dict[str, Any] = json.loads(json.dumps(record))  # as --write-docs will have it
+    found: dict[str, Any] = json.loads(json.dumps(record))  # as --write-docs reads it
     return found
 
 
 def measure(task: str, method: str, batch: int, step: str, data_dir: Path | None, epochs: int, **more: Any) -> Any:
-    """What `sngm train` says of a short run, and the most memory it took."""
+    """Return the timing that `sngm train` reports of a short run, and its peak memory."""
     progress(f"{task}, {method}, batch {batch}, {step}")
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -85,7 +85,7 @@ def measure(task: str, method: str, batch: int, step: str, data_dir: Path | None
 
 
 def by_kind(kinds: dict[str, tuple[str, ...]], work: Callable[[], Any], steps: int) -> dict[str, float]:
-    """Milliseconds of a step in each kind of kernel, by what kernels' names contain; the first kind that fits."""
+    """Return milliseconds per step by kind of kernel; a kernel is of the first kind with a part of its name."""
     found: dict[str, float] = dict.fromkeys([*kinds, "other"], 0.0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as kernels:
         work()
@@ -97,14 +97,14 @@ def by_kind(kinds: dict[str, tuple[str, ...]], work: Callable[[], Any], steps: i
 
 
 def verdict(what: str, limit: str, value: float | None, holds: Callable[[float], bool], text: str) -> tuple[str, ...]:
-    """A line of the table of what must hold: the limit, what was measured, and whether it holds."""
+    """Return a row of the table of limits: what, the limit, the measured value, and whether it holds."""
     if value is None:
         return what, limit, "not measured", ""
     return what, limit, text.format(value), "yes" if holds(value) else "NO"
 
 
 def heading(record: dict[str, Any], verdicts: Iterator[tuple[str, ...]]) -> list[str]:
-    """Where it was measured, by which command, and what of the limits holds."""
+    """Return the top of a page: machine, command and the table of limits."""
     where = record["about"]
     return [
         f"One {where['device']}, torch {where['torch']}, {where['cpus']} CPU cores, commit {where['commit']}:",
@@ -115,7 +115,7 @@ def heading(record: dict[str, Any], verdicts: Iterator[tuple[str, ...]]) -> list
 
 
 def write_docs(parser: argparse.ArgumentParser, page: Path, path: Path, text: Callable[[dict[str, Any]], str]) -> None:
-    """Put results between the marks of a page."""
+    """Write results between the markers of a page."""
     if not path.is_file():
         parser.error(f"no file {path}")
     head, rest = page.read_text().split(BEGIN, 1)

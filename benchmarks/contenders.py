@@ -1,4 +1,4 @@
-"""Who takes part: each optimizer on each of its paths, and what a step of it must at least move."""
+"""The optimizers to compare, each with each of its implementations, and the least memory traffic of a step."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ import sngm
 Step = Callable[[], object]
 Row = dict[str, Any]
 MOMENTUM, DECAY = 0.9, 1e-4
-LR = 1e-3  # parameters move by little over a whole run, yet LARS's lr * ratio stays a usual number
+LR = 1e-3  # parameters barely change over a whole run, yet LARS's lr * ratio stays normal
 LR_OF_ADAM, LR_OF_LAMB = 1e-6, 1e-5  # likewise; LAMB's steps are relative to the parameter, so they compound
 
 
 class Activity(NamedTuple):
-    """A step's: microseconds of kernels and copies, summed; kernels; copies and fills; calls that wait."""
+    """GPU activity of a step: microseconds in kernels and copies; numbers of kernels, of copies and fills, of waits."""
 
     gpu_us: float | None
     launches: float | None
@@ -32,19 +32,23 @@ class Activity(NamedTuple):
 
 @dataclass
 class Contender:
-    """`build` gets the parameters and returns what takes one step. `bytes`: the least a parameter has to move."""
+    """An optimizer to measure.
+
+    `build` takes the parameters and returns a function that takes one step; `bytes` is the least memory traffic per
+    parameter.
+    """
 
     method: str
     path: str
     bytes: int
     build: Callable[[list[Tensor]], Step]
-    slow: bool = False  # on a GPU: a later heat of few rounds, so that the rest gets many and all fit into memory
-    spoils_grads: bool = False  # their old values are put back outside the clock
-    new_grads: bool = False  # every step finds its gradients elsewhere in memory: new tables of pointers for a GPU
+    slow: bool = False  # on a GPU: measured later in few rounds, to leave time and memory to the others
+    spoils_grads: bool = False  # the step changes gradients; they are restored outside the timing
+    new_grads: bool = False  # gradients have new addresses in every step, so that pointer tables must be rebuilt
     step: Step | None = None
     unavailable: str = ""
     in_a_row: int = 1
-    wall: list[float] = field(default_factory=list)  # seconds, this and the next
+    wall: list[float] = field(default_factory=list)  # seconds, as is host
     host: list[float] = field(default_factory=list)
     peak: int | None = None  # bytes
     activity: Activity | None = None
@@ -115,7 +119,7 @@ def theirs(module: str, name: str, **settings: Any) -> Callable[[list[Tensor]], 
 
 
 def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
-    """Those whose name the pattern finds."""
+    """Return the contenders whose name matches the pattern."""
     heavy = {"momentum": MOMENTUM}
     sgd, adam = torch.optim.SGD, torch.optim.Adam
     slow_adam, lamb = {"lr": LR_OF_ADAM}, {"lr": LR_OF_LAMB}
@@ -145,7 +149,7 @@ def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
         Contender("sngm.LAMB decay", "default", 44, using(sngm.LAMB, **lamb, **decay)),
         Contender("sngm.LAMB decay", "foreach", 44, using(sngm.LAMB, **lamb, **decay, foreach=True), slow=True),
         Contender("timm.Lars decay", "default", 28, theirs("timm.optim", "Lars", **heavy), slow=True),
-        # it clips by default, which ours does not
+        # clips by default, unlike ours
         Contender(
             "timm.Lamb decay", "default", 44, theirs("timm.optim", "Lamb", **lamb, max_grad_norm=None), slow=True
         ),

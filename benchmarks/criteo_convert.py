@@ -1,4 +1,4 @@
-"""Make up Criteo-like rows and convert them: rows a second and peak memory, in a process of its own.
+"""Convert synthetic rows in Criteo's form in a separate process, and measure rows per second and peak memory.
 
 .venv/bin/python benchmarks/criteo_convert.py --rows 10000000 --categories 5000000
 """
@@ -18,7 +18,7 @@ from sngm.data.criteo import load_criteo
 
 
 def peak() -> int:
-    """In MB; getrusage would count what the parent had."""
+    """Return the peak memory in MB; getrusage would include that of the parent process."""
     found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
     return round(int(found[1]) * 1024 / 1e6) if found else 0
 
@@ -62,7 +62,7 @@ def main() -> None:
             path = Path(name, f"day_{file:02}{'.gz' if chosen.gzip else ''}")
             made.write(path, file * share, (file + 1) * share)
         print(f"made up in {time.perf_counter() - start:.0f} s", file=sys.stderr)
-        # a process that has made up rows has had memory for that
+        # in a new process, whose peak memory does not include generating the rows
         subprocess.run([sys.executable, __file__, "--convert", name], check=True)
 
 

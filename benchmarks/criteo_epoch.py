@@ -1,8 +1,8 @@
-"""Rows a second of DeepFM on made-up rows of Criteo's form, through the code of `sngm train criteo-deepfm`.
+"""Rows per second of DeepFM on synthetic rows in Criteo's form, through the code of `sngm train criteo-deepfm`.
 
-Beside it, in the same run, a plain PyTorch loop: a DataLoader, DeepCTR-Torch's 52 tables, eager steps, torch's fused
-SGD. The rows are made straight into the arrays that a conversion leaves; converting text is measured by
-criteo_convert.py. Evaluation and the first epoch, which warms up, are left out of every number.
+The same run also measures a plain PyTorch loop: a DataLoader, DeepCTR-Torch's 52 tables, eager steps, torch's fused
+SGD. The rows are generated as the arrays that a conversion produces; criteo_convert.py measures the conversion of text.
+No number includes evaluation or the first epoch, which warms up.
 """
 
 from __future__ import annotations
@@ -54,21 +54,21 @@ METHODS = ("msgd", "adam", "lars-unscaled", "lamb")
 MODES = ("compiled+captured", "eager")
 ROWS_A_SECOND = 3e6  # of SNGM on one H200
 TIMES_PLAIN = 10.0
-GROWTH = 1.2  # of a conversion's memory, where rows are many times as many and categories the same
+GROWTH = 1.2  # of a conversion's memory, with many times the rows and the same categories
 SHARES = dict(zip(SPLITS, (0.64, 0.16, 0.20), strict=True))
-AT_ONCE = 1 << 17  # rows that a process makes at a time
-LR = 1e-6  # with the sum over a batch for its loss nothing diverges at this rate, and a step takes as long as at any
-ROW_BY_ROW = 100  # steps of the loop that collates row by row, which takes long
-# Bytes a parameter in a step of SNGM: 28 of its kernels (docs/sngm.md), 8 to copy tables side by side, 4 to zero their
-# gradient. All else is of the batch, and small beside 25 million parameters.
+AT_ONCE = 1 << 17  # rows that a process generates at a time
+LR = 1e-6  # nothing diverges with this learning rate, though the loss is a sum over the batch
+ROW_BY_ROW = 100  # steps of the slow loop that collates row by row
+# Bytes per parameter in a step of SNGM: 28 for its kernels (docs/sngm.md), 8 to concatenate tables, 4 to zero their
+# gradient. The rest depends on the batch, and is small compared with 25 million parameters.
 BYTES = 40
 
 
-# ---------------------------------------------------------------- made-up rows
+# ---------------------------------------------------------------- synthetic rows
 
 
 def make(folder: Path, rows: int, categories: int, processes: int) -> None:
-    """Fill the folder with arrays as a conversion leaves them. A folder that has them is left as it is."""
+    """Write arrays as a conversion does into the folder, unless it has them."""
     sizes, done = cardinalities(categories), folder / "made.json"
     wanted = {"rows": rows, "field_sizes": [size + 2 for size in sizes]}
     if done.exists() and json.loads(done.read_text()) == wanted:
@@ -93,9 +93,9 @@ def make(folder: Path, rows: int, categories: int, processes: int) -> None:
 
 
 def fill(folder: Path, split: str, made: CriteoLike, first: int, begin: int, end: int) -> None:
-    """Rows `begin` to before `end` of a split, which are those from `first` on of all.
+    """Write rows `begin` to `end` (exclusive) of a split that starts at row `first` of the whole data.
 
-    What a row says depends on its number as if drawn at random, so splits that follow one another are random ones.
+    The content of a row is a pseudo-random function of its index, so consecutive splits are random ones.
     """
     torch.set_num_threads(1)
     block = made.block(first + begin, first + end)
@@ -112,17 +112,17 @@ def fill(folder: Path, split: str, made: CriteoLike, first: int, begin: int, end
 
 @functools.cache
 def numbered(sizes: tuple[int, ...]) -> list[np.ndarray]:
-    """Each field's categories in an order in which frequent ones are not neighbours, as after a conversion."""
+    """Return each field's categories renumbered so that frequent ones are not adjacent, as after a conversion."""
     return [np.random.default_rng(field).permutation(size) for field, size in enumerate(sizes)]
 
 
 def opened(folder: Path) -> Criteo:
-    """The rows that `make` made, mapped as converted ones are."""
+    """Return the rows that `make` wrote, memory-mapped as converted ones are."""
     return Criteo.open(folder, json.loads((folder / "made.json").read_text()))
 
 
 class MadeUp(CriteoDeepFM):
-    """criteo-deepfm on the rows of a folder."""
+    """The task criteo-deepfm on the rows of a folder."""
 
     epochs = 4
 
@@ -161,7 +161,7 @@ class PlainDeepFM(nn.Module):
 
 
 class ByBatches(Dataset[tuple[Tensor, ...]]):
-    """An item is a whole batch, gathered by one call for each tensor."""
+    """A dataset whose items are whole batches, gathered by one call for each tensor."""
 
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
@@ -171,7 +171,7 @@ class ByBatches(Dataset[tuple[Tensor, ...]]):
 
 
 class RowByRow(ByBatches):
-    """An item is a row, as in a TensorDataset."""
+    """A dataset whose items are rows, as in a TensorDataset."""
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -181,7 +181,7 @@ class RowByRow(ByBatches):
 
 
 class Orders:
-    """The indices of each batch of an epoch, shuffled."""
+    """A sampler of the shuffled indices of each batch of an epoch."""
 
     def __init__(self, count: int, batch: int) -> None:
         self.count, self.batch = count, batch
@@ -191,11 +191,11 @@ class Orders:
 
     def __iter__(self) -> Iterator[np.ndarray]:
         whole = torch.randperm(self.count)[: len(self) * self.batch]
-        return iter(whole.view(len(self), self.batch).numpy())  # arrays are sent to workers faster than lists
+        return iter(whole.view(len(self), self.batch).numpy())  # arrays reach worker processes faster than lists
 
 
 def plain_loop(folder: Path, batch: int, epochs: int, workers: int, device: torch.device, by_rows: bool) -> Any:
-    """What `measure` says of ours. The loss is the sum over a batch, as in DeepCTR-Torch."""
+    """Measure the plain loop as `measure` does ours. The loss is the sum over a batch, as in DeepCTR-Torch."""
     found = opened(folder)
     how = {
         "num_workers": workers, "pin_memory": device.type == "cuda", "persistent_workers": True, "prefetch_factor": 4,
@@ -228,7 +228,7 @@ def plain_loop(folder: Path, batch: int, epochs: int, workers: int, device: torc
 
 
 def measure(folder: Path, method: str, batch: int, epochs: int, step: str, device: torch.device) -> Any:
-    """What `sngm train` says of a short run, and the most memory of the GPU it took."""
+    """Return the timing that `sngm train` reports of a short run, and its peak GPU memory."""
     tidy(device)
     settings = {"folder": str(folder)}
     config = resolve(f"{HERE}:MadeUp", method, lr=LR, batch=batch, epochs=epochs, task_settings=settings)
@@ -255,7 +255,7 @@ def result(seconds: float, rows: int, device: torch.device) -> dict[str, Any]:
 
 
 def tidy(device: torch.device) -> None:
-    """Nothing of what went before is left on the GPU, or in its count."""
+    """Free GPU memory and reset its peak statistics."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -263,7 +263,7 @@ def tidy(device: torch.device) -> None:
 
 
 def profile(folder: Path, batch: int, device: torch.device, steps: int = 50) -> dict[str, float]:
-    """Milliseconds of an eager step of SNGM in each of the kernels that take most; "busy": in all of them."""
+    """Return milliseconds of an eager step of SNGM in each of the slowest kernels, and in all ("busy")."""
     config = resolve(f"{HERE}:MadeUp", "sngm", lr=LR, batch=batch, task_settings={"folder": str(folder)})
     set_numerics(device, deterministic=False)
     setup = prepare(config, Processes(0, 1, device), Execution(step="eager"))
@@ -284,7 +284,7 @@ def profile(folder: Path, batch: int, device: torch.device, steps: int = 50) -> 
 
 
 def lookups(folder: Path, batch: int, device: torch.device, times: int = 20) -> dict[str, float]:
-    """Milliseconds of the gradient of a batch's lookups in one table of all embeddings, zeroing it included."""
+    """Return milliseconds of the gradient of a batch's lookups in one table of all embeddings, including zeroing it."""
     found = opened(folder)
     offsets = torch.tensor([0, *found.field_sizes[:-1]]).cumsum(0)
     rows = (found.train.tensors[1][:batch] + offsets).int().flatten().to(device)
@@ -308,7 +308,7 @@ def lookups(folder: Path, batch: int, device: torch.device, times: int = 20) -> 
 
 
 def cells(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """All there is to measure, by name, what limits are for first."""
+    """Yield the name and function of each measurement, those with limits first."""
     of, batch, device = functools.partial, args.batch, args.device
 
     def ours(method: str, step: str = "auto") -> Callable[[], Any]:
@@ -336,7 +336,7 @@ def cells(args: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callabl
 
 
 def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What must hold on one H200, the limit, what was measured, and whether it holds."""
+    """Yield rows of the table of limits for one H200: what, the limit, the measured value, and whether it holds."""
 
     ours, plain = (found.get(name, {}).get("rows_a_second") for name in ("method/sngm", "plain/by batches"))
     limit = f"at least {ROWS_A_SECOND:,.0f}"
@@ -354,7 +354,7 @@ def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     where, found = record["about"], record["cells"]
     lines = heading(record, verdicts(found))
     lines += [

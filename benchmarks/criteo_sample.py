@@ -1,9 +1,8 @@
-"""Test AUC of the paper's five methods on a sample of Criteo, beside scikit-learn's logistic regression on its rows.
+"""Test AUC of the paper's five methods on a sample of Criteo, compared with scikit-learn's logistic regression.
 
-Each method has the paper's three learning rates to choose from by validation AUC, with no others beyond the edges, for
-both reductions of the loss and both batches. Logistic regression gets the same numbers and categories, the latter one
-column each, and chooses its penalty on the same validation rows. The tables of docs/criteo.md are the first two
-examples.
+For each method, both loss reductions and both batch sizes, validation AUC selects one of the paper's three learning
+rates; the grid is not extended. Logistic regression gets the same numbers and one-hot categories, and its penalty is
+selected on the same validation rows. The first two examples produce the tables of docs/criteo.md.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ EXAMPLES = """examples:
   python benchmarks/criteo_sample.py --data-dir ~/datasets --only regression
   python benchmarks/criteo_sample.py --data-dir ~/datasets --only mean --weight-decay 2e-4 --out runs/criteo-decay
 """
-METHODS = {  # the test AUC of each in the paper, at 1024 and 8192, on 10 million rows of another set
+METHODS = {  # test AUC in the paper at batch 1024 and 8192, on 10 million rows of another dataset
     "msgd": (0.7397, 0.5),
     "adam": (0.7311, 0.6666),
     "lars-unscaled": (0.6065, 0.6006),
@@ -43,7 +42,7 @@ PENALTIES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0)  # C, the inverse of the penalty'
 
 
 def regression(data_dir: Path | None, integers: str) -> dict[str, Any]:
-    """Logistic regression at the C with the best validation AUC."""
+    """Return the results of logistic regression at the C with the best validation AUC."""
     try:
         from scipy.sparse import csr_matrix, hstack
         from sklearn.linear_model import LogisticRegression
@@ -55,7 +54,7 @@ def regression(data_dir: Path | None, integers: str) -> dict[str, Any]:
 
     def columns(rows: Rows) -> tuple[Any, Any]:
         numbers, *others = rows.tensors
-        if integers == "log":  # as the model does
+        if integers == "log":  # as in the model
             numbers = log_scaled(numbers, torch.tensor(found.spans))
         dense, categories, labels = (t.numpy() for t in (numbers, *others))
         count, fields = categories.shape
@@ -77,8 +76,8 @@ def regression(data_dir: Path | None, integers: str) -> dict[str, Any]:
 
 
 def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
-    """Each method at each batch: the rate chosen, and the test AUC of every seed."""
-    select.EXTENSIONS = 0  # the grid is the paper's
+    """Return the selected learning rate and the test AUC of every seed, for each method and batch size."""
+    select.EXTENSIONS = 0  # keep to the paper's grid
     defaults = CriteoDeepFM().settings()
     others = {name: getattr(args, name) for name in ("integers", "init", "embedding_l2")}
     wanted = StudyConfig(
@@ -87,7 +86,7 @@ def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
         task_settings={"reduction": reduction} | {k: v for k, v in others.items() if v != defaults[k]},
         settings={} if args.schedule is None else {"schedule": args.schedule},
     )  # fmt: skip
-    # on a CPU too a whole batch at once: tables are read and written in each pass
+    # the whole batch in one pass on a CPU too, since each pass reads and writes all tables
     options = Options(device=args.device, data_dir=args.data_dir, pass_size=max(BATCHES))
     told = 0
 
@@ -105,7 +104,7 @@ def study(args: argparse.Namespace, reduction: str) -> list[dict[str, Any]]:
 
 
 def page(found: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     lines = []
     studies = [name for name in CHOICES["reduction"] if name in found]
     if studies:
@@ -126,7 +125,7 @@ def page(found: dict[str, Any]) -> str:
 
 
 def cell(found: dict[str, Any]) -> str:
-    """The mean over seeds, how far they lie apart, and the rate."""
+    """Return the mean over seeds, their spread, and the learning rate as text."""
     if not found["test"]:
         return "diverged"
     spread = f" ± {statistics.stdev(found['test']):.4f}" if len(found["test"]) > 1 else ""

@@ -1,4 +1,4 @@
-"""Synthetic rows in Criteo's form, any number of them, with known click probabilities: for tests and benchmarks."""
+"""Synthetic rows in Criteo's form with known click probabilities, for tests and benchmarks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from sngm.data.criteo_text import CATEGORIES, FIELDS, INTEGERS, KEY, MINUS, NEWLINE, TAB, ZERO, Array
 from sngm.data.hashing import BITS, random_bits
 
-BLOCK = 1 << 16  # rows that are generated at once
+BLOCK = 1 << 16  # rows generated at a time
 HEX = np.frombuffer(b"0123456789abcdef", np.uint8)
 
 
@@ -84,7 +84,7 @@ class CriteoLike:
             raise ValueError(f"missing must be at least 0 and less than 1, got {self.missing}")
 
     def block(self, start: int, stop: int) -> Block:
-        """Return the rows from `start` to before `stop`."""
+        """Return the rows from `start` to `stop` (exclusive)."""
         rows = torch.arange(start, min(stop, self.rows))
         integers = np.empty((len(rows), INTEGERS), np.int64)
         categories = np.empty((len(rows), CATEGORIES), np.int64)

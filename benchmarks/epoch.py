@@ -1,8 +1,8 @@
-"""Seconds per epoch of the image tasks, through the code that `sngm train` runs, beside a good plain PyTorch loop.
+"""Seconds per epoch of the image tasks, through the code of `sngm train`, compared with a good plain PyTorch loop.
 
-ResNet20 on CIFAR-10 at several batches, step modes and methods, with peak memory and the bound that the memory's
-bandwidth sets; then images a second of ResNet-50 and ViT-B/16 on made-up pictures of ImageNet's size. Evaluation and
-the first epoch, which compiles, are left out of every number.
+ResNet20 on CIFAR-10 at several batch sizes, step modes and methods, with peak memory and the lower bound from memory
+bandwidth; then images per second of ResNet-50 and ViT-B/16 on synthetic images of ImageNet's size. No number includes
+evaluation or the first epoch, which compiles.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ PAGE = DOCS / "speed.md"
 MODES = ("captured", "compiled+captured", "compiled", "eager")
 METHODS = ("msgd", "lars-unscaled", "clars", "extrap-sgd")
 LIMITS = {8192: 0.20, 1024: 0.26, 128: 0.50}  # seconds per epoch of SNGM on one H200
-GIB = 8.0  # of memory at the largest batch
+GIB = 8.0  # memory limit at the largest batch
 TIMES_PLAIN = 5.0
 IMAGES_A_SECOND = {"resnet50": 2500.0, "vit_b16": 2000.0}
-CONV_OUTPUTS = 188_416  # elements a picture, in ResNet20
-# Reads and writes of each: convolution 2 and BatchNorm with ReLU 3 forward; backward BatchNorm 3 and 3 (gradient, input
-# and output; a mask can be computed again), the gradients of input and weights 2 and 2.
+CONV_OUTPUTS = 188_416  # elements per image, in ResNet20
+# Reads and writes of each element: forward, convolution 2 and BatchNorm with ReLU 3; backward, BatchNorm 3 and 3
+# (gradient, input and output; a mask can be recomputed), the gradients of input and weights 2 and 2.
 PASSES = 15
-FLOPS = {"resnet50": 3 * 2 * 4.09e9, "vit_b16": 3 * 2 * 17.56e9}  # a picture, forward and backward
-KINDS = {  # of kernels, by what their names contain; the first that fits
+FLOPS = {"resnet50": 3 * 2 * 4.09e9, "vit_b16": 3 * 2 * 17.56e9}  # per image, forward and backward
+KINDS = {  # kinds of kernels, by parts of their names; the first match counts
     "attention": ("flash", "fmha", "attention"),
     "convolutions and matrix products": ("gemm", "conv", "xmma", "cutlass", "nvjet", "cudnn", "wgrad", "dgrad"),
     "normalisation": ("sum_rows", "normalise", "sum_gradients", "differentiate", "norm"),
@@ -61,14 +61,14 @@ KINDS = {  # of kernels, by what their names contain; the first that fits
     "sums": ("reduce",),
     "one element at a time": ("elementwise", "gelu", "pool", "softmax", "index", "cat"),
 }
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # multiply-adds of bfloat16 a second, by data sheet, times two
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # bfloat16 FLOP/s by data sheet
 
 
-# ---------------------------------------------------------------- made-up pictures
+# ---------------------------------------------------------------- synthetic images
 
 
 class Synthetic(Task):
-    """Random pictures of 224 x 224 pixels, held on the device."""
+    """Random images of 224 x 224 pixels, stored on the device."""
 
     epochs = 4
     batches = (256,)
@@ -93,7 +93,7 @@ class Synthetic(Task):
 
 
 class ResNet50(Synthetic):
-    """Of ImageNet's size."""
+    """ResNet-50 for images of ImageNet's size."""
 
     pass_size = 128
 
@@ -102,7 +102,7 @@ class ResNet50(Synthetic):
 
 
 class ViTB16(Synthetic):
-    """With random weights."""
+    """ViT-B/16 with random weights."""
 
     pass_size = 128
 
@@ -114,7 +114,7 @@ class ViTB16(Synthetic):
 
 
 class Pictures(Dataset[tuple[Tensor, int]]):
-    """CIFAR-10 as tutorials have it: cropped, mirrored and normalised one by one."""
+    """CIFAR-10 as in tutorials: each image cropped, flipped and normalised separately."""
 
     def __init__(self, images: Tensor, labels: Tensor) -> None:
         self.images, self.labels = images, labels.tolist()
@@ -132,7 +132,7 @@ class Pictures(Dataset[tuple[Tensor, int]]):
 
 
 def batches_of(images: Tensor, labels: Tensor, batch: int, resident: bool) -> Any:
-    """What a loop over an epoch goes through: a DataLoader; or images cropped all at once on the GPU, if `resident`."""
+    """Return an iterable over the batches of an epoch: a DataLoader, or images augmented on the GPU if `resident`."""
     if not resident:
         return DataLoader(
             Pictures(images, labels), batch, shuffle=True, num_workers=8, pin_memory=True, drop_last=True,
@@ -152,9 +152,9 @@ def batches_of(images: Tensor, labels: Tensor, batch: int, resident: bool) -> An
 
 
 def plain_loop(data_dir: Path | None, batch: int, epochs: int, resident: bool) -> list[float]:
-    """Seconds of each epoch: DataLoader with 8 workers and pinned memory, bfloat16, channels_last, eager, fused SGD.
+    """Return the seconds of each epoch with 8 DataLoader workers, pinned memory, bfloat16, channels_last and fused SGD.
 
-    BatchNorm normalises each pass as a whole, which is less work than groups are: one pass of at most 4096 samples.
+    Steps are eager. BatchNorm normalises each pass of at most 4096 samples as a whole, which is less work than groups.
     """
     (images, labels), _ = load_cifar(data_dir)
     loader = batches_of(images, labels, batch, resident)
@@ -178,7 +178,7 @@ def plain_loop(data_dir: Path | None, batch: int, epochs: int, resident: bool) -
 
 
 class PlainNorm(nn.BatchNorm2d):
-    """torch's BatchNorm, called as ours is."""
+    """torch's BatchNorm with the signature of ours."""
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
         x = super().forward(x)
@@ -187,7 +187,7 @@ class PlainNorm(nn.BatchNorm2d):
 
 
 def with_plain_norms(model: nn.Module) -> nn.Module:
-    """The same network of torch's own layers."""
+    """Return the network with its layers replaced by torch's own."""
     for module in model.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.BatchNorm2d):
@@ -212,7 +212,7 @@ def plain_shortcut(block: Any, x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def without_kernels() -> Iterator[None]:
-    """By torch's own operations."""
+    """Use torch operations instead of the Triton kernels."""
     before, sngm.triton_support.DEVICES = sngm.triton_support.DEVICES, ()
     try:
         yield
@@ -221,7 +221,7 @@ def without_kernels() -> Iterator[None]:
 
 
 def convolutions(images: int = 4096) -> dict[str, Any]:
-    """Milliseconds of a 3 x 3 convolution and its two gradients by cuDNN and by us, and what the bytes alone take."""
+    """Return milliseconds of a 3 x 3 convolution and its two gradients with cuDNN and ours, and the bandwidth bound."""
     bandwidth, found = copy_bandwidth(torch.device("cuda")), {}
     torch.backends.cudnn.benchmark = True
     for channels, side in ((16, 32), (32, 16), (64, 8)):
@@ -262,7 +262,7 @@ def milliseconds(function: Callable[[], Any], times: int = 20) -> float:
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """All there is to measure, by name, what limits are for first."""
+    """Yield the name and function of each measurement, those with limits first."""
 
     def resnet20(batch: int, method: str = "sngm", step: str = "captured", epochs: int = args.epochs) -> Any:
         return measure("cifar10-resnet20", method, batch, step, args.data_dir, epochs)
@@ -299,7 +299,7 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 def pictures(name: str, mode: str) -> dict[str, Any]:
-    """Images a second of one of the large models."""
+    """Measure the images per second of one of the large models."""
     task = {"resnet50": "ResNet50", "vit_b16": "ViTB16"}[name]
     result: dict[str, Any] = measure(f"{HERE}:{task}", "sngm", 256, mode, None, 4, workers=1, micro=128)
     if "failed" not in result:
@@ -310,9 +310,9 @@ def pictures(name: str, mode: str) -> dict[str, Any]:
 
 
 def profile(name: str) -> dict[str, float]:
-    """Milliseconds of a step in each kind of kernel; "busy": of all, "wall": from one step to the next, unprofiled."""
+    """Return milliseconds per step by kind of kernel, in all kernels ("busy"), and without the profiler ("wall")."""
     wall = pictures(name, "eager")["seconds_per_epoch"]
-    # profiled: as many epochs again, and as many steps in each
+    # the profiled run has 4 epochs of 2048 // 256 steps
     return by_kind(KINDS, lambda: pictures(name, "eager"), 4 * 2048 // 256) | {"wall": 1e3 * wall / (2048 // 256)}
 
 
@@ -320,7 +320,7 @@ def profile(name: str) -> dict[str, float]:
 
 
 def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
-    """What must hold on one H200, the limit, what was measured, and whether it holds."""
+    """Yield rows of the table of limits for one H200: what, the limit, the measured value, and whether it holds."""
 
     for batch, limit in LIMITS.items():
         ours = found.get(f"mode/{batch}/captured", {}).get("seconds_per_epoch")
@@ -342,7 +342,7 @@ def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     found = record["cells"]
     lines = heading(record, verdicts(found))
     split = [key.split("/") for key in found]
@@ -400,7 +400,7 @@ def page(record: dict[str, Any]) -> str:
 
 
 def table(found: dict[str, Any], batches: list[str], heads: list[str], keys: list[str]) -> list[str]:
-    """A line a batch, a column a key."""
+    """Return the lines of a Markdown table with a row for each batch size and a column for each key."""
     lines = ["| batch | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     lines += ["| " + " | ".join([b, *(cell(found.get(key.format(b))) for key in keys)]) + " |" for b in batches]
     return [*lines, ""]

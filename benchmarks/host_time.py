@@ -1,29 +1,29 @@
-"""Host time of an optimizer step, by the number of elements and by what host and GPU did before it.
+"""Host time of an optimizer step, by tensor size and by what host and GPU did before it.
 
-The same number of equal tensors, small and large, stepped in five conditions:
+Steps on the same number of equal tensors, small and large, are timed in five conditions:
 
-- after other work: a step of another optimizer of the same kind has had the processor's caches, and the GPU is idle.
-  Code is in the caches then, and the objects of the step are not.
-- after a wait: the same, and then the host waited some milliseconds, as steps of large tensors make it wait.
-- in a row: steps of its own were made just before. Of small tensors the GPU is done with those by then, of large ones
-  it is not: this is what a plain loop over step() shows.
-- in a row after a wait: the same once the host has waited, as it does between rows of large tensors.
-- in a row, GPU busy: the same behind a kernel that does nothing for as long, so that small tensors find the GPU as busy
-  as large ones do.
+- after other work: another optimizer of the same kind took a step before, and the GPU is idle. The processor's caches
+  hold the code of the step, but not its objects.
+- after a wait: the same, and then the host waited for some milliseconds, as it does for steps of large tensors.
+- in a row: the same optimizer took steps just before. The GPU has finished those of small tensors, but not those of
+  large ones. A plain loop over step() measures this condition.
+- in a row after a wait: the same, after the host has waited, as it does between rows of large tensors.
+- in a row, GPU busy: the same behind an idle kernel of that duration, so that the GPU is as busy with small tensors as
+  with large ones.
 
-If host time depends on the elements, it does so in the same condition; if it depends on waits or on a GPU that is busy,
-small tensors show it too. All optimizers in all conditions take turns in shuffled order, so that whatever the machine
-does meanwhile falls on all alike; all are made several times anew, in shuffled order too, because the same step takes
-another time in every build.
+If host time depends on tensor size, sizes differ within one condition; if it depends on waits or on a busy GPU, small
+tensors show it too. All optimizers and conditions alternate in random order, so that other work of the machine affects
+all equally. Optimizers are rebuilt several times, in random order too, because the time of a step differs between
+builds.
 
-A step of ours has three phases, and their times say which of them depends on what: looking whether anything has moved,
-the launch of a graph by CUDA's driver, and what remains once the GPU is at work. Beside the optimizers stands a loop
-that only asks where its tensors are and gives the GPU nothing to do: whatever changes its time is the host's.
+A step of ours has three timed phases: checking whether tensors have moved, the launch of a CUDA graph by the driver,
+and the rest after the launch. For comparison, a loop only reads the addresses of its tensors and launches nothing: any
+change of its time comes from the host.
 
-What the first phase is made of is measured in a model of many tensors, ViT-B/16: each question that a step asks of all
-its tensors alone, beside whole steps.
+The parts of the first phase are measured on a model with many tensors, ViT-B/16: each check of all tensors separately,
+and whole steps.
 
-With --device cpu nothing is launched, so that the first and the last phase are measured alone, on any machine.
+With --device cpu nothing is launched: only the first and the last phase are measured, on any machine.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ EXAMPLES = """examples:
 """
 PAGE = DOCS / "performance.md"
 TENSORS = 65
-SMALL, LARGE = 4_000, {"cuda": 15_000_000, "cpu": 1_000_000}  # elements of one
+SMALL, LARGE = 4_000, {"cuda": 15_000_000, "cpu": 1_000_000}  # elements of a tensor
 WAIT = 6  # ms
 OTHERS, WAITED, IN_A_ROW, ROW_AFTER_WAIT, BUSY = CONDITIONS = (
     "after other work", "after a wait", "in a row", "in a row after a wait", "in a row, GPU busy"
 )  # fmt: skip
-STEPS_IN_A_ROW = 3  # before the one that is timed
-BUILDS = 24  # of which one is faster than another: all are made so often anew, in another order
-ROUNDS = 120  # steps of each in each condition
-FIRST = 3  # rounds of each build that do not count
-BEFORE = 0  # in place of elements: the small set that is stepped before another
-LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our steps: the slowest, and large tensors over small ones in the same condition
+STEPS_IN_A_ROW = 3  # before the timed step
+BUILDS = 24  # builds differ in speed: all optimizers are rebuilt this often, in random order
+ROUNDS = 120  # timed steps of each optimizer in each condition
+FIRST = 3  # warm-up rounds of each build
+BEFORE = 0  # instead of a number of elements: the small tensors stepped before the timed ones
+LIMIT_US, LIMIT_RATIO = 150, 1.1  # of our slowest step; of large over small tensors in one condition
 CELL, PARTS_CELL = "conditions", "parts of a step"
 MANY = SIZES["vit_b16"]  # tensors
 WHOLE, REST = "a whole step", "the rest"
@@ -75,7 +75,7 @@ PHASES = ("before the launch", "launch", "after")
 
 
 class LookUps:
-    """Asks every parameter and its gradient for their addresses, as a step of ours does among other things."""
+    """A loop that only reads the addresses of every parameter and gradient, as a step of ours does too."""
 
     def __init__(self, parameters: list[Any]) -> None:
         self.parameters = parameters
@@ -100,11 +100,11 @@ CONTENDERS: dict[str, Make] = {
 
 
 class Machine:
-    """The host, and the GPU where there is one."""
+    """The host, and the GPU if there is one."""
 
     def __init__(self, device: str) -> None:
         self.has_gpu = device == "cuda"
-        for _ in range(2 if self.has_gpu else 0):  # the first loads the kernel, and wakes the GPU up
+        for _ in range(2 if self.has_gpu else 0):  # the first loads the kernel and raises the GPU's clock
             torch.cuda.synchronize()
             start = time.perf_counter()
             torch.cuda._sleep(100_000_000)
@@ -112,7 +112,7 @@ class Machine:
             self.cycles_a_ms = 100_000_000 / (time.perf_counter() - start) / 1e3
 
     def rest(self, ms: int = 0) -> None:
-        """Wait until the GPU has nothing left to do, and so much longer."""
+        """Wait until the GPU is idle, and `ms` milliseconds longer."""
         if self.has_gpu:
             if ms:
                 self.keep_busy(ms)
@@ -121,12 +121,12 @@ class Machine:
             time.sleep(ms / 1e3)
 
     def keep_busy(self, ms: int) -> None:
-        """Give the GPU a kernel that takes so long, and do not wait for it."""
+        """Launch a kernel that takes `ms` milliseconds, without waiting for it."""
         if self.has_gpu:
             torch.cuda._sleep(int(ms * self.cycles_a_ms))
 
     def bring_into(self, condition: str, own: Step, others: Step) -> None:
-        """Do what comes before the step that is timed."""
+        """Establish the condition for the timed step."""
         self.rest()
         if condition in (OTHERS, WAITED):
             others()
@@ -141,21 +141,21 @@ class Machine:
 
 
 def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
-    """Median and quartiles of each optimizer's steps in each condition, by the elements of a tensor."""
+    """Return median and quartiles of each optimizer's host time, by tensor size and condition."""
     launches = watch_launches()
     sizes = (SMALL, LARGE[device])
-    contenders = [name for name in CONTENDERS if device == "cuda" or name != SGD]  # on a CPU it would do its work
+    contenders = [name for name in CONTENDERS if device == "cuda" or name != SGD]  # on a CPU it would compute the step
     cases = [
         (name, n, where)
         for name in contenders
         for n in sizes
         for where in CONDITIONS[: None if device == "cuda" else -1]
     ]
-    taken: dict[tuple[str, int, str], list[list[list[float]]]] = {case: [] for case in cases}  # by build
+    taken: dict[tuple[str, int, str], list[list[list[float]]]] = {case: [] for case in cases}  # lists by build
     sets = [(name, elements) for name in contenders for elements in (BEFORE, *sizes)]
     shuffle = random.Random(0).shuffle
     machine = Machine(device)
-    for build in range(1 + BUILDS):  # the first for torch to get its memory: later no call of the driver comes between
+    for build in range(1 + BUILDS):  # the first fills torch's memory cache, so that later builds need no driver calls
         shuffle(sets)
         steps = {key: stepper(key, device) for key in sets}
         for builds in taken.values():
@@ -186,7 +186,7 @@ def host_us(rounds: int, device: str) -> dict[str, dict[str, Any]]:
 
 
 def parts_us(rounds: int, device: str) -> dict[str, dict[str, list[float]]]:
-    """Of ours in a model of many tensors: medians in each build of whole steps, and of what they ask of all tensors."""
+    """Return the median times of whole steps of ours and of their parts in each build, for a model of many tensors."""
     machine, shuffle = Machine(device), random.Random(0).shuffle
     found: dict[str, dict[str, list[float]]] = {name: {} for name in ("SNGM", "LARS", "LAMB")}
     names = list(found)
@@ -216,8 +216,8 @@ def many_tensors(name: str, device: str) -> Any:
 
 
 def parts_of(optimizer: Any) -> dict[str, Step]:
-    """A step, and what it does for all of its tensors, by name."""
-    for _ in range(FIRST + 2):  # until its launches are replayed
+    """Return a whole step and its parts as functions, by name."""
+    for _ in range(FIRST + 2):  # until steps replay a CUDA graph
         optimizer.step()
     parameters, plan = optimizer.param_groups[0]["params"], optimizer._plan
     grads = [p.grad for p in parameters]
@@ -233,7 +233,7 @@ def parts_of(optimizer: Any) -> dict[str, Step]:
 
 
 def timed(step: Step, launches: list[float]) -> list[float]:
-    """When a step began, when each of its launches began and ended, and when it ended."""
+    """Return the times at which a step began, each of its launches began and ended, and the step ended."""
     launches.clear()
     start = time.perf_counter()
     step()
@@ -245,7 +245,7 @@ def us(seconds: float) -> float:
 
 
 def watch_launches() -> list[float]:
-    """A list that gets the times at which launches of our graphs begin and end."""
+    """Return a list to which launches of our CUDA graphs append their start and end times."""
     times: list[float] = []
     launch = replay.Graph.__call__
 
@@ -260,7 +260,7 @@ def watch_launches() -> list[float]:
 
 
 def launch_nothing() -> None:
-    """Let steps on a CPU do all that steps on a GPU do, but for their launches."""
+    """Make steps on a CPU do all that steps on a GPU do, except launches."""
     from sngm.optim.kernels import place
 
     kernels.DEVICES = ("cpu",)
@@ -318,7 +318,7 @@ def page(record: dict[str, Any]) -> str:
         ratio, grows = max((grown[name, condition][1], name) for name in ours)
         limit = f"large over small, {condition} <= {LIMIT_RATIO}x: {ratio:.2f}x, {grows}"
         limits.append(f"- {passed(ratio, LIMIT_RATIO)}  {limit}")
-    if SGD in found:  # launches are in it
+    if SGD in found:  # a GPU run: times include launches
         slowest, slow = max((cell["median"], name) for name in ours for cell in found[name].values())
         limits.append(f"- {passed(slowest, LIMIT_US)}  slowest of ours <= {LIMIT_US} us: {slowest:.1f} us, {slow}")
     apart, name = max(
@@ -333,14 +333,14 @@ def page(record: dict[str, Any]) -> str:
 
 
 def page_of_gpu(record: dict[str, Any]) -> str:
-    """For the docs, which speak of a GPU and of medians."""
+    """Return the page for the docs; exit unless the results are from a GPU with enough rounds."""
     if record["about"]["measured_on"] != "cuda" or record["about"]["rounds"] < ROUNDS:
         sys.exit(f"the page is of a GPU, and of at least {ROUNDS} rounds; these results are not")
     return page(record)
 
 
 def parts_page(found: dict[str, dict[str, list[float]]]) -> list[str]:
-    # of one build, because the machine is not as fast in all: the fastest, to which others only ever added
+    # from the fastest build, because the machine's speed differs between builds
     fastest = {
         name: {part: builds[of[WHOLE].index(min(of[WHOLE]))] for part, builds in of.items()}
         for name, of in found.items()
@@ -360,9 +360,9 @@ def parts_page(found: dict[str, dict[str, list[float]]]) -> list[str]:
 
 
 def growth(small: dict[str, Any], large: dict[str, Any]) -> list[float]:
-    """How many times as long steps take with large tensors: quartiles of the builds' ratios, the median in the middle.
+    """Return the quartiles, over builds, of the ratio of a step's time with large and with small tensors.
 
-    By builds, since the host is fast in some and slow in others: medians over all of them may fall into different ones.
+    Ratios are taken within builds because host speed differs between them.
     """
     ratios = [b / a for a, b in zip(small["builds"], large["builds"], strict=True)]
     return statistics.quantiles(ratios, n=4) if len(ratios) > 1 else 3 * ratios

@@ -1,4 +1,4 @@
-"""Time `from sngm import SNGM` beyond `import torch`, by -X importtime: the median of several processes.
+"""Measure the time of `from sngm import SNGM` beyond `import torch`: the median of several runs of -X importtime.
 
 python benchmarks/import_time.py [--runs 5]    exits with 1 above the limit of 50 ms
 """
@@ -13,7 +13,7 @@ PROGRAM = "import torch; import sys; print('torch is here', file=sys.stderr, flu
 
 
 def measure() -> float:
-    """Milliseconds of all modules that are imported after torch."""
+    """Return the import time in milliseconds of all modules imported after torch."""
     done = subprocess.run([sys.executable, "-X", "importtime", "-c", PROGRAM], capture_output=True, text=True)
     if done.returncode:
         sys.exit(done.stderr)

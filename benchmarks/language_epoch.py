@@ -1,6 +1,6 @@
-"""Seconds per epoch of the LSTM on WikiText-2, through the code that `sngm train` runs, beside a plain PyTorch loop.
+"""Seconds per epoch of the LSTM on WikiText-2, through the code of `sngm train`, compared with a plain PyTorch loop.
 
-Evaluation and the first epoch, which compiles, are left out of every number.
+No number includes evaluation or the first epoch, which compiles.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ EXAMPLES = """examples:
 """
 PAGE = DOCS / "language.md"
 LIMITS = {20: 4.0, 1000: 1.5, 2000: 1.1}  # seconds per epoch on one H200
-PLAIN_SECONDS = 4.0  # that the plain loop is timed for, at the least
+PLAIN_SECONDS = 4.0  # least time to measure the plain loop
 KINDS = {
     "LSTM, over time": ("go_through", "go_back"),
     "softmax": ("differentiate",),
@@ -44,7 +44,7 @@ KINDS = {
 
 
 class PlainLSTM(nn.Module):
-    """As word_language_model has it."""
+    """The LSTM of PyTorch's word_language_model example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,10 +59,10 @@ class PlainLSTM(nn.Module):
 
 
 def plain_loop(data_dir: Path | None, batch: int, low: bool) -> dict[str, float]:
-    """Eager steps of cuDNN's LSTM with all logits at once, momentum SGD with clipping; from some steps of an epoch."""
+    """Measure eager steps of cuDNN's LSTM with all logits at once and clipped momentum SGD, on a part of an epoch."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    torch.backends.cudnn.rnn.fp32_precision = "tf32"  # torch's own default, which our runs turn off
+    torch.backends.cudnn.rnn.fp32_precision = "tf32"  # torch's default, which our runs turn off
     rows = Windows(streams(load_wikitext2(data_dir).train, batch), 35).to("cuda")
     order = torch.arange(len(rows), device="cuda")
     model = PlainLSTM().cuda()
@@ -96,7 +96,7 @@ def plain_loop(data_dir: Path | None, batch: int, low: bool) -> dict[str, float]
 
 
 def profile(data_dir: Path | None, batch: int, steps: int = 20) -> dict[str, float]:
-    """Milliseconds of a captured step in each kind of kernel, and from one step to the next."""
+    """Return milliseconds of a captured step by kind of kernel, and from one step to the next."""
     device = torch.device("cuda")
     set_numerics(device)
     config = resolve("wikitext2-lstm", "sngm", lr=0.1, batch=batch, device=device)
@@ -117,7 +117,7 @@ def profile(data_dir: Path | None, batch: int, steps: int = 20) -> dict[str, flo
 
 
 def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
-    """All there is to measure, by name, what limits are for first."""
+    """Yield the name and function of each measurement, those with limits first."""
     of = functools.partial
     run = of(measure, "wikitext2-lstm", data_dir=args.data_dir, epochs=args.epochs)
     for batch in args.batches:
@@ -142,7 +142,7 @@ def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 def page(record: dict[str, Any]) -> str:
-    """The results in Markdown."""
+    """Return the results in Markdown."""
     found = record["cells"]
     lines = heading(record, verdicts(found))
     kinds = list(dict.fromkeys(key.split("/")[0] for key in found if not key.startswith("profile/")))

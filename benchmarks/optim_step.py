@@ -1,9 +1,9 @@
-"""Time one optimizer step on the tensors of four models, against torch.optim, timm and pytorch_optimizer.
+"""Time one optimizer step on the tensors of four models, compared with torch.optim, timm and pytorch_optimizer.
 
-Every contender steps the same parameters with the same gradients, and only keeps its own state. Each round takes a
-sample of each, in shuffled order, so that whatever else the machine does falls on all alike. On the CPU a sample is
-one step and the fastest counts; on a GPU it is a few steps in a row and the median counts. Compare numbers of one run
-only, and leave the machine alone while it lasts.
+All contenders update the same parameters with the same gradients; each has its own state. Each round takes a sample of
+each contender, in random order, so that other work of the machine affects all equally. On the CPU a sample is one step
+and the fastest counts; on a GPU it is several consecutive steps and the median counts. Compare only numbers of the same
+run, and do not use the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ EXAMPLES = """examples:
   python benchmarks/optim_step.py --sizes vit_b16 --only 'SGD fused|SNGM'     one size, some contenders
   python benchmarks/optim_step.py --write-docs build/bench/optim_step.json    put results into docs/performance.md
 """
-TIMED_SHARE = 0.6  # of the seconds on a GPU; counting launches takes the rest
+TIMED_SHARE = 0.6  # of the time on a GPU; the rest is for profiling
 
 
 def time_size(key: str, entrants: list[Contender], device: torch.device, rounds: int, end: float) -> int:
-    """Fill in the times of all; say how many rounds the first heat took."""
+    """Measure the times of all contenders, and return the number of rounds of the first heat."""
     arena = Arena(SIZES[key], device)
-    if arena.on_gpu:  # the slow ones in few rounds of their own
+    if arena.on_gpu:  # slow contenders separately, in fewer rounds
         quick, slow = ([c for c in entrants if c.slow is slow] for slow in (False, True))
         heats = [(quick, 5, rounds, 0.7), (slow, 2, max(2, rounds // 3), 1.0)]
-    else:  # all together: limits compare the slow ones too
+    else:  # all together: limits compare slow contenders too
         heats = [(entrants, 1, rounds, 1.0)]
     done = []
     for heat, fewest, most, share in heats:
@@ -63,7 +63,7 @@ def time_size(key: str, entrants: list[Contender], device: torch.device, rounds:
 
 
 def inspect_size(key: str, entrants: list[Contender], device: torch.device, end: float) -> None:
-    """Fill in memory and activity, on a GPU of the slow ones as far as the time reaches."""
+    """Measure memory and GPU activity; of slow contenders on a GPU only while there is time."""
     arena = Arena(SIZES[key], device)
     able = sorted((c for c in entrants if not c.unavailable), key=lambda c: c.slow)
     for i, contender in enumerate(able):
@@ -76,7 +76,7 @@ def inspect_size(key: str, entrants: list[Contender], device: torch.device, end:
                 contender.peak = arena.peak_memory(contender)
                 if arena.on_gpu:
                     contender.activity = arena.activity(contender)
-        except Exception as error:  # its times are known by now, and not to be lost
+        except Exception as error:  # keep the times measured before
             progress(f"{SIZES[key].label}: {contender.name} could not be inspected: {error!r:.300}")
         contender.step = None
         if arena.on_gpu and torch.cuda.memory_allocated(device) > 2**35:
@@ -84,7 +84,7 @@ def inspect_size(key: str, entrants: list[Contender], device: torch.device, end:
 
 
 def measure(options: argparse.Namespace, device: torch.device) -> results.Record:
-    """Time every size first, then profile: traces slow launches down, even a while after."""
+    """Time every size first, then profile: profiling slows launches down, even some time afterwards."""
     start = time.perf_counter()
     on_gpu = device.type == "cuda"
     record: results.Record = {"about": about(options, device), "bandwidth": copy_bandwidth(device), "sizes": {}}
@@ -96,7 +96,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> results.Record
         now = time.perf_counter()
         end = now + (timed_until - now) / (len(options.sizes) - i)
         rounds[key] = time_size(key, entrants[key], device, options.rounds, end)
-    if on_gpu:  # the first trace of a process can lack events, so it is not one that counts
+    if on_gpu:  # the first profile of a process can lack events, so it is discarded
         with quiet(), torch.profiler.profile():
             torch.ones(8, device=device).add_(1)
             torch.cuda.synchronize(device)
@@ -148,13 +148,13 @@ def about(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
         "sngm": sngm.__version__,
         "commit": commit(),
         "date": datetime.date.today().isoformat(),
-        "load": round(os.getloadavg()[0], 1),  # before the first step: what else the machine is doing
+        "load": round(os.getloadavg()[0], 1),  # other work of the machine, before the first step
         "command": shlex.join(["python", "benchmarks/optim_step.py", *options.arguments]),
     }
 
 
 def too_busy(record: results.Record) -> str:
-    """A warning if other work had the machine too, else nothing."""
+    """Return a warning if other work was running on the machine, else an empty string."""
     rows = [row for size in record["sizes"].values() for row in size["contenders"].values()]
     jitters = [row["wall_us"]["median"] / row["wall_us"]["min"] for row in rows if row["wall_us"]]
     jitter = statistics.median(jitters or [1.0])
@@ -202,7 +202,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         parser.error("--rounds and --threads must be at least 1")
     if options.threads > (most := 4 * (os.cpu_count() or 1)):
         parser.error(f"--threads {options.threads}: this machine has {os.cpu_count()} cores; use at most {most}")
-    if not options.seconds > 0:  # nan is not either
+    if not options.seconds > 0:  # also rejects NaN
         parser.error(f"--seconds {options.seconds:g}: must be a number above 0, such as 90")
     try:
         re.compile(options.only)
@@ -234,7 +234,7 @@ def usable_device(parser: argparse.ArgumentParser, name: str) -> torch.device:
 
 
 def read_record(parser: argparse.ArgumentParser, path: Path, force: bool) -> results.Record:
-    """Results that may go into the documentation."""
+    """Return saved results that may be written into the documentation; exit with an error otherwise."""
     try:
         record = json.loads(path.read_text())
     except OSError as error:
@@ -250,7 +250,7 @@ def read_record(parser: argparse.ArgumentParser, path: Path, force: bool) -> res
 
 
 def nothing_judged(record: results.Record) -> str:
-    """What to say where limits were to be checked and none could be, else nothing."""
+    """Return an error message if no limit could be checked, else an empty string."""
     if any(row["verdict"] != "SKIP" for row in record["limits"]):
         return ""
     on = record["about"]["device"]
@@ -275,7 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     text = results.markdown(record)
     print(text)
     if record["warning"]:
-        print(record["warning"], file=sys.stderr)  # it stands at the top too, which has scrolled away
+        print(record["warning"], file=sys.stderr)  # again, since the top has scrolled away
     if options.out:
         (options.out / "optim_step.md").write_text(text)
         (options.out / "optim_step.json").write_text(json.dumps(record, indent=1) + "\n")

@@ -1,7 +1,7 @@
-"""What was measured, as verdicts, Markdown, a figure and a page: all from the one record that is also the JSON file.
+"""Verdicts, Markdown, a figure and a docs page from the record of measurements, which is also the JSON file.
 
-A record holds `about` (machine and versions), `bandwidth` (bytes a second), for each size its contenders by name, the
-verdicts on the `limits`, and a `warning` if the numbers are not to be trusted.
+A record holds `about` (machine and versions), `bandwidth` (bytes per second), for each size its contenders by name, the
+verdicts on the `limits`, and a `warning` if the numbers are not reliable.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Row = dict[str, Any]
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 
-# What must hold: at this size, the wall time of one, at most so many times the sum of others.
+# Limits: at this size, the wall time of a contender is at most this factor times the sum of others.
 Limit = tuple[str, str, float, tuple[str, ...]]
 ON_CPU: list[Limit] = [
     ("resnet50", "sngm.SNGM fused", 1.6, ("SGD fused",)),
@@ -40,8 +40,8 @@ ON_CUDA: list[Limit] = [
     *((size, name, 1.1, ("sngm.SNGM decay default",)) for size in SIZES for name in BLOCK_WISE),
     ("1b", "sngm.LAMB decay default", 1.65, ("Adam fused",)),
 ]
-# On CUDA the host must be done with a step of these before the GPU of a small model is. Whether its time depends on the
-# elements is measured by host_time.py, which compares small and large tensors at the same time.
+# On CUDA the host time of these must be shorter than the GPU time of a small model. host_time.py measures whether host
+# time depends on tensor size: it compares small and large tensors in the same run.
 QUICK_TO_CALL = ("sngm.SNGM default", "sngm.SNGM decay default", *BLOCK_WISE, "sngm.LAMB decay default")
 HOST_US = 150.0
 
@@ -50,7 +50,7 @@ HOST_US = 150.0
 
 
 def judge(record: Record) -> list[Row]:
-    """Each limit with what was measured: PASS or MISS, SKIP where a size or someone else's optimizer did not run."""
+    """Return each limit with its measurement: PASS, MISS, or SKIP if a size or another library did not run."""
     if record["about"]["device"] == "cpu":
         return [ratio(record, *limit) for limit in ON_CPU]
     return [ratio(record, *limit) for limit in ON_CUDA] + host_limits(record)
@@ -84,15 +84,15 @@ def is_broken(row: Row | None) -> bool:
 
 
 def wall(record: Record, row: Row | None) -> float | None:
-    """Microseconds: the fastest on the CPU, where other processes only ever add; the median on a GPU."""
+    """Return the wall time in microseconds: the minimum on the CPU, the median on a GPU."""
     return float(row["wall_us"][record["about"]["statistic"]]) if row and row["wall_us"] else None
 
 
 def times_as_long(record: Record, row: Row | None, *others: Row | None) -> float | None:
-    """The wall time of one over the sum of others.
+    """Return the wall time of one contender divided by the sum of others.
 
-    On a GPU the median of this over the rounds, as far as all took part in the same: a host may be half as fast in one
-    minute as in the next, and that falls on all of a round alike.
+    On a GPU it is the median over rounds if all were measured in the same rounds: the speed of a host can halve within
+    a minute, which affects all contenders of a round equally.
     """
     own, *theirs = (wall(record, r) for r in (row, *others))
     if row is None or own is None or None in theirs:
@@ -116,7 +116,7 @@ def spoken(row: Row) -> str:
 
 
 def tables(record: Record) -> str:
-    """A Markdown table for each size."""
+    """Return a Markdown table for each size."""
     return "\n\n".join(table(record, size) for size in record["sizes"].values())
 
 
@@ -176,7 +176,7 @@ def line(cells: Sequence[str], widths: list[int]) -> str:
 
 
 def spread(times: Row) -> str:
-    """The middle half of the samples, as a part of their median."""
+    """Return the interquartile range of the samples relative to their median, as text."""
     return f"{100 * (times['q3'] - times['q1']) / times['median']:.1f} %"
 
 
@@ -223,7 +223,7 @@ NAMES, PLOT, LINE = 240, 380, 17  # pixels: the column of names, the plot beside
 
 
 def figure(record: Record) -> str:
-    """One panel a size: a dot for each contender's wall time, on a log axis, and a tick at its bound."""
+    """Return an SVG with a panel for each size: a dot at each contender's wall time (log axis), a tick at its bound."""
     body, y = [], 46
     for size in record["sizes"].values():
         panel, height = draw_panel(record, size)
@@ -275,7 +275,7 @@ def draw_panel(record: Record, size: Row) -> tuple[str, int]:
 
 
 def write_page(record: Record, page: Path = PAGE) -> None:
-    """Put the results between the page's markers for their device, and the figure beside the page."""
+    """Write the results between the page's markers for their device, and the figure next to the page."""
     device = record["about"]["device"].partition(":")[0]
     picture = page.with_name(f"performance-{device}.svg")
     picture.write_text(figure(record))

@@ -1,4 +1,4 @@
-"""The tensor shapes of four models, without the models: all that an optimizer step sees of them."""
+"""Parameter shapes of four models, for benchmarks of optimizer steps without the models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Size:
-    """`parameters` and `tensors` are what the model is known to have; the shapes are checked against them."""
+    """A model's shapes. `parameters` and `tensors` are its known counts, which the shapes are checked against."""
 
     label: str
     tensors: int
@@ -26,11 +26,11 @@ class Size:
 
 
 def conv_and_norm(c_out: int, c_in: int, size: int) -> list[Shape]:
-    return [(c_out, c_in, size, size), (c_out,), (c_out,)]  # the filters, then BatchNorm's scale and shift
+    return [(c_out, c_in, size, size), (c_out,), (c_out,)]  # filters, then scale and shift of BatchNorm
 
 
 def resnet20() -> list[Shape]:
-    """The ResNet-20 for CIFAR, whose shortcuts have no parameters."""
+    """Return the shapes of the ResNet-20 for CIFAR, whose shortcuts have no parameters."""
     shapes = conv_and_norm(16, 3, 3)
     c_in = 16
     for width in (16, 32, 64):
@@ -41,7 +41,7 @@ def resnet20() -> list[Shape]:
 
 
 def resnet50() -> list[Shape]:
-    """torchvision's resnet50, in its order."""
+    """Return the shapes of torchvision's resnet50, in its order."""
     shapes = conv_and_norm(64, 3, 7)
     c_in = 64
     for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
@@ -56,7 +56,7 @@ def resnet50() -> list[Shape]:
 
 
 def vit_b16() -> list[Shape]:
-    """torchvision's vit_b_16: 12 blocks of width 768 for 224 x 224 images."""
+    """Return the shapes of torchvision's vit_b_16: 12 blocks of width 768 for 224 x 224 images."""
     width = 768
     norm: list[Shape] = [(width,), (width,)]
     attention: list[Shape] = [(3 * width, width), (3 * width,), (width, width), (width,)]
@@ -66,7 +66,7 @@ def vit_b16() -> list[Shape]:
 
 
 def one_billion() -> list[Shape]:
-    """12 transformer blocks of width 2048 with wide MLPs: few large tensors."""
+    """Return the shapes of 12 transformer blocks of width 2048 with wide MLPs: few large tensors."""
     width, hidden = 2048, 8 * 2048
     return 12 * [(width,), (3 * width, width), (width, width), (hidden, width), (width, hidden)]
 

@@ -1,4 +1,4 @@
-"""The command line for its tests: in this process where that will do, in one of its own where it is the point."""
+"""Helpers to run the command line in tests: in this process, or in a separate one where the test needs it."""
 
 import contextlib
 import io
@@ -72,7 +72,7 @@ class Result:
 
     @property
     def json(self) -> Any:
-        """What stdout holds, which must be one document and nothing else."""
+        """Return the JSON document on stdout, which must hold nothing else."""
         return json.loads(self.out)
 
 
@@ -81,9 +81,9 @@ def comes_out(error: Exception) -> None:
 
 
 def sngm(line: str) -> Result:
-    """A command line, in this process. An error that is no exit comes out as it is."""
+    """Run a command line in this process. Exceptions other than SystemExit propagate."""
     for name in [name for name in sys.modules if name.startswith("sngm_task_")]:
-        del sys.modules[name]  # a process of its own would read the user's file anew
+        del sys.modules[name]  # a new process would read the user's file again
     out, err = io.StringIO(), io.StringIO()
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     code = 0
@@ -104,17 +104,17 @@ def sngm(line: str) -> Result:
 
 
 def start(line: str, **environment: str) -> "subprocess.Popen[str]":
-    """A command line in a process group of its own, which ends with the test."""
+    """Start a command line in its own process group, which ends with the test."""
     return launch(
         [SCRIPT, *shlex.split(line)],
         env={**os.environ, **environment},
-        # tests that run in the background of a shell are deaf to Ctrl-C, and what they start would be too
+        # a shell makes background processes ignore SIGINT, and their children inherit that
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
 def until(process: "subprocess.Popen[str]", condition: Callable[[], Any]) -> None:
-    """Wait for something that a launched process does."""
+    """Wait until a condition holds, while the launched process is alive."""
     try:
         wait_for(condition, lambda: process.poll() is None)
     except AssertionError as error:
@@ -123,7 +123,7 @@ def until(process: "subprocess.Popen[str]", condition: Callable[[], Any]) -> Non
 
 
 def finish(process: "subprocess.Popen[str]") -> Result:
-    """Wait for it to end."""
+    """Wait for a process to end, and return its output."""
     try:
         out, err = process.communicate(timeout=PATIENCE)
     except subprocess.TimeoutExpired as late:
@@ -132,7 +132,7 @@ def finish(process: "subprocess.Popen[str]") -> Result:
 
 
 def refused(result: Result, *words: str, code: int = 2) -> None:
-    """One clear line with these words on stderr, nothing on stdout, and the exit code."""
+    """Assert that a command ended with one line with these words on stderr, nothing on stdout, and the exit code."""
     assert result.code == code, result
     assert result.out == ""
     assert result.err.startswith("sngm: ")

@@ -1,4 +1,4 @@
-"""The methods under settings that exercise them, and one way to step them all."""
+"""All methods with test settings, and one function that takes a step of any of them."""
 
 import copy
 import io
@@ -29,13 +29,13 @@ RULES: dict[str, tuple[type, dict[str, Any]]] = {
     "extrap-sgd": (ExtrapSGD, {"lr": 0.1, "inner_lr": 0.05, "weight_decay": 0.01}),
 }
 BUFFERS = {LAMB: {"exp_avg", "exp_avg_sq"}}  # the others: momentum_buffer
-KINDS = ["sngm", "block-sngm", "sngd", "lars", "lars-momentum", "clars", "lamb", "extrap-sgd"]  # of state, or of step
+KINDS = ["sngm", "block-sngm", "sngd", "lars", "lars-momentum", "clars", "lamb", "extrap-sgd"]  # of state or step
 SHAPES = [(5, 13), (7,), (2, 3, 2, 2), (), (1, 9)]  # more and fewer elements than a SIMD register holds
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 
 def combinations(rules: Sequence[str] = tuple(RULES), dtypes: Sequence[torch.dtype] = (torch.float32,)) -> list[Any]:
-    """(rule, path, dtype) for every path that serves the dtype; for `pytest.mark.parametrize`."""
+    """Return (rule, path, dtype) for every path that supports the dtype, for `pytest.mark.parametrize`."""
     return [
         pytest.param(rule, path, dtype, id=f"{rule}-{path}-{dtype}")
         for rule, path, dtype in itertools.product(rules, PATHS, dtypes)
@@ -59,7 +59,7 @@ def build(rule: str, params: Any, path: str = "default", **settings: Any) -> Any
 
 
 def gradients(params: Sequence[Tensor], t: int) -> list[Tensor]:
-    """Gradients of step t: noise of its own, and a pull towards 0 that depends on where the parameters are."""
+    """Return the gradients of step t: noise that depends on t, and a pull of the parameters towards 0."""
     generator = torch.Generator().manual_seed(t + 1)
     wide = [torch.complex128 if p.dtype.is_complex else torch.float64 for p in params]
     noise = [torch.randn(p.shape, generator=generator, dtype=d) for p, d in zip(params, wide, strict=True)]
@@ -67,7 +67,7 @@ def gradients(params: Sequence[Tensor], t: int) -> list[Tensor]:
 
 
 def step(optimizer: Any, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
-    """One step with these gradients, however the method wants to be given them."""
+    """Take one step with these gradients, passed in the way that the method needs."""
     if isinstance(optimizer, ExtrapSGD):
 
         def worker() -> float:
@@ -97,12 +97,12 @@ def weights(params: Sequence[Tensor]) -> list[Tensor]:
 
 
 def states(optimizer: Any) -> list[dict[str, Any]]:
-    """A copy of the state of each parameter, in order."""
+    """Return a copy of the state of each parameter, in order."""
     return [copy.deepcopy(dict(optimizer.state[p])) for g in optimizer.param_groups for p in g["params"]]
 
 
 def same_tensors(ours: Sequence[Tensor], theirs: Sequence[Tensor]) -> bool:
-    """Bit for bit, dtypes included."""
+    """Return whether tensors are bitwise equal, including dtypes."""
     return all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
@@ -114,12 +114,12 @@ def same_states(ours: Sequence[dict[str, Any]], theirs: Sequence[dict[str, Any]]
 
 
 def same(optimizer: Any, params: Sequence[Tensor], other: Any, others: Sequence[Tensor]) -> bool:
-    """Whether weights and states of two runs are bit for bit the same."""
+    """Return whether weights and states of two runs are bitwise equal."""
     return same_tensors(params, others) and same_states(states(optimizer), states(other))
 
 
 def through_disk(saved: Any) -> Any:
-    """What `torch.save` and the safe `torch.load` make of it."""
+    """Return the object after `torch.save` and `torch.load` with weights_only."""
     file = io.BytesIO()
     torch.save(saved, file)
     file.seek(0)

@@ -1,4 +1,4 @@
-"""Kernels on the CPU, by Triton's interpreter."""
+"""Run Triton kernels on the CPU with Triton's interpreter."""
 
 import contextlib
 import functools
@@ -22,25 +22,25 @@ def unload(ours):
 
 @contextlib.contextmanager
 def interpreted(*ours, chooser=sngm.triton_support):
-    """These modules over a Triton of their own that interprets: other tests of this process see neither.
+    """Reload modules with a separate, interpreting copy of Triton, invisible to other tests of this process.
 
-    `chooser` is the module that says which devices kernels serve.
+    `chooser` is the module that defines which devices the kernels support.
     """
     with pytest.MonkeyPatch.context() as patch:
         elsewhere = unload(ours)
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(chooser, "DEVICES", ("cpu",))
         interpreter = importlib.import_module("triton.runtime.interpreter")
-        # once for each function, not at each call: that would take half of the time
+        # once per function instead of at each call, which would take half of the time
         patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
         patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
         yield
         aside = {f"interpreted {name}": module for name, module in unload(ours).items()}
-        sys.modules.update(elsewhere | aside)  # Triton's bindings complain at exit if its modules are not there
+        sys.modules.update(elsewhere | aside)  # Triton's bindings fail at exit without its modules
 
 
 def on_devices(*ours):
-    """A fixture: the CPU, where these modules are interpreted, and a GPU."""
+    """Return a fixture over devices: the CPU with interpreted modules, and a GPU."""
 
     @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
     def device(request):

@@ -1,7 +1,6 @@
-"""Drive a method and its float64 reference side by side.
+"""Run a method and its float64 reference with the same gradients.
 
-A `Twin` owns the parameters of the optimizer under test and, beside them, float64 blocks stepped by
-`sngm.optim.reference` with the same gradients.
+A `Twin` holds the parameters of the optimizer under test and float64 blocks that `sngm.optim.reference` updates.
 """
 
 import functools
@@ -16,7 +15,7 @@ from torch import Tensor
 import sngm
 from sngm.optim import reference
 
-# relative to the norm of the change; low precision is checked step by step, to one rounding
+# relative to the norm of the change; low precision is checked after each step, to one rounding
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 PATHS = {
     "single": {"foreach": False},
@@ -79,17 +78,15 @@ def make_params(
 
 
 def spacing(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Distance between neighbouring numbers of `dtype` around each element."""
+    """Return the distance between neighbouring numbers of `dtype` around each element."""
     info = torch.finfo(dtype)
-    exponent = (
-        x.abs().clamp_min(info.smallest_normal).frexp().exponent
-    )  # of x = mantissa * 2**exponent, 1/2 <= mantissa
+    exponent = x.abs().clamp_min(info.smallest_normal).frexp().exponent  # x = mantissa * 2**exponent, 1/2 <= mantissa
     return info.eps / 2 * torch.exp2(exponent.double())
 
 
 @dataclass
 class Twin:
-    """`settings` in the optimizer's words; `rule` maps them to the reference's."""
+    """An optimizer and its reference. `settings` are the optimizer's; `rule` maps them to the reference's."""
 
     name: str
     params: list[Tensor]
@@ -102,7 +99,7 @@ class Twin:
         layout = self.groups or [list(range(len(self.params)))]
         overrides = self.group_settings or [{} for _ in layout]
         arguments = {**self.settings, **PATHS[self.path]}
-        of_groups = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}  # a key of groups only
+        of_groups = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}  # a group key, not an argument
         groups = [
             {"params": [self.params[i] for i in ids], **of_groups, **o}
             for ids, o in zip(layout, overrides, strict=True)
@@ -112,7 +109,7 @@ class Twin:
         self.blocks = [b.clone() for b in self.start]
         self.state = [torch.zeros_like(b) for b in self.blocks]
         self.second = [torch.zeros_like(b) for b in self.blocks]
-        self.moved = [torch.zeros((), dtype=torch.float64) for _ in self.params]  # farthest from the start so far
+        self.moved = [torch.zeros((), dtype=torch.float64) for _ in self.params]  # largest distance from the start
         self.steps = [0] * len(self.params)
         self.order = [i for ids in layout for i in ids]  # the optimizer's order of the parameters
         self.group_of = [next(k for k, ids in enumerate(layout) if i in ids) for i in range(len(self.params))]
@@ -122,7 +119,7 @@ class Twin:
         }
 
     def step(self, grads: Sequence[Tensor | None], lay: Callable[[Tensor], Tensor] = lambda g: g) -> None:
-        """One step of both with these gradients, laid out in memory by `lay` for the optimizer."""
+        """Take one step of both with these gradients; `lay` sets their memory layout for the optimizer."""
         for p, g in zip(self.params, grads, strict=True):
             p.grad = None if g is None else lay(g.to(p.dtype))
         have = [i for i, g in enumerate(grads) if g is not None]
@@ -173,7 +170,7 @@ class Twin:
             self.blocks[i], self.state[i], self.second[i] = w[k], u[k], v[k]
             self.moved[i] = torch.maximum(self.moved[i], (w[k] - self.start[i]).norm())
             if self.params[i].dtype in LOW:
-                # Each step is one rounding away from exact; the reference goes on from where that rounding led.
+                # Each step may be off by one rounding; the reference continues from the rounded value.
                 ours = self.params[i].detach().double()
                 change = (w[k] - before[k]).abs()
                 float32_arithmetic = 2.0**-20 * (before[k].abs() + (change.max() if change.numel() else 0.0))
@@ -182,7 +179,7 @@ class Twin:
                 self.blocks[i] = ours
 
     def buffers(self) -> list[tuple[Tensor, Tensor]]:
-        """Pairs (optimizer state, reference state)."""
+        """Yield pairs (optimizer state, reference state)."""
         first, second = ("exp_avg", "exp_avg_sq") if self.name == "LAMB" else ("momentum_buffer", None)
         out = []
         for p, u, v in zip(self.params, self.state, self.second, strict=True):
@@ -194,7 +191,7 @@ class Twin:
         return out
 
     def check(self, stored_to: float = 0.0) -> None:
-        """`stored_to`: what storing the parameter at each step may add, relative to its size."""
+        """Compare both; `stored_to` is the relative error that storing the parameter in each step may add."""
         for p, w, change in zip(self.params, self.blocks, self.moved, strict=True):
             error = (p.detach().double() - w).norm()
             allowed = TOLERANCE.get(p.dtype, 0.0) * change + stored_to * w.norm()
@@ -207,7 +204,7 @@ class Twin:
 
 @functools.cache
 def gradients(shapes: tuple[torch.Size, ...]) -> list[list[torch.Tensor]]:
-    """A few gradients with a common drift, to be gone through over and over."""
+    """Return a few gradients with a common drift, to be used repeatedly."""
     generator = torch.Generator().manual_seed(1)
     drift = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
     return [[d + torch.randn(d.shape, generator=generator, dtype=torch.float64) for d in drift] for _ in range(5)]

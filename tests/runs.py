@@ -1,6 +1,6 @@
-"""Runs for the trainer's tests: a task that takes no time, and runs in processes of their own that can be killed.
+"""Runs for the trainer's tests: a fast task, and runs in separate processes that can be killed.
 
-Processes come from a fork server that has torch imported already; each gives the command line its arguments.
+Processes are forked from a server that has imported torch; each runs the command line with its arguments.
 """
 
 import contextlib
@@ -59,7 +59,7 @@ class Blobs(Task):
 
     def model(self) -> nn.Module:
         (width,) = self.widths
-        first = nn.Linear(6, width, bias=not self.norm)  # before BatchNorm a bias has no gradient but noise
+        first = nn.Linear(6, width, bias=not self.norm)  # before BatchNorm the gradient of a bias is rounding noise
         net = nn.Sequential(first, nn.Tanh(), nn.Linear(width, 3))
         if self.norm:
             net.insert(1, nn.BatchNorm1d(width))
@@ -75,7 +75,7 @@ class Blobs(Task):
 
 
 class Unused(nn.Module):
-    """A frozen weight, and one that no loss depends on; says nothing when called."""
+    """A module with a frozen weight and one that the loss does not depend on; it returns its input."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ def config(
 def run(
     folder: Path, wanted: RunConfig, *, stop_at: int | None = None, every: int | None = None, **more: Any
 ) -> dict[str, Any]:
-    """Train in this process; `stop_at`: as if asked to stop after that step."""
+    """Train in this process; `stop_at` simulates a request to stop after that step."""
     reached = [0]
 
     def progress(step: int, steps: int, metrics: Any) -> None:
@@ -108,11 +108,11 @@ def run(
     return train(wanted, folder, options)
 
 
-# ---------------------------------------------------------------- what a run has come to
+# ---------------------------------------------------------------- results of runs
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """The newest checkpoint."""
+    """Return the newest checkpoint."""
     found = checkpoints.load(folder)
     assert found is not None
     return found
@@ -134,7 +134,7 @@ def strict_json(text: str) -> Any:
 
 
 def assert_same_end(ours: Path, theirs: Path) -> None:
-    """Bit for bit: weights, optimizer state, metrics and result."""
+    """Assert that weights, optimizer state, metrics and result are bitwise equal."""
     a, b = state(ours), state(theirs)
     for part in (a, b):
         part["run"].pop("seconds")
@@ -163,7 +163,7 @@ def assert_same(ours: Any, theirs: Any, where: str = "state") -> None:
 
 
 def assert_near_end(ours: Path, theirs: Path, tolerance: float) -> None:
-    """Weights, BatchNorm buffers, optimizer state and metrics, relative to their size."""
+    """Assert that weights, BatchNorm buffers, optimizer state and metrics are close, relative to their size."""
     a, b = state(ours), state(theirs)
     assert_near(a["model"], b["model"], tolerance)
     for mine, other in zip(a["optimizer"]["state"].values(), b["optimizer"]["state"].values(), strict=True):
@@ -186,7 +186,7 @@ def assert_near(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) 
 
 
 def sngm(*arguments: Any, log: Path | None = None, pause: float = 0.0, **environment: Any) -> BaseProcess:
-    """A started ``sngm ...``; what it prints goes to `log`."""
+    """Start ``sngm ...`` in a process; its output goes to `log`."""
     words = [str(argument) for argument in arguments]
     process = SERVER.Process(
         target=_main, args=(words, str(log or os.devnull), {"SNGM_TEST_PAUSE": pause, **environment}), daemon=True
@@ -197,7 +197,7 @@ def sngm(*arguments: Any, log: Path | None = None, pause: float = 0.0, **environ
 
 
 def ranks(count: int, *arguments: Any, log: Path, **environment: Any) -> list[int | None]:
-    """``sngm ...`` in as many processes as torchrun would start; their exit codes."""
+    """Run ``sngm ...`` in several processes as torchrun does, and return their exit codes."""
     return together(
         [
             sngm(*arguments, log=log.with_suffix(f".{rank}"), **rank_environment(rank, count, port), **environment)
@@ -208,7 +208,7 @@ def ranks(count: int, *arguments: Any, log: Path, **environment: Any) -> list[in
 
 
 def call_ranks(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """A function of this or a test's module in several processes."""
+    """Call a function of this or a test's module in several processes."""
     port = free_port()
     processes = [
         SERVER.Process(target=_call, args=(function, arguments, rank_environment(rank, count, port)), daemon=True)
@@ -225,7 +225,7 @@ def together(processes: Sequence[BaseProcess]) -> list[int | None]:
 
 
 def ended(process: BaseProcess) -> int | None:
-    """Its exit code, once it has ended."""
+    """Wait for a process to end, and return its exit code."""
     process.join(PATIENCE)
     if process.is_alive():
         process.kill()
@@ -240,7 +240,7 @@ def rank_environment(rank: int, count: int, port: int) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """One that nobody listens on, below those that the system gives to whoever connects: it is not taken meanwhile."""
+    """Return a free port below the system's ephemeral range, so that no other connection takes it meanwhile."""
     while True:
         port = random.randrange(20_000, 32_000)
         with socket.socket() as s, contextlib.suppress(OSError):

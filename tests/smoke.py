@@ -1,6 +1,6 @@
-"""Try an installed sngm: run in an environment that holds the wheel and what it needs, and nothing else.
+"""Smoke test of an installed sngm, for an environment with only the wheel and its dependencies.
 
-With --core the environment holds the optimizers alone, without sngm[train].
+With --core the environment has only the optimizers, without sngm[train].
 """
 
 import importlib.util
@@ -16,7 +16,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # torch would like it; nobody needs it
+    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # optional for torch
     import torch
     from torch import Tensor, nn
 
@@ -35,7 +35,7 @@ def check_installation() -> None:
 
 
 def train(name: str) -> list[float]:
-    """Losses of a small regression before and after a few steps of the method."""
+    """Return the losses of a small regression before and after a few steps of the method."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     x = torch.randn(16, 4)
@@ -65,8 +65,8 @@ def train(name: str) -> list[float]:
 
 
 def run(*command: str) -> str:
-    """What a command prints on stdout; it must succeed."""
-    # as with -I for this script: nothing but what this environment holds
+    """Run a command, which must succeed, and return its stdout."""
+    # isolated like this script with -I: only packages of this environment
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean)
     assert done.returncode == 0, f"{' '.join(command)} gave {done.returncode}:\n{done.stdout}{done.stderr}"
@@ -74,7 +74,7 @@ def run(*command: str) -> str:
 
 
 def check_core() -> None:
-    """The base install brings nothing of the trainer, and the command says how to get it."""
+    """Check that the base install has no trainer, and that the command says how to install it."""
     there = [name for name in ("typer", "rich", "scipy", "sklearn") if importlib.util.find_spec(name)]
     assert not there, f"the base install brought {', '.join(there)}"
     for command in ([COMMAND], [sys.executable, "-I", "-m", "sngm"]):
@@ -89,7 +89,7 @@ def check_core() -> None:
 
 
 def check_command_line() -> None:
-    """The verbs work."""
+    """Check that the commands work."""
     command = COMMAND
     said = run(command, "--version").strip()
     assert said == f"sngm {sngm.__version__}", f"sngm --version says {said!r}"

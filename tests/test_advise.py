@@ -1,4 +1,4 @@
-"""Advice: the rule by a walk of both methods, the budget by sngm.theory, both through the command line."""
+"""Advice: the scaling rule checked by random walks of both methods, the budget by sngm.theory; and the command."""
 
 import math
 import re
@@ -43,7 +43,7 @@ def facts(found):
 
 
 def epoch(optimizer, lr, weight_decay, steps):
-    """Steps under gradients of one norm and no mean: how much of the start decays away, and how far the walk leads."""
+    """Take steps with gradients of equal norm and zero mean; return how much the start decays and the walk's length."""
     generator = torch.Generator().manual_seed(0)
     size, start = 2000, 500.0
     w = torch.nn.Parameter(torch.zeros(size))
@@ -59,14 +59,14 @@ NORM = 1.7
 
 
 def test_an_epoch_of_both_methods_leads_as_far_and_decays_as_much():
-    """The optimizers themselves, with momentum, at a quarter and at a sixteenth of the steps."""
+    """Run the optimizers with momentum, with a quarter and a sixteenth of the steps."""
     lr, decay, steps = 0.1, 1e-4, 2400
     decayed, led = epoch(torch.optim.SGD, lr, decay, steps)
     for growth in (4, 16):
         carried = carry_over(lr, decay, NORM, growth)
         found = epoch(SNGM, carried.lr, carried.weight_decay, steps // growth)
         assert found == pytest.approx((decayed, led), rel=0.08)
-    for power in (0.4, 0.6):  # in place of the rule's 1/2
+    for power in (0.4, 0.6):  # instead of the rule's 1/2
         other = 16**power
         less_far = epoch(SNGM, lr * NORM * other, carried.weight_decay, steps // 16)[1]
         decays = epoch(SNGM, carried.lr, decay * other, steps // 16)[0]
@@ -152,7 +152,7 @@ def test_what_the_task_sets_by_batch_or_method_is_said(tmp_path):
 def test_a_loss_that_is_a_sum_is_advised_as_its_mean():
     (Path.cwd() / "summed.py").write_text(SUMMED)
     mean = advice("own.py:Line --from-sgd lr=0.008,batch=8,weight_decay=1e-4 --to-batch 32 --device cpu")
-    # the same steps: gradients are 8 times as long at batch 8, and 32 times at batch 32
+    # the same steps: gradients are 8 times as large at batch 8, and 32 times at batch 32
     summed = advice("summed.py:Line --from-sgd lr=0.001,batch=8,weight_decay=8e-4 --to-batch 32 --device cpu")
     assert facts(summed)["learning rate"] == pytest.approx(facts(mean)["learning rate"], rel=0.01)
     assert facts(summed)["weight decay"] == pytest.approx(32 * facts(mean)["weight decay"], rel=0.01)
@@ -276,17 +276,17 @@ def test_each_curve_is_the_best_bound_of_the_theory_and_all_are_held_to_one_targ
 
 
 def test_a_method_that_is_bad_at_small_batches_does_not_bear_larger_ones_for_it():
-    """Held to its own lowest bound, SNGM bore 4,096 here, with a bound of more than twice MSGD's."""
+    """Compared with its own lowest bound, SNGM was given batch 4,096 here, with more than twice MSGD's bound."""
     found = advise_budget(8e6, Constants(2.3, 15, 0.9, 20), measured=False)
     assert [row["batch"] for row in found["methods"]] == [1024, None]
-    # with hardly any noise the bounds are nearly equal, and so is what they bear
+    # with hardly any noise the bounds are nearly equal, and so are the largest batches
     quiet = bearable(2**20, Constants(gap=1, sigma=1e-5, beta=0, L=1))
     assert quiet[1].bounds[0] > quiet[0].bounds[0]
     assert [curve.largest for curve in quiet] == [0, 0]
 
 
 def test_the_bound_of_msgd_is_never_above_that_of_theorem_1():
-    """As docs/advise.md derives, for all constants there are."""
+    """Check the derivation in docs/advise.md with random constants."""
     generator = np.random.default_rng(0)
     for beta in (0.0, 0.05, 0.5, 0.9, 0.99):
         gap, sigma, L = 10 ** generator.uniform(-4, 4, (3, 100))
@@ -349,7 +349,7 @@ def test_what_a_pilot_measured_is_taken_with_care():
         rough = Constants.of_probe(PILOT | {"sigma_high": high})
         assert rough.sigma == 5.0
         assert "more --samples" in rough.doubts[0]
-    for later in ("L_settled", "sigma_high", "training_samples"):  # which older records lack
+    for later in ("L_settled", "sigma_high", "training_samples"):  # older records do not have these
         with pytest.raises(UsageError, match="make another with sngm probe"):
             Constants.of_probe({key: value for key, value in PILOT.items() if key != later})
 
@@ -382,7 +382,7 @@ def test_a_pilot_and_the_folder_of_a_probe_give_the_same_advice(tmp_path):
     assert not re.search(r"<script|https?://(?!www\.w3\.org)|\bnan\b", page)
 
 
-# ---------------------------------------------------------------- does it work?
+# ---------------------------------------------------------------- advice put into practice
 
 
 @pytest.mark.slow

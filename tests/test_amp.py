@@ -1,4 +1,4 @@
-"""Loss scaling: a scaled run is the unscaled one, and a step that overflowed never happened."""
+"""Loss scaling: a scaled run equals the unscaled one, and a step with an overflow changes nothing."""
 
 import math
 
@@ -19,7 +19,7 @@ from methods import PATHS
 
 from sngm import CLARS, ExtrapSGD
 
-SCALABLE = [rule for rule in RULES if rule != "extrap-sgd"]  # whose gradients a scaler cannot see
+SCALABLE = [rule for rule in RULES if rule != "extrap-sgd"]  # it computes gradients inside step()
 INVARIANT = {
     "without decay": {"weight_decay": 0.0},
     "after_norm": {"weight_decay": 0.05, "weight_decay_mode": "after_norm"},
@@ -30,7 +30,7 @@ INVARIANT = {
 
 
 class Training:
-    """A small network; `step` scales its loss if there is a scaler, `spoil` times an infinity."""
+    """A small network; `step` scales its loss if there is a scaler, and multiplies it by inf with `spoil`."""
 
     def __init__(self, rule, scale=None, **settings):
         torch.manual_seed(0)
@@ -83,7 +83,7 @@ def test_one_group_that_is_not_fused_leaves_scaling_to_the_scaler():
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("rule", SCALABLE)
 def test_a_scale_that_was_halved_until_it_is_zero_skips_the_step(rule, path):
-    """Its gradients are zero, whatever they were."""
+    """With scale 0 all gradients are zero."""
     optimizer = build(rule, params := make_params(), path)
     before = weights(params), states(optimizer)
     for p in params:
@@ -112,7 +112,7 @@ def test_overflowed_steps_leave_no_trace_and_the_rest_equals_the_unscaled_run(ru
             assert agree(scaled.snapshot(), before)
             assert scaled.scaler.get_scale() == scale / 2
         assert agree(scaled.snapshot(), plain.snapshot())
-    # where the scaler skips by itself, step() is never called
+    # if the scaler skips, step() is not called
     assert scaled.optimizer.skipped.item() == (len(overflows) if fused else 0)
     start = Training(rule)
     assert not same_tensors(scaled.params, start.params)
@@ -154,7 +154,7 @@ def test_any_found_inf_but_zero_skips_and_the_gradients_are_divided_by_the_scale
     optimizer, twin = build(rule, params, path), build(rule, twins, path)
 
     def scaled_step(t, found_inf):
-        shape = () if t < 2 else (1,)  # both are in use
+        shape = () if t < 2 else (1,)  # both shapes are in use
         optimizer.grad_scale = torch.full(shape, 8.0)
         optimizer.found_inf = torch.full(shape, float(found_inf))  # a sum over devices
         grads = gradients(params, t)
@@ -247,5 +247,5 @@ def test_extrap_sgd_refuses_a_scaler_and_changes_nothing(given):
     with pytest.raises(TypeError, match=r"GradScaler.*step\(closures\)"):
         scaler.step(optimizer, *([[lambda: scaler.scale(w.square().sum()).backward()]] if given else []))
     assert torch.equal(w, torch.ones(3))
-    optimizer.step([lambda: w.sum().backward()])  # without the scaler it goes on as if nothing had been
+    optimizer.step([lambda: w.sum().backward()])  # works without the scaler afterwards
     torch.testing.assert_close(w.detach(), torch.full((3,), 0.9))

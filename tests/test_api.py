@@ -120,7 +120,7 @@ def test_classes_and_instances_are_tasks():
 
 
 class Noisy(Dataset):
-    """Samples with random noise that differs at each look."""
+    """Samples with random noise that differs at each access."""
 
     def __len__(self):
         return 64
@@ -263,7 +263,7 @@ def test_lists_must_be_lists():
         sngm.compare(task(), methods=["sngm"], batches=32)
 
 
-# ---------------------------------------------------------------- methods of the user
+# ---------------------------------------------------------------- the user's own methods
 
 
 def test_a_registered_method_is_like_a_built_in_one():

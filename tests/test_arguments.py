@@ -1,4 +1,4 @@
-"""Bad input is refused with the argument's name and what is allowed, before anything is touched."""
+"""Invalid arguments raise errors with the argument's name and the allowed values, before anything is changed."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
 NEEDED = {SNGM: {"lr": 0.1}, LARS: {"lr": 0.1}, CLARS: {"lr": 0.1}, LAMB: {}, ExtrapSGD: {"lr": 0.1, "inner_lr": 0.1}}
 ALL = list(NEEDED)
 MOMENTUM = [SNGM, LARS, CLARS, ExtrapSGD]
-# (classes, settings, error, what the message must hold besides the argument's name)
+# (classes, settings, error, what the message must contain besides the argument's name)
 NOT_A_RATE = [
     (-0.1, ValueError, "-0.1"),
     (math.nan, ValueError, "nan"),
@@ -75,7 +75,7 @@ CASES = [
 
 
 def message(name, *held):
-    """A pattern for pytest.raises: all of these, in any order."""
+    """Return a pattern for pytest.raises that matches all of these, in any order."""
     return "".join(f"(?=.*{re.escape(text)})" for text in (name, *held))
 
 
@@ -114,7 +114,7 @@ def test_notes_that_schedulers_and_trainers_keep_in_groups_are_let_through(cls):
     notes = {"name": "head", "lr_scale": 0.5, "layer": 3, "swa_lr": 0.01, "group_names": ["a"]}
     optimizer = cls([{"params": params, **notes}], **NEEDED[cls])
     assert {k: optimizer.param_groups[0][k] for k in notes} == notes
-    # groups taken over from another optimizer, after a scheduler has been at them
+    # groups of another optimizer, with keys that a scheduler added
     for other in (torch.optim.SGD(params, lr=0.1, momentum=0.9), torch.optim.AdamW(params, lr=0.1)):
         torch.optim.lr_scheduler.OneCycleLR(other, max_lr=0.2, total_steps=5)
         taken = cls([dict(g) for g in other.param_groups], **NEEDED[cls])
@@ -301,7 +301,7 @@ def test_flags_are_keyword_only():
         SNGM(make_params(), 0.1, 0.9, 0.0, "decoupled")
 
 
-# -------------------------------------------------------------------- what step() is given
+# -------------------------------------------------------------------- arguments of step()
 
 
 @pytest.mark.parametrize(

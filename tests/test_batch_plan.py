@@ -1,4 +1,4 @@
-"""Who computes what: pieces tile the global batch, and refusals name what would do."""
+"""Batch plans: pieces cover the global batch exactly, and errors name values that are possible."""
 
 import re
 
@@ -61,7 +61,7 @@ def test_every_value_that_a_refusal_names_is_accepted_there(batch, workers, micr
         name, values = advice(error)
     else:
         assume(False)
-    order = ["workers", "batch", "micro", "bn_group"]  # in which they are looked at; what comes after has yet to fit
+    order = ["workers", "batch", "micro", "bn_group"]  # order of the checks; later arguments are not checked yet
     later = dict.fromkeys(order[order.index(name) + 1 :])
     for value in values:
         fits = {**given, **later, "batch": 60 * value if name == "workers" else batch, name: value}
@@ -94,7 +94,7 @@ def test_what_is_not_said_follows_from_the_rest():
 
 
 def advice(error: UsageError) -> tuple[str, list[int]]:
-    """The field that a refusal is about and the values that it names."""
+    """Return the field that an error names, and the values that it suggests."""
     found = re.fullmatch(r"(\w+)=\d+ .*nearest that (?:can|do): (\d+)(?: or (\d+))?", str(error))
     assert found, error
     return found[1], [int(value) for value in found.groups()[1:] if value]

@@ -1,4 +1,4 @@
-"""What benchmarks make of their samples."""
+"""Statistics that the benchmarks compute from their samples."""
 
 import sys
 from pathlib import Path
@@ -40,7 +40,7 @@ def test_there_is_no_ratio_without_all_of_its_times():
 
 
 def test_growth_with_the_elements_is_of_builds_and_does_not_go_by_how_fast_the_host_is_in_each():
-    """Medians over all builds are 51 and 80, though most builds take as long."""
+    """Medians over all builds are 51 and 80, though most builds take equally long with both sizes."""
     small, large, slower = [50.0, 80.0, 51.0], [50.0, 80.0, 90.0], [60.0, 96.0, 10.0]
 
     def page(larger):

@@ -1,4 +1,4 @@
-"""`sngm check-theory`: its functions are what they claim, its verdicts follow the numbers, and it can fail."""
+"""`sngm check-theory`: its functions have the stated properties, its verdicts follow the numbers, and it can fail."""
 
 import json
 import re
@@ -39,7 +39,7 @@ def test_every_function_has_the_constants_it_claims(problem):
         hessian = np.array([(problem.gradient(a) - problem.gradient(b)) / (2 * step) for a, b in moved])
         limit = problem.L + problem.lam * np.linalg.norm(gradient)
         assert np.linalg.norm(hessian, 2) <= limit * (1 + 1e-6)
-        assert problem.loss(w) >= 0  # the infimum that the gap is measured from
+        assert problem.loss(w) >= 0  # 0 is the infimum in the definition of the gap
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -53,7 +53,7 @@ def test_the_noise_has_the_variance_it_claims(problem, batch):
 @pytest.mark.parametrize("beta", [0.0, 0.9])
 @pytest.mark.parametrize("method", ["msgd", "sngm", "block-sngm", "lars"])
 def test_the_iterations_are_those_of_the_optimizers(method, beta):
-    # the norms of its blocks are about 2, so that phi is cut at its upper end for some of them, and not for others
+    # the norms of its blocks are about 2, so that phi is clipped at its upper end for some of them only
     problem, eta, steps = replace(problems.COUPLED, phi=Phi(0.5, 1.9)), 0.05, 8
     runs = simulate(problem, method, np.array([eta, 0.2]), beta, 4, steps, seeds=3, seed=5)
     random = np.random.default_rng(5)
@@ -88,9 +88,9 @@ def test_lars_climbs_the_stairs_in_long_steps_and_falls_in_short_ones():
     up, down = (
         simulate(stairs, "lars", np.array([1 / 128]), 0.0, 1, steps, 1).norm.item() for steps in (count, 21_600)
     )
-    assert up == pytest.approx(0.1 / (2 * np.pi))  # the slope where steps land
+    assert up == pytest.approx(0.1 / (2 * np.pi))  # the slope at the points that steps reach
     assert down > 500 * up
-    assert 0 < stairs.gap < 0.2  # all that falls was climbed before
+    assert 0 < stairs.gap < 0.2  # it falls only by what it has climbed
 
 
 def test_a_run_that_diverges_is_infinite_and_breaks_every_bound():
@@ -116,7 +116,7 @@ SIMULATED = {}
 
 @pytest.fixture
 def at_batch_1(monkeypatch):
-    """The theorems at batch 1, where every part of a bound shows. No run is made twice: the tests differ in bounds."""
+    """Cache runs of the theorems at batch 1, where every part of a bound matters: tests differ only in the bounds."""
 
     def remembered(problem, method, etas, *rest):
         key = (problem.name, method, tuple(etas), *rest)
@@ -129,14 +129,14 @@ def at_batch_1(monkeypatch):
 
 
 def without(part, right):
-    """A bound that lacks one of its parts."""
+    """Return a bound without one of its parts."""
 
     def bound(**given):
         def changed(**change):
             return right(**{**given, **change})
 
         whole, flat, free = changed(), changed(L=0.0), changed(gap=0.0)
-        second_only = free - changed(gap=0.0, batch=1e300)  # of MSGD: the term that a batch divides
+        second_only = free - changed(gap=0.0, batch=1e300)  # of MSGD: the term divided by the batch size
         low, high = (given.get(key, 1.0) for key in ("gamma_l", "gamma_u"))
         even = changed(gap=0.0, L=0.0, **({"gamma_u": low} if "gamma_u" in given else {}))
         return {
@@ -167,9 +167,9 @@ def without(part, right):
             ("theorem-1", "smooth_bound", ("gap", "L", "noise", "kappa")),
             ("theorem-2", "relaxed_bound", ("gap", "L", "noise", "kappa")),
             ("theorem-3", "block_bound", ("gap", "L", "noise", "kappa", "blocks")),
-            # without term 3 the bound is met with equality, so that it is not noticed: docs/theory.md says why
+            # without term 3 the bound holds with equality, so its absence is not noticed: see docs/theory.md
             ("msgd-bound", "msgd_bound", ("gap", "noise", "momentum", "term 2", "term 3")),
-            # nor is the spread of phi in the noise: docs/theory.md says why
+            # nor is the absence of the spread of phi in the noise term: see docs/theory.md
             (
                 "lars-bound",
                 "lars_bound",
@@ -199,7 +199,7 @@ def test_a_theorem_says_how_much_of_each_part_is_needed(name, at_batch_1):
     (finding,) = theory_checks.check([name], seeds=10)
     told = finding.measured.split("needed of each part: ")[1].split(";")[0].split(", ")
     needed = {part: float(share) for part, share in (each.rsplit(" ", 1) for each in told)}
-    unseen = {"msgd-bound": {"term 3"}, "lars-bound": {"γ_u/γ_l of the noise"}}  # docs/theory.md says why
+    unseen = {"msgd-bound": {"term 3"}, "lars-bound": {"γ_u/γ_l of the noise"}}  # see docs/theory.md
     assert {part for part, share in needed.items() if share == 0} == unseen.get(name, set())
     assert max(needed.values()) <= 1 + 1e-9
 
@@ -234,7 +234,7 @@ class Growing(SNGM):
     def step(self, closure=None):
         super().step(closure)
         for state in self.state.values():
-            if "momentum_buffer" in state:  # there is none without momentum
+            if "momentum_buffer" in state:  # absent without momentum
                 state["momentum_buffer"] *= 1.001
 
 
@@ -274,7 +274,7 @@ def test_the_power_of_a_budget_is_fitted_for_each_seed():
 
 
 def verdicts_of_corollaries(monkeypatch, level, spread=0.0):
-    """Their verdicts, if every mean norm is this share of the bound, and the seeds are this share of it apart."""
+    """Return the verdicts if every mean norm is this fraction of the bound, and seeds differ by `spread` of it."""
 
     def made_up(problem, method, etas, beta, batch, steps, seeds):
         bound = theory.plan(
@@ -291,7 +291,7 @@ def test_a_corollary_is_judged_by_its_bound_and_worse_data_never_help(monkeypatc
     assert verdicts_of_corollaries(monkeypatch, 0.9) == ["holds", "holds"]
     assert verdicts_of_corollaries(monkeypatch, 1.1) == ["fails", "fails"]
     assert verdicts_of_corollaries(monkeypatch, 0.9, spread=0.03) == ["holds", "holds"]
-    for spread in (0.2, 0.5, 0.8):  # the wider the seeds are apart, the less is shown
+    for spread in (0.2, 0.5, 0.8):  # seeds that differ more show less
         assert verdicts_of_corollaries(monkeypatch, 0.9, spread) == ["open", "open"]
 
 
@@ -314,7 +314,7 @@ def test_the_interval_is_the_one_of_a_study(values):
 
 
 def norms(*largest, unsure=()):
-    """For each L, norms of 1 up to its largest batch and of 9 above; an interval to 9 at the unsure batches."""
+    """Return norms for each L: 1 up to its largest batch, 9 above; with an interval up to 9 at the unsure batches."""
     grid = np.array(batches.TRIED_BATCHES)
     mean = np.where(grid <= np.array(largest)[:, None], 1.0, 9.0)
     high = np.where(np.isin(grid, unsure), 9.0, mean)
@@ -342,7 +342,7 @@ def test_beyond_the_grid_nothing_is_known():
         ((1024, 16), (), True, False),
         ((64, 64), (), False, True),
         ((64, 128), (), False, True),
-        ((64, 32), (64,), False, False),  # the first is 32 or 64
+        ((64, 32), (64,), False, False),  # the first may be 32 or 64
     ],
 )
 def test_whether_a_limit_falls(largest, unsure, yes, no):
@@ -350,7 +350,7 @@ def test_whether_a_limit_falls(largest, unsure, yes, no):
 
 
 def verdicts(monkeypatch, msgd, sngm):
-    """Of the findings on batches, if this was measured."""
+    """Return the verdicts on batches for these measurements."""
     monkeypatch.setattr(batches, "measure", lambda rates, seeds: {"msgd": msgd, "sngm": sngm})
     checks = (batches.batch_limit_msgd, batches.batch_limit_sngm, batches.batch_larger, batches.batch_larger_tuned)
     return [check(2).verdict for check in checks]
@@ -393,7 +393,7 @@ def test_block_wise_steps_can_be_faster_without_noise():
     found = batches.race(batches.NO_NOISE, 1, batches.NO_NOISE_RATES, 0.0, 500, 2)
     assert found.faster
     for eta, *_ in found.best:
-        assert batches.NO_NOISE_RATES[0] < eta < batches.NO_NOISE_RATES[-1]  # the best rate is inside the grid
+        assert batches.NO_NOISE_RATES[0] < eta < batches.NO_NOISE_RATES[-1]  # the best learning rate is inside the grid
 
 
 def test_a_gradient_of_0_stays_0_block_by_block():
@@ -423,7 +423,7 @@ def test_only_a_verdict_against_the_documented_one_is_surprising(verdict, expect
     assert finding.surprising is surprising
 
 
-# ---------------------------------------------------------------- the verb
+# ---------------------------------------------------------------- the command
 
 
 @pytest.fixture(scope="module")
@@ -483,7 +483,7 @@ def test_the_theory_still_needs_no_torch():
 
 
 def documented():
-    """The names and verdicts of the table in docs/theory.md."""
+    """Return the names and verdicts of the table in docs/theory.md."""
     page = (Path(__file__).parents[1] / "docs" / "theory.md").read_text()
     return dict(re.findall(r"^\| `([a-z0-9-]+)` \|.*\| \**(holds|fails)\** \|", page, re.MULTILINE))
 

@@ -1,4 +1,4 @@
-"""The CIFAR-10 tasks through the command line, on small folders; their crops, and the paper's settings."""
+"""The CIFAR-10 tasks through the command line, on small datasets; their crops, and the paper's settings."""
 
 import json
 
@@ -116,7 +116,7 @@ def test_crops_are_those_of_a_black_border_of_four_and_all_of_them_come():
         for flip, part in ((0, crop), (1, crop.flip(2).contiguous()))
     }
     found = [crop_flip(image, torch.tensor([0]), 0, epoch)[0].contiguous() for epoch in range(2000)]
-    seen = [places[crop.numpy().tobytes()] for crop in found]  # each is one of them, or this fails
+    seen = [places[crop.numpy().tobytes()] for crop in found]  # KeyError unless each is one of the crops
     assert len(set(seen)) == 162
     assert 900 < sum(flip for *_, flip in seen) < 1100
 

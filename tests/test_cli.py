@@ -1,4 +1,4 @@
-"""The command line: what it says, what it refuses, and its exit codes."""
+"""The command line: output, errors and exit codes."""
 
 import errno
 import json
@@ -26,7 +26,7 @@ VERBS = (
     "train", "eval", "compare", "report", "probe", "advise", "check-theory", "tasks", "methods", "data", "doctor",
 )  # fmt: skip
 QUICK = "--batch 128 --epochs 1 --set width=2"
-METHODS = [  # of the paper
+METHODS = [  # the paper's
     "msgd", "sngm", "block-sngm", "sngd", "lars", "lars-unscaled", "lars-momentum", "clars",
     "extrap-sgd", "adam", "lamb",
 ]  # fmt: skip
@@ -47,7 +47,7 @@ def write(text, name="own.py"):
 
 
 def processor_seconds(command):
-    """The least of three, in time of the processor, which other tests beside this one do not lengthen."""
+    """Return the least CPU time of three runs, which concurrent tests do not affect, and the output."""
     seconds = []
     for _ in range(3):
         before = os.times()
@@ -103,7 +103,7 @@ def test_no_arguments_show_the_help():
     [m if m in ("sngm", "lars", "extrap-sgd") else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],
 )
 def test_every_method_learns_the_digits_by_default(method):
-    workers = 8 if method == "clars" else 1  # with one it would be LARS, and is refused
+    workers = 8 if method == "clars" else 1  # with one worker CLARS is LARS, and raises an error
     shown = sngm(f"train digits --method {method} --batch 512 --workers {workers} --json")
     assert shown.code == 0
     assert shown.json["result"]["test_accuracy"] > 0.9
@@ -288,7 +288,7 @@ def test_doctor_says_how_steps_on_a_gpu_would_be_taken(monkeypatch):
     assert "for want of Triton" in sngm("doctor").out
 
 
-# ---------------------------------------------------------------- refusals: train
+# ---------------------------------------------------------------- errors: train
 
 REFUSED = {
     "": ["task"],
@@ -391,7 +391,7 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
     refused(sngm(f"train digits {QUICK} --track wandb"), "wandb is not installed", "sngm[wandb]")
 
 
-# ---------------------------------------------------------------- refusals: folders
+# ---------------------------------------------------------------- errors: folders
 
 
 @pytest.mark.parametrize("line", [f"train digits {QUICK}", "compare --methods msgd --batches 512 --epochs 1"])
@@ -435,14 +435,14 @@ def test_runs_and_studies_do_not_share_a_folder():
     sngm(f"{study} --out study")
     refused(sngm(f"train digits {QUICK} --out study"), "study holds a study; name another folder with --out")
     shown = sngm("report study").out
-    shutil.copy("run/run.json", "study/run.json")  # as earlier versions let it come there
+    shutil.copy("run/run.json", "study/run.json")  # as earlier versions could leave it
     assert sngm("report study").out == shown
     assert sngm(f"{study} --out study").code == 0
 
 
 def test_a_report_that_cannot_be_written_is_shown():
     sngm(f"train digits {QUICK} --out run")
-    Path("run/table.md").mkdir()  # so that no file can take its place
+    Path("run/table.md").mkdir()  # so that the file cannot be written
     shown = sngm("report run")
     assert shown.code == 1
     assert "| sngm |" in shown.out
@@ -476,7 +476,7 @@ def test_a_run_without_a_checkpoint_cannot_be_tested():
     refused(sngm("eval run"), "run holds no checkpoint", "diverged")
 
 
-# ---------------------------------------------------------------- own tasks
+# ---------------------------------------------------------------- the user's own tasks
 
 
 def test_a_task_of_forty_lines_trains():
@@ -525,7 +525,7 @@ def test_a_loss_that_fails_shows_its_own_traceback():
     shown = finish(start(f"train {task} --out run"))
     assert (shown.code, shown.out) == (1, "")
     first, *_ = shown.err[shown.err.index("  File") :].splitlines()
-    assert first.endswith("in train")  # the verb, and not how the command line came to it
+    assert first.endswith("in train")  # the traceback starts at the command's function
     assert "own.py" in shown.err
     assert "return 1 / 0  # my line" in shown.err
     assert shown.err.strip().endswith("ZeroDivisionError: division by zero")
@@ -541,7 +541,7 @@ def test_a_trace_may_go_through_code_of_no_module():
 
 def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
     task = write(OWN_TASK.replace('metric = "error"', 'metric = "steadiness"'))
-    sngm(f"train {task} --out run")  # refused after its first epoch, when its scores are seen
+    sngm(f"train {task} --out run")  # fails after its first epoch, when its scores are known
     assert "Test steadiness" in sngm("report run").out
 
 
@@ -583,7 +583,7 @@ def test_defaults_of_a_task_may_be_anything_that_holds_numbers():
 def test_a_metric_that_is_no_number_is_told():
     task = write(OWN_TASK.replace('"error": difference.abs()', '"error": difference.abs() * float("nan")'))
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # shown, as people see them, and no error
+        warnings.simplefilter("default")  # as for users, not as errors
         shown = sngm(f"train {task} --epochs 1")
     assert shown.code == 0
     assert "test_error is nan, which is no result" in shown.err

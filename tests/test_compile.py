@@ -1,4 +1,4 @@
-"""A compiled step: one graph, compiled once whatever the learning rate does, with the numbers of an eager step."""
+"""Compiled steps: one graph, compiled once for all learning rates, with the results of eager steps."""
 
 import os
 import shutil
@@ -18,11 +18,11 @@ DEVICES = [
         marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")],
     ),
 ]
-# tracing, autograd's lowering and functionalization are the same; only the code they end in differs
+# both use the same tracing, autograd lowering and functionalization; only the generated code differs
 BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
-SHAPES = [(3, 4), (7,), (), (70, 70)]  # the last is more than norms take in one piece
-# one case for each kind of arithmetic; the rest are slow
+SHAPES = [(3, 4), (7,), (), (70, 70)]  # the last is larger than one piece of norms
+# one case for each kind of arithmetic; the others are marked slow
 QUICK = [
     "SNGM coupled global",
     "SNGM after_norm group nesterov",
@@ -37,16 +37,16 @@ needs_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
 )
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # inductor's advice
-    pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning"),  # its imports
-    # a scheduler takes note of steps by an attribute of the optimizer, which a compiled step cannot set
+    pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores"),  # from inductor
+    pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning"),  # from inductor's imports
+    # schedulers count steps in an attribute of the optimizer, which a compiled step cannot set
     pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step..` before `optimizer.step"),
 ]
 
 
 @pytest.fixture(autouse=True)
 def _compile_once():
-    """Nothing compiled so far, and an error for what is compiled again."""
+    """Reset torch.compile, and raise an error on recompilation."""
     torch._dynamo.reset()
     counters.clear()
     with torch._dynamo.config.patch(error_on_recompile=True):
@@ -55,7 +55,7 @@ def _compile_once():
 
 
 def build(case, dtype, device, **settings):
-    """Parameters and optimizer, in two groups; learning rates are tensors."""
+    """Return parameters and an optimizer with two groups; learning rates are tensors."""
     name, arguments = CASES[case]
     arguments = {**arguments, **settings}
     of_groups = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}
@@ -76,7 +76,7 @@ def same_numbers(ours, theirs):
 
 
 def follow(case, dtype, device, backend=None, **settings):
-    """Steps of an eager and a compiled twin, with schedulers, cleared gradients and one step to skip."""
+    """Compare steps of an eager and a compiled optimizer, with schedulers, cleared gradients and one skipped step."""
     params, optimizer = build(case, dtype, device, **settings)
     twins, twin = build(case, dtype, device, **settings)
     step = torch.compile(twin.step, backend=backend or BACKEND[device], fullgraph=True)
@@ -155,7 +155,7 @@ def loss_of(model, x):
 
 
 def compiled_apart(model, optimizer, backend):
-    """The model and the step, each compiled by itself."""
+    """Compile the model and the step separately."""
     forward = torch.compile(model, backend=backend, fullgraph=True)
     step = torch.compile(optimizer.step, backend=backend, fullgraph=True)
 
@@ -168,7 +168,7 @@ def compiled_apart(model, optimizer, backend):
 
 
 def compiled_together(model, optimizer, backend):
-    """One function, in which torch breaks the graph at backward and at zero_grad."""
+    """Compile one function, in which torch breaks the graph at backward and at zero_grad."""
 
     def train(x):
         loss_of(model, x).backward()
@@ -179,9 +179,9 @@ def compiled_together(model, optimizer, backend):
 
 
 def compiled_whole(model, optimizer, backend):
-    """One graph of forward, backward and step."""
+    """Compile forward, backward and step into one graph."""
 
-    step = optimizer.step  # before a scheduler wraps it, in a function that torch does not trace
+    step = optimizer.step  # before a scheduler wraps it in a function that torch does not trace
 
     def forward_backward_step(x):
         loss_of(model, x).backward()

@@ -1,4 +1,4 @@
-"""The Triton kernels, compiled for GPUs that need not be there: compilers refuse what the interpreter takes."""
+"""The Triton kernels, compiled for absent GPUs: the compiler rejects code that the interpreter runs."""
 
 import re
 import types
@@ -22,13 +22,13 @@ from triton.runtime.jit import JITFunction
 A100, H100, MI300 = GPUTarget("cuda", 80, 32), GPUTarget("cuda", 90, 32), GPUTarget("hip", "gfx942", 64)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TARGETS = pytest.mark.parametrize("target", [A100, H100, MI300], ids=["A100", "H100", "MI300"])
-MEMORY = {A100: 166_912, H100: 232_448, MI300: 65_536}  # bytes a program may have beside its registers
+MEMORY = {A100: 166_912, H100: 232_448, MI300: 65_536}  # bytes of shared memory per program
 SHAPES = [(7,), (40, 40), (64,)]
 
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):
-    """A function: kernels called on the CPU are then compiled for a GPU, not launched. It gives what is compiled."""
+    """Return a function that makes kernels compile for a GPU without launching, and returns the compiled kernels."""
     found = {}
     run = JITFunction.run
 
@@ -40,14 +40,14 @@ def compiled(monkeypatch, tmp_path):
     def use(target):
         gpu = types.SimpleNamespace(
             get_current_target=lambda: target,
-            get_current_device=lambda: str(target),  # no number, so that no other test runs what is compiled here
+            get_current_device=lambda: str(target),  # not a number, so that no other test runs these kernels
             get_current_stream=lambda device: 0,
         )
         monkeypatch.setattr(driver, "_active", gpu)
         return found
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # as it will be, and must not change what is computed
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "0")  # Triton's future default, which must not change results
     for module in (kernels, sngm.triton_support):
         monkeypatch.setattr(module, "DEVICES", ("cpu",))
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -83,7 +83,7 @@ def test_sums_depend_on_no_order_and_memory_is_read_in_wide_pieces(compiled, cas
     for one in found.values():
         name, code = one.metadata.name, one.asm["ptx"]
         atomics = set(re.findall(r"\b(?:atom|red)\.\S+", code))
-        assert all(what.endswith(".add.u32") for what in atomics), atomics  # counts of programs, and no sums
+        assert all(what.endswith(".add.u32") for what in atomics), atomics  # counters of programs only
         if atomics:
             counting.add(name)
         assert "ld.global.v4.b32" in code, name
@@ -94,7 +94,7 @@ def test_sums_depend_on_no_order_and_memory_is_read_in_wide_pieces(compiled, cas
 def test_other_numbers_of_tensors_and_other_addresses_compile_nothing_anew(compiled):
     found = compiled(H100)
     scales = torch.ones(8)
-    for shapes, at in (([(7,)], 0), ([(7,)] * 16, 1), (SHAPES, 2)):  # 1 and multiples of 16 are what Triton looks for
+    for shapes, at in (([(7,)], 0), ([(7,)] * 16, 1), (SHAPES, 2)):  # Triton specialises on 1 and multiples of 16
         params = make_params(shapes, torch.float32)
         optimizer = sngm.SNGM(params, lr=0.1, weight_decay=1e-4)
         optimizer.grad_scale = scales[at : at + 1]
@@ -128,7 +128,7 @@ def check_memory(found, target):
 def test_kernels_of_images_compile_and_find_room_on_every_gpu(compiled, target, dtype):
     found = compiled(target)
     model = resnet20().to(memory_format=torch.channels_last)
-    model.linear = torch.nn.Identity()  # not every CPU has products in bfloat16
+    model.linear = torch.nn.Identity()  # not every CPU supports bfloat16 products
     images = torch.ones(16, 3, 32, 32).contiguous(memory_format=torch.channels_last)
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         model(images).float().sum().backward()

@@ -1,4 +1,4 @@
-"""Criteo's rows: text to arrays, hostile text, made-up rows; DeepFM; and AUC."""
+"""Criteo: conversion of text to arrays, malformed text, synthetic rows; DeepFM; and AUC."""
 
 import gzip
 import hashlib
@@ -38,7 +38,7 @@ quiet = {"show": lambda text: None}
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
-    """With a home of its own, so that nothing converted before is found."""
+    """Run in an empty folder with its own home, so that no earlier conversion is found."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -47,7 +47,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def row(label=0, number=3, category="ab", **fields):
-    """A line as text; fields by their names, I1 to C26."""
+    """Return a line of text; fields are given by their names, I1 to C26."""
     values = {name: str(number) for name in criteo_convert.NAMES[:13]} | dict.fromkeys(
         criteo_convert.NAMES[13:], category
     )
@@ -67,12 +67,12 @@ def load(*names, **options):
 
 
 def many(count=50, begin=0):
-    """Rows that can be told apart, by I1 and C1."""
+    """Return rows with distinct I1 and C1."""
     return [row(i % 2, I1=str(i), C1=f"{i:x}") for i in range(begin, begin + count)]
 
 
 def everything(found):
-    """All rows in one table, sorted: what does not depend on the split."""
+    """Return all rows in one sorted table, independent of the split."""
     parts = [torch.cat([t.double().reshape(len(t), -1) for t in rows.tensors], 1) for rows in splits(found)]
     return sorted(torch.cat(parts).tolist())
 
@@ -85,7 +85,7 @@ def splits(found):
 
 
 def one_by_one(text, seed=2020):
-    """The rules in plain Python, with scikit-learn's split: (dense, categories, labels) of each split, field sizes."""
+    """Convert in plain Python with scikit-learn's split; return the arrays of each split, and field sizes."""
     rows = [line.split("\t") for line in text.splitlines()]
     rest, test = train_test_split(rows, test_size=0.2, random_state=seed)
     cut = int(len(rest) * (1.0 - 0.2))
@@ -101,7 +101,7 @@ def one_by_one(text, seed=2020):
 
 
 def same_rows(rows, wanted):
-    """In any order: a split keeps that of the file."""
+    """Compare rows in any order: a split keeps that of the file."""
     dense, ids, labels = wanted
     mine = torch.cat([t.double().reshape(len(t), -1) for t in rows.tensors], 1).numpy()
     theirs = np.concatenate([dense.astype(np.float32), ids, np.array(labels)[:, None]], 1)
@@ -115,7 +115,7 @@ def same_rows(rows, wanted):
 
 @real
 def test_real_rows_come_out_as_by_the_rules_of_deepctrs_script_fitted_on_training_rows(monkeypatch):
-    monkeypatch.setattr(criteo_convert, "BLOCK", 3000)  # so that fitting and encoding see several
+    monkeypatch.setattr(criteo_convert, "BLOCK", 3000)  # so that there are several blocks
     monkeypatch.setattr(criteo_text, "CHUNK", 1 << 18)
     shutil.copytree(REAL, "criteo", ignore=shutil.ignore_patterns(".sngm", "*80k*"))
     found = load("dac_sample_8k_raw.txt")
@@ -271,7 +271,7 @@ def test_crlf_gzip_pieces_and_a_last_line_without_its_end_change_nothing(monkeyp
     members = b"".join(gzip.compress("\n".join(part).encode() + b"\n") for part in (lines[:9], lines[9:]))
     Path("criteo/two_members").write_bytes(members)
     assert everything(load("two_members")) == wanted
-    Path("criteo/a").write_text("\n".join(lines[:31]))  # a file of many ends with a whole line, too
+    Path("criteo/a").write_text("\n".join(lines[:31]))  # without a final line break
     Path("criteo/b").write_bytes(gzip.compress("\n".join(lines[31:]).encode()))
     assert everything(load("a", "b")) == wanted
 
@@ -301,7 +301,7 @@ def test_values_that_training_has_not_seen():
     assert sum(sum(fields.values()) for fields in found.facts["unseen"].values()) == 1
 
 
-# ---------------------------------------------------------------- files that are refused
+# ---------------------------------------------------------------- invalid files
 
 
 def test_a_file_that_is_empty_or_not_criteos_is_refused_and_nothing_stays():
@@ -360,7 +360,7 @@ def test_files_that_are_not_there_or_there_twice():
         load("rows.tsv", "copy")
 
 
-# ---------------------------------------------------------------- the converted form is kept
+# ---------------------------------------------------------------- the cache of conversions
 
 
 def never(*_, **__):
@@ -378,7 +378,7 @@ def test_it_is_converted_once_and_again_only_where_content_changes(monkeypatch):
         assert json.loads((first.folder / "facts.json").read_text())["sources"][0]["mtime_ns"] == 10**18
         patch.setattr(criteo, "digest", never)
         assert everything(load()) == everything(first), "of a file with the same time no byte is read"
-    path.write_text(path.read_text().replace("\t49\t", "\t48\t"))  # as many bytes
+    path.write_text(path.read_text().replace("\t49\t", "\t48\t"))  # the same size
     second = load()
     assert second.folder == first.folder
     assert everything(second) != everything(first), "the first still has its own"
@@ -409,14 +409,14 @@ def test_a_converted_form_that_is_not_whole_is_made_again():
 
 def test_where_the_folder_cannot_be_written_the_cache_is_taken(tmp_path, monkeypatch):
     Path("criteo").mkdir()
-    Path("criteo/.sngm").write_text("")  # no folder can be made here, not even by root
+    Path("criteo/.sngm").write_text("")  # so that not even root can create a folder here
     found = put(many())
     assert found.folder.is_relative_to(tmp_path / "home" / ".cache" / "sngm")
     monkeypatch.setattr(criteo, "convert", never)
     assert load().folder == found.folder
     shutil.copytree("criteo", "other/criteo")
     with pytest.raises(AssertionError, match="again"):
-        load_criteo(Path("other"), ["rows.tsv"], **quiet)  # of the same name, but elsewhere
+        load_criteo(Path("other"), ["rows.tsv"], **quiet)  # same name, other folder
     monkeypatch.setattr(criteo, "_writable", lambda place, key: False)
     assert load().folder == found.folder, "what another user made will do"
     shutil.rmtree(tmp_path / "home")
@@ -529,7 +529,7 @@ def test_rows_are_samples_that_move_and_pickle_as_their_folder():
     assert verify(found.folder) == []
 
 
-# ---------------------------------------------------------------- made-up rows
+# ---------------------------------------------------------------- synthetic rows
 
 
 def test_made_up_rows_are_a_function_of_seed_and_number():
@@ -635,7 +635,7 @@ def test_fm_is_the_sum_over_all_pairs():
 
 
 def plain(weights, dense, categories):
-    """DeepFM by its formula, sample by sample, from a state dict."""
+    """Compute DeepFM by its formula, sample by sample, from a state dict."""
     logits = []
     for numbers, ids in zip(dense, categories.tolist(), strict=True):
         rows = [weights[f"embeddings.{field}"][number] for field, number in enumerate(ids)]
@@ -679,7 +679,7 @@ def test_gradients_are_dense_parts_of_one_tensor():
     dense, categories, _ = batch(1)
     model(dense, categories).sum().backward()
     for tables in (model.embeddings, model.weights):
-        assert len({table.grad.untyped_storage().data_ptr() for table in tables}) == 1  # none is copied
+        assert len({table.grad.untyped_storage().data_ptr() for table in tables}) == 1  # gradients share memory
         for table, number in zip(tables, categories[0].tolist(), strict=True):
             assert table.grad.is_contiguous()
             assert table.grad.any(1).nonzero().flatten().tolist() == [number]
@@ -692,7 +692,7 @@ def test_lookups_on_a_gpu_are_those_of_the_cpu(deterministic):
     generator = torch.Generator().manual_seed(0)
     tables = [torch.randn(size, 4, generator=generator) for size in (3, 1000)]
     rows = torch.randint(1003, (2000, 26), generator=generator, dtype=torch.int32)
-    rows[:, 0] = 1  # one that many samples add to
+    rows[:, 0] = 1  # a row that many samples add to
     grad = torch.randn(2000, 26, 4, generator=generator)
     torch.use_deterministic_algorithms(deterministic)
     try:

@@ -1,4 +1,4 @@
-"""DeepFM on rows made up by a known rule, through the command line."""
+"""DeepFM on synthetic rows of a known model, through the command line."""
 
 import math
 from pathlib import Path
@@ -62,8 +62,8 @@ def test_on_a_log_scale_counts_lie_between_the_least_and_the_greatest_of_trainin
         for row in made
     }
     assert {tuple(round(x, 5) for x in row[:3]) for row in seen[0].tolist()} == wanted
-    assert not seen[0][:, 3:].any()  # columns that are constant
-    model(torch.full((1, 13), -0.1).double(), categories[:1])  # less than all that was fitted
+    assert not seen[0][:, 3:].any()  # constant columns
+    model(torch.full((1, 13), -0.1).double(), categories[:1])  # below the fitted range
     assert not seen[1].any()
 
 
@@ -98,7 +98,7 @@ def test_of_methods_that_divide_by_the_norm_a_sum_is_a_mean(tmp_path):
     for key in ours:
         assert torch.allclose(ours[key], theirs[key], rtol=1e-9, atol=1e-12)
     losses = [metrics(tmp_path / name)[-1]["train_loss"] for name in ("sum", "mean")]
-    assert losses[0] == pytest.approx(losses[1], rel=1e-9)  # the mean, in both
+    assert losses[0] == pytest.approx(losses[1], rel=1e-9)  # the mean is reported in both
 
 
 @pytest.mark.parametrize(("method", "more"), [("msgd", ""), ("extrap-sgd", " --workers 2")])
@@ -115,13 +115,13 @@ def test_a_sum_is_a_mean_of_so_many_times_the_gradient(tmp_path, method, more):
 def test_in_a_step_of_clars_a_sum_moves_weights_as_a_mean_and_biases_as_many_times_farther(tmp_path):
     line = f"{LINE} --method clars --lr 0.001 --batch 1280 --workers 2 --epochs 1 --precision float64"
     for name in ("sum", "mean"):
-        # a limit of the ratio would bind with the mean alone, whose gradients are the smaller ones
+        # max_ratio would limit only the mean, whose gradients are smaller
         options = f"--set weight_decay=0 --set max_ratio=1e9 --set reduction={name} --out {name}"
         assert sngm(f"{line} {options}").code == 0
     ours, theirs = (end_of(tmp_path / name)["model"] for name in ("sum", "mean"))
     for key in (f"{part}.{field}" for part in ("embeddings", "weights") for field in range(26)):
         assert torch.allclose(ours[key], theirs[key], rtol=1e-9, atol=0)
-    assert torch.allclose(ours["bias"], 1280 * theirs["bias"], rtol=1e-9, atol=0)  # it began at zero
+    assert torch.allclose(ours["bias"], 1280 * theirs["bias"], rtol=1e-9, atol=0)  # it starts at zero
 
 
 @pytest.mark.parametrize("more", [{}, {"integers": "log", "init": "he"}])
@@ -139,12 +139,12 @@ def test_a_run_stopped_goes_on_to_the_same_end(tmp_path, more):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
 @pytest.mark.parametrize("step", ["captured", "compiled", "compiled+captured"])
 @pytest.mark.parametrize("method", ["sngm", "lamb", "adam"])
 def test_steps_on_a_gpu_train_as_eager_ones_on_the_cpu(tmp_path, method, step):
     settings = {"files": "rows.tsv"}
-    # in a graph the rate of torch's own methods is a float32, which this one is exactly
+    # in a CUDA graph torch's own methods use a float32 learning rate; this one is exact in float32
     config = resolve(
         "criteo-deepfm", method, lr=2**-7, batch=128, epochs=2, precision="float64", task_settings=settings
     )
@@ -152,7 +152,7 @@ def test_steps_on_a_gpu_train_as_eager_ones_on_the_cpu(tmp_path, method, step):
         record = train(config, tmp_path / device, Options(device=device, step=how, data_dir=tmp_path / "data"))
         assert record["timing"]["step"] == how
     ours, theirs = (end_of(tmp_path / device)["model"] for device in ("cuda", "cpu"))
-    for key in ours:  # rates are float32 in a graph of torch's own optimizers
+    for key in ours:  # in a CUDA graph torch's own optimizers use float32 learning rates
         torch.testing.assert_close(ours[key], theirs[key], rtol=1e-5, atol=1e-8, check_device=False)
 
 
@@ -177,7 +177,7 @@ def test_the_data_verb_looks_and_checks(tmp_path):
     (tmp_path / "data" / "criteo" / "rows.tsv").rename(tmp_path / "data" / "criteo" / "dac_sample_80k.tsv")
     listed = {entry["task"]: entry for entry in sngm("data --data-dir data --json").json}
     assert listed["criteo-deepfm"]["ready"]
-    assert not (tmp_path / "data" / "criteo" / ".sngm").exists()  # looked at, not converted
+    assert not (tmp_path / "data" / "criteo" / ".sngm").exists()  # validated, not converted
     found = sngm("data check criteo --data-dir data --json")
     assert found.code == 0
     assert found.json[0]["seen"].startswith("2,000 rows, 0 malformed")

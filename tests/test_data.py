@@ -1,4 +1,4 @@
-"""Datasets: fetched over HTTP, read from their files, checked; and the hash that augmentation draws from."""
+"""Datasets: download over HTTP, reading and checking of files; and the hash behind random augmentation."""
 
 import dataclasses
 import errno
@@ -42,7 +42,7 @@ small = pytest.mark.filterwarnings("ignore:.*does not hold the official records"
 
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
-    """With a home of its own, so that no dataset of the user's is found."""
+    """Run in an empty folder with its own home, so that no dataset of the user is found."""
     here = tmp_path / "here"
     here.mkdir()
     monkeypatch.chdir(here)
@@ -57,9 +57,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_the_hash_of_one_value_is_splitmix64():
-    of_zero, of_golden = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4  # the first two numbers of its published stream
+    of_zero, of_golden = 0xE220A8397B1DCDAF, 0x6E789E6AA1B965F4  # the first two numbers of the published stream
     assert bits(0) == of_zero & (2**62 - 1)
-    # the second comes from a state of twice the constant: of one that is the constant before it is added
+    # the second comes from the state 2 * constant, so from the constant before the addition
     assert bits(0x9E3779B97F4A7C15) == of_golden & (2**62 - 1)
 
 
@@ -112,7 +112,7 @@ def test_every_bit_of_every_value_turns_half_of_the_result():
             after = bits(5 ^ flips[0], 6 ^ flips[1], samples ^ flips[2])
             differ = before ^ after
             shares = torch.stack([(differ >> b & 1).double().mean() for b in range(62)])
-            assert shares.min() > 0.44, (which, bit)  # 5 standard deviations of a fair coin thrown 2,000 times
+            assert shares.min() > 0.44, (which, bit)  # 5 standard deviations of 2,000 fair coin tosses
             assert shares.max() < 0.56, (which, bit)
 
 
@@ -122,7 +122,7 @@ def test_neighbouring_samples_are_spread_evenly():
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # inductor's imports
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # from inductor's imports
 @pytest.mark.skipif(shutil.which(os.environ.get("CXX", "g++")) is None, reason="torch.compile needs a C++ compiler")
 def test_the_hash_compiles():
     compiled = torch.compile(lambda seed, epoch, samples: bits(seed, epoch, samples, 2), fullgraph=True)
@@ -132,7 +132,7 @@ def test_the_hash_compiles():
         assert found.tolist() == [bits(seed, epoch, sample, 2) for sample in samples.tolist()]
 
 
-# ---------------------------------------------------------------- CIFAR: small files of both forms
+# ---------------------------------------------------------------- CIFAR: small files of both formats
 
 
 def records(count, classes, seed):
@@ -146,7 +146,7 @@ def short(text):
 
 
 def python_2(pixels, labels, key):
-    """A pickle as Python 2 and its NumPy wrote the official files."""
+    """Return a pickle in the format in which Python 2 and its NumPy wrote the official files."""
     rows = b"M" + struct.pack("<H", len(pixels))
     array = (
         b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\x00\x85" + short(b"b") + b"\x87R"
@@ -163,7 +163,7 @@ def python_3(pixels, labels, key, protocol=2):
 
 
 def make(root, classes=10, form="binary", count=12, write=python_2):
-    """A small dataset: the same records in either form."""
+    """Write a small dataset with the same records in either format."""
     layout = next(one for one in cifar.layouts(classes) if one.form == form)
     folder = Path(root, layout.folder)
     folder.mkdir(parents=True)
@@ -223,7 +223,7 @@ def test_the_real_cifar_loads_fast_and_passes_its_check():
     assert "60,000 images, each class equally often, SHA256 checksums as published" in shown.out
 
 
-# ---------------------------------------------------------------- CIFAR: what is refused
+# ---------------------------------------------------------------- CIFAR: invalid files
 
 
 @pytest.mark.parametrize("classes", [10, 100])
@@ -302,7 +302,7 @@ def test_a_pickle_that_is_no_batch_is_refused_and_not_run(content, word):
 
 
 class Forged:
-    """Pickled as whatever call, arguments and state it is given."""
+    """An object that is pickled as the given call, arguments and state."""
 
     def __init__(self, *parts):
         self.parts = parts
@@ -313,7 +313,7 @@ class Forged:
 
 RECONSTRUCT = np.empty(0).__reduce__()[0]
 BYTES = Forged(np.dtype, ("u1", False, True), (3, "|", None, None, None, -1, -1, 0))
-OBJECTS = Forged(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))  # no flag: nothing to refuse
+OBJECTS = Forged(np.dtype, ("O8", False, True), (3, "|", None, None, None, -1, -1, 0))  # without the object flag
 GOOD = (1, (2, 3072), BYTES, False, bytes(6144))
 
 
@@ -323,7 +323,7 @@ def batch_of(*state, labels=(0, 0)):
 
 
 def test_a_pickle_that_forges_pointers_is_refused_and_does_not_crash():
-    """An object array with an address of the file's choosing, which is then read. In a process that may crash."""
+    """Unpickling would create an object array with an address from the file, and read it: run in a separate process."""
     pointer = Forged(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (1,), OBJECTS, False, b"A" * 8))
     read = Forged(RECONSTRUCT, (np.ndarray, (1,), b"b"), None, None, iter([([0], pointer)]))
     (make("data", form="python") / "data_batch_1").write_bytes(pickle.dumps(read, protocol=2))
@@ -365,7 +365,7 @@ def test_an_array_that_is_not_plain_bytes_is_refused_in_one_line(content):
     assert "\n" not in str(refusal.value)
 
 
-# ---------------------------------------------------------------- where data is looked for
+# ---------------------------------------------------------------- data folders
 
 
 def test_a_command_that_is_suggested_can_be_pasted():
@@ -405,23 +405,23 @@ def test_the_folder_chosen_comes_first_then_the_environment_then_the_usual_place
         find_cifar(Path("elsewhere"))
 
 
-# ---------------------------------------------------------------- fetching
+# ---------------------------------------------------------------- downloads
 
 
 class Server(ThreadingHTTPServer):
-    """Serves `files`; the attributes say how well."""
+    """A server for `files`; the attributes simulate faults."""
 
     daemon_threads = True
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
         self.files = {}
-        self.cuts = []  # for each request to come, after how many bytes its connection ends
-        self.codes = []  # for each request to come, an error instead of an answer
+        self.cuts = []  # for each coming request, the bytes after which its connection ends
+        self.codes = []  # for each coming request, an HTTP error code
         self.ranges = "honoured"  # or "ignored", "wrong", "short"
-        self.claimed = None  # bytes that files are said to have; 0: nothing is said
+        self.claimed = None  # size of files in the headers; 0: no size
         self.pause = 0.0  # seconds between pieces
-        self.gate = threading.Event()  # no piece comes before it is open
+        self.gate = threading.Event()  # no content is sent until it is set
         self.gate.set()
         self.asked = []  # (path, Range)
 
@@ -456,7 +456,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {first}-{end - 1}/{claimed or '*'}")
         if claimed:
             self.send_header("Content-Length", str(end - start + claimed - len(content)))
-        # before the answer: a client that turns it down asks again at once, and that request takes the next cut
+        # before the headers: a client that rejects them sends a new request at once, which takes the next cut
         stop = min(end, start + server.cuts.pop(0)) if server.cuts else end
         self.end_headers()
         server.gate.wait(PATIENCE)
@@ -466,7 +466,7 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 time.sleep(server.pause)
         except OSError:
-            pass  # the reader went away
+            pass  # the client closed the connection
         self.close_connection = True
 
 
@@ -494,7 +494,7 @@ FILES = cifar.LAYOUTS[0].files
 
 @pytest.fixture
 def archive(server, tmp_path):
-    """A small CIFAR-10 that the server has, and what it is."""
+    """Put a small CIFAR-10 archive on the server, and return its description."""
     content = tarred(make(tmp_path / "published"))
     server.files[NAME] = content
     md5 = hashlib.md5(content).hexdigest()
@@ -577,7 +577,7 @@ SIGN_IN = b"<html>please log in</html>"
 
 @pytest.mark.parametrize("claimed", [None, 0])
 def test_a_network_that_answers_for_the_server_leaves_the_part_alone(server, archive, tmp_path, claimed):
-    """One that wants people to sign in first: with the length of its page, or without any."""
+    """A captive portal answers with its own page, with or without its length."""
     Path("data").mkdir()
     part, content = Path("data", f"{NAME}.part"), server.files[NAME]
     part.write_bytes(content[:-1000])
@@ -597,7 +597,7 @@ def test_a_server_with_another_file_is_refused_by_its_length(server, archive):
     Path("data").mkdir()
     part = Path("data", f"{NAME}.part")
     part.write_bytes(server.files[NAME][:150_000])
-    for other in (server.files[NAME] + b"more", server.files[NAME][:100_000]):  # of which one can go on, one cannot
+    for other in (server.files[NAME] + b"more", server.files[NAME][:100_000]):  # one can be resumed, the other cannot
         server.files[NAME] = other
         with pytest.raises(Failed, match=f"Content-Range|bytes 150000-.*/{len(other)}|HTTP 416"):
             fetch.get(archive, Path("data"))
@@ -729,13 +729,13 @@ def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
     assert 0 < size < 1_000_000
     assert server.files[NAME].startswith(part.read_bytes())
     server.pause, server.claimed = 0.0, None
-    with pytest.raises(Failed):  # the sum is not that of the official file
+    with pytest.raises(Failed):  # the checksum differs from the official file's
         fetch.download([f"{server.base}/{NAME}"], Path("data", NAME), md5="0", size=1_000_000)
     assert server.asked[1] == (f"/{NAME}", f"bytes={size}-")
 
 
 def archive_with(path, *entries):
-    """A tar archive of (name, type) entries; regular files hold four bytes, links lead to /etc."""
+    """Return a tar archive of (name, type) entries; regular files hold four bytes, links point to /etc."""
     with tarfile.open(path, "w:gz") as tar:
         for name, kind in entries:
             entry = tarfile.TarInfo(name)
@@ -806,7 +806,7 @@ Image = pytest.importorskip("PIL.Image")
 
 
 def picture(path, width=40, height=30, mode="RGB", seed=0, kind="JPEG"):
-    """Smooth, so that JPEG keeps it."""
+    """Return a smooth image, which JPEG compression hardly changes."""
     y, x = np.mgrid[0:height, 0:width]
     rgb = np.stack([x * 255 // width, y * 255 // height, np.full_like(x, 40 + seed * 30 % 200)], axis=2)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -815,7 +815,7 @@ def picture(path, width=40, height=30, mode="RGB", seed=0, kind="JPEG"):
 
 @pytest.fixture
 def tree():
-    """Three classes in two splits, with pictures of all kinds."""
+    """Write an image folder with three classes in two splits, and images of all formats."""
     root = Path("data/imagenet")
     for split in ("train", "val"):
         for number, name in enumerate(("n02", "n01", "n03")):
@@ -853,7 +853,7 @@ def test_classes_are_the_sorted_folders_and_files_the_pictures_in_them(tree):
 
 def test_the_view_for_evaluation_is_the_middle(tree):
     image = ImageFolder(tree, "val", size=20, resize=30)
-    wanted = np.asarray(Image.open(image.file(4)))  # of 40 x 30: not scaled, so that the cut is exact
+    wanted = np.asarray(Image.open(image.file(4)))  # 40 x 30: not resized, so that the crop is exact
     assert wanted.shape == (30, 40, 3)
     assert np.array_equal(image[torch.tensor([4])][0][0].permute(1, 2, 0), wanted[5:25, 10:30])
     half = ImageFolder(tree, "val", size=10, resize=15)[torch.tensor([4])][0][0].float()
@@ -888,7 +888,7 @@ def test_augmentation_is_the_same_however_a_batch_is_split(tree):
 
 
 class Batches(torch.utils.data.Dataset):
-    """What a loader's worker would be given."""
+    """Batches as a data loader's worker receives them."""
 
     def __init__(self, images):
         self.images = images
@@ -909,7 +909,7 @@ def test_it_works_in_other_processes(tree):
 
 
 def drawn(width, height, rng):
-    """The published rule, with random numbers of another kind."""
+    """Draw crops by the published rule, with another random number generator."""
     while True:
         area, ratio = width * height * rng.uniform(0.08, 1), math.exp(rng.uniform(math.log(3 / 4), math.log(4 / 3)))
         w, h = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
@@ -930,7 +930,7 @@ def test_crops_are_drawn_as_published():
     assert ((left + width) == 500).any(), "the last place too"
     rng = random.Random(0)
     known = torch.tensor([drawn(500, 375, rng) for _ in range(4000)], dtype=torch.float64)
-    assert (boxes.mean(0) - known.mean(0)).abs().max() < 8  # 5 standard deviations of the widths'
+    assert (boxes.mean(0) - known.mean(0)).abs().max() < 8  # 5 standard deviations of the widths
     assert (boxes.std(0) / known.std(0) - 1).abs().max() < 0.08
 
 
@@ -976,7 +976,7 @@ def test_decoding_at_a_fraction_of_the_size_shows_the_same_crop(monkeypatch):
     assert {2, 4} <= set(drafted)
     assert len(drafted) < 30, "small crops are decoded whole"
     with monkeypatch.context() as patch:
-        patch.setattr(JpegImageFile, "draft", None)  # evaluation must not call it
+        patch.setattr(JpegImageFile, "draft", None)  # evaluation must not use it
         images[torch.tensor([0])]
 
 
@@ -1001,7 +1001,7 @@ def test_errors_of_the_disk_are_not_taken_for_broken_pictures(tree, monkeypatch,
     images = ImageFolder(tree, "train", **SMALL)
 
     def fail(path):
-        raise OSError(code, os.strerror(code))  # without a name, as where it is read
+        raise OSError(code, os.strerror(code))  # without a file name, as from read()
 
     monkeypatch.setattr(Image, "open", fail)
     with pytest.raises(OSError, match=os.strerror(code)) as error:
@@ -1069,7 +1069,7 @@ def test_the_listing_is_kept_until_a_folder_changes(tree, monkeypatch):
     first = ImageFolder(tree, "val")
     assert (tree / ".sngm/val.npz").is_file()
     with monkeypatch.context() as patch:
-        patch.setattr(imagenet, "_images", None)  # nothing is read again
+        patch.setattr(imagenet, "_images", None)  # the images must not be read again
         again = ImageFolder(tree, "val")
     assert [again.file(i) for i in range(12)] == [first.file(i) for i in range(12)]
     assert torch.equal(again.labels, first.labels)
@@ -1164,7 +1164,7 @@ class Terminal(io.StringIO):
 
 
 def test_what_is_said_beside_a_bar_stays_in_one_line(server, archive, tmp_path, monkeypatch):
-    """On a terminal of 80 columns, where rich would break what is printed past its bar."""
+    """On a terminal of 80 columns rich would wrap messages that are printed above its bar."""
     screen = Terminal()
     monkeypatch.setattr(sys, "stderr", screen)
     monkeypatch.setenv("TERM", "xterm")
@@ -1279,7 +1279,7 @@ def test_every_picture_is_looked_at_and_those_cut_short_are_named(tree, monkeypa
 
 
 def test_data_check_passes_what_is_as_published(monkeypatch):
-    """Official counts and sums of small files, as if those were the official ones."""
+    """Replace the official counts and checksums by those of small files."""
     folder = make("data", count=20)
     sizes = {}
     for name in FILES:

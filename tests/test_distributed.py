@@ -1,4 +1,4 @@
-"""Several processes give what one with as many virtual workers gives, and fail together."""
+"""Several processes give the results of one process with as many virtual workers, and fail together."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 
 
 def train_in(count: int, folder: Path, *arguments) -> None:
-    """``sngm train`` with 4 workers in `count` processes."""
+    """Run ``sngm train`` with 4 workers in `count` processes."""
     words = ["train", *arguments, "--workers", 4, "--device", "cpu", "--out", folder]
     codes = runs.ranks(count, *words, log=folder.with_suffix(".log"))
     assert codes == [0] * count, [path.read_text() for path in folder.parent.glob("*.log.*")]
@@ -106,11 +106,11 @@ def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     assert_near_end(tmp_path / "moved", tmp_path / "whole", 1e-10)
 
 
-# ---------------------------------------------------------------- torch's own
+# ---------------------------------------------------------------- torch's DDP
 
 
 def plain_ddp(path: str) -> None:
-    """A rank of the loop that torch's documentation shows."""
+    """Run one rank of the DDP loop from torch's documentation."""
     dist.init_process_group("gloo")
     rank, count = dist.get_rank(), dist.get_world_size()
     wanted = config("msgd", workers=count, settings={"norm": True})
@@ -130,7 +130,7 @@ def plain_ddp(path: str) -> None:
     if rank == 0:
         torch.save(model.state_dict(), path)
     dist.barrier()
-    # At once: DDP's reducer, freed with the interpreter locked, joins a thread of gloo's that may wait for that lock.
+    # Exit at once: DDP's reducer, freed while holding the GIL, joins a gloo thread that may wait for the GIL.
     os._exit(0)
 
 

@@ -1,4 +1,4 @@
-"""What the documentation prints runs, and its links lead somewhere."""
+"""Code blocks in the documentation run, and its links are valid."""
 
 import json
 import os
@@ -26,7 +26,7 @@ def for_many_processes(code: str) -> bool:
     return "init_process_group" in code
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # inductor's imports
+@pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # from inductor's imports
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if not for_many_processes(s.values[0])])
 def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
     for framework in FRAMEWORKS:

@@ -1,4 +1,4 @@
-"""EXTRAP-SGD: each worker looks ahead along its own gradient; the mean of what they see there drives momentum."""
+"""EXTRAP-SGD: momentum SGD on the mean of the workers' gradients at their extrapolated points."""
 
 import itertools
 import math
@@ -89,7 +89,7 @@ def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("path", PATHS)
 def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_size(path, dtype, settings, shapes):
-    """Gradients are given, not computed: low precision then costs one rounding of the look-ahead, one of the step."""
+    """With given gradients, low precision costs one rounding of the extrapolation and one of the step."""
     if path == "fused" and dtype in LOW:
         pytest.skip("fused=True refuses low precision, see test_arguments")
     params = make_params(shapes, dtype, size=0.001)
@@ -99,7 +99,7 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
     start, v = w, [torch.zeros_like(b) for b in w]
 
     def close(p, b, before, start):
-        """Whether p is b: in low precision to a rounding, else to the tolerance of the way from the start."""
+        """Return whether p is b: to one rounding in low precision, else relative to the distance from the start."""
         if dtype in LOW:
             float32_arithmetic = 2.0**-20 * (before.abs() + (b - before).abs().max()) if b.numel() else 0.0
             return ((p.double() - b).abs() <= 0.5 * spacing(b, dtype) + float32_arithmetic).all()
@@ -109,7 +109,7 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
         looks = [
             [(torch.randn(p.shape, generator=generator) * 0.01 + 0.01).to(dtype) for p in params] for _ in range(4)
         ]
-        seen = []  # where the reference takes its gradients
+        seen = []  # the points at which the reference computes gradients
 
         def gradient(there, looks=looks, seen=seen):
             seen.append(there)
@@ -130,7 +130,7 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
 
         optimizer.step([closure, closure])
         assert all(close(p.detach(), *those) for p, *those in zip(params, w, before, start, strict=True))
-        if dtype in LOW:  # the reference goes on from where the rounding led
+        if dtype in LOW:  # the reference continues from the rounded values
             w = [p.detach().double() for p in params]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-5
     for p, u in zip(params, v, strict=True):

@@ -1,4 +1,4 @@
-"""On a CUDA device: the same references, no waiting for the device, GradScaler, memory, several devices."""
+"""Optimizers on a CUDA device: references, no synchronisation, GradScaler, memory, several devices."""
 
 import copy
 
@@ -37,7 +37,7 @@ def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
 
 
 def close(optimizer, params, other, others, tolerance=1e-5):
-    """Whether two runs in float32 have gone the same way, weights and states."""
+    """Return whether weights and states of two float32 runs are close."""
     pairs = list(zip(params, others, strict=True))
     for a, b in zip(states(optimizer), states(other), strict=True):
         assert a.keys() == b.keys()
@@ -65,7 +65,7 @@ def test_a_step_never_waits_for_the_device(case, path):
     params, optimizer, step = stepper(case, path)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(4):  # the second makes a graph, the others after it replay that
+        for _ in range(4):  # the second step captures a CUDA graph, later ones replay it
             step()
             optimizer.param_groups[0]["lr"].mul_(0.5)
     finally:
@@ -96,7 +96,7 @@ def test_a_skipped_step_leaves_weights_and_state_bit_identical(case, path, bad):
     assert not torch.equal(before[0][0], params[0])
 
 
-@pytest.mark.parametrize("path", ["fused", "default"])  # the optimizer skips, or the scaler does
+@pytest.mark.parametrize("path", ["fused", "default"])  # the optimizer or the scaler skips
 @pytest.mark.parametrize("rule", [rule for rule in KERNELS if rule != "clars"])
 def test_steps_that_overflow_under_a_grad_scaler_cost_nothing_but_the_step(rule, path):
     def loss_of(params):
@@ -165,7 +165,7 @@ def test_a_whole_training_step_under_a_grad_scaler_never_waits_for_the_device(ru
         scaler.update()
         schedule.step()
 
-    train()  # libraries are loaded
+    train()  # loads libraries
     torch.cuda.set_sync_debug_mode("error")
     try:
         for spoil in (1.0, torch.inf, 1.0):
@@ -212,7 +212,7 @@ def test_a_captured_step_replays_with_a_changing_learning_rate(case):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         step()
-    twin_step()  # the capture itself changes nothing
+    twin_step()  # capturing does not change parameters
     for t in range(4):
         for a, b in zip(params, twins, strict=True):
             a.grad.normal_()
@@ -254,7 +254,7 @@ def test_a_learning_rate_is_read_where_it_is(rule, kind):
     optimizer, twin = build(rule, params, "fused"), build(rule, twins, "fused")
     for t in range(4):
         twin.param_groups[0]["lr"] = 0.5**t
-        if t < 3:  # a new tensor, then the same with another value
+        if t < 3:  # a new tensor, then the same tensor with another value
             lr = 0.5**t if kind is float else torch.tensor(0.5**t, dtype=kind, device="cpu" if t == 1 else "cuda")
             optimizer.param_groups[0]["lr"] = lr
         elif kind is float:
@@ -272,7 +272,7 @@ def test_tensors_may_lie_anyhow_and_nothing_beside_them_is_touched(rule):
     memory = torch.full((4000,), 3.0, device="cuda")
     guard = torch.ones(4000, dtype=torch.bool, device="cuda")
     layouts = [
-        ((1025,), (1,), 1),  # begins 4 bytes into the memory
+        ((1025,), (1,), 1),  # offset of 4 bytes
         ((40, 5), (7, 1), 1100),  # rows with gaps
         ((3, 8, 2, 2), (32, 1, 16, 8), 1400),  # channels last
         ((50,), (2,), 1601),
@@ -292,7 +292,7 @@ def test_tensors_may_lie_anyhow_and_nothing_beside_them_is_touched(rule):
     def lay(t, i, p):
         g = torch.randn(p.shape, device="cuda")
         if t == 1:
-            return room[i][33 : 33 + p.numel()].view(p.shape).copy_(g)  # unaligned, between what would be seen if read
+            return room[i][33 : 33 + p.numel()].view(p.shape).copy_(g)  # unaligned, surrounded by NaN
         if t == 2:
             return torch.stack([g, g], -1)[..., 0]
         if t == 3:
@@ -329,7 +329,7 @@ def test_a_model_that_left_the_device_and_came_back_in_another_layout_goes_on(ru
             del grads
             for p in params:
                 p.data, p.grad = p.data.cpu(), None
-            for p in params:  # likely to where it was
+            for p in params:  # probably at the old address
                 p.data = (
                     p.data.to(memory_format=torch.channels_last) if p.ndim == 4 else p.data.t().contiguous().t()
                 ).cuda()
@@ -339,7 +339,7 @@ HUGE = 2**31 + 1025
 
 
 def in_pieces(of, *tensors):
-    """The norm, in float64, of a function of huge tensors."""
+    """Return the norm, in float64, of a function of huge tensors, piece by piece."""
     total = torch.zeros((), dtype=torch.float64, device="cuda")
     for pieces in zip(*(t.split(2**26) for t in tensors), strict=True):
         total += of(*(piece.double() for piece in pieces)).square().sum()
@@ -421,7 +421,7 @@ def test_five_hundred_tensors_take_as_many_launches_as_five(rule):
             optimizer.step(**norms)
             torch.cuda.synchronize()
         on_device = [e.name for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-        counts.append(sorted(name for name in on_device if "#" not in name))  # less the name of the whole step
+        counts.append(sorted(name for name in on_device if "#" not in name))  # without the profiler range of the step
     assert counts[0] == counts[1]
     assert 2 <= len(counts[0]) <= 4
 

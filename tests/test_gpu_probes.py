@@ -1,4 +1,4 @@
-"""Probes on a GPU measure what they measure on a CPU: noise, curvature and blocks are in float64 on both."""
+"""Probes give the same results on a GPU as on a CPU: noise, curvature and blocks are in float64 on both."""
 
 import random
 
@@ -42,7 +42,7 @@ def test_the_first_point_is_that_of_the_cpu(tmp_path, task, given):
     here, there = (along(config, device=device, **how)["points"] for device in ("cpu", "cuda"))
     for key in ("loss", "gradient_norm", "sigma", "weight_norm"):
         assert there[0][key] == pytest.approx(here[0][key], rel=1e-9), key
-    # where torch has no second derivatives for a layer of this device, differences of gradients take their place
+    # finite differences replace second derivatives that torch lacks for a layer on this device
     assert there[0]["hessian_norm"] == pytest.approx(here[0]["hessian_norm"], rel=1e-3)
     assert there[0]["block_norms"] == pytest.approx(here[0]["block_norms"], rel=1e-9, abs=1e-12)
     assert there[1]["hessian_norm"] > 0

@@ -68,13 +68,14 @@ def test_a_run_killed_on_a_gpu_ends_bit_identical_under_deterministic(tmp_path):
 # ---------------------------------------------------------------- captured and compiled steps
 
 SQUARES = "test_gpu_train:Squares"
-TOLERANCE = {"float32": 1e-3, "float64": 1e-6}  # rates are float32 in a graph of torch's own optimizers
+TOLERANCE = {"float32": 1e-3, "float64": 1e-6}  # in a CUDA graph torch's own optimizers use float32 learning rates
 
 
 def squares(count, seed):
-    """Pictures whose left half is darker or brighter, a fifth of them labelled wrongly.
+    """Return images whose left half is darker or brighter, with a fifth of the labels wrong.
 
-    Without those, losses would near zero, and methods that divide by the gradient's norm would train on roundings.
+    With correct labels the loss would approach zero, and methods that divide by the gradient's norm would amplify
+    rounding errors.
     """
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 3, 8, 8, generator=generator)
@@ -154,7 +155,7 @@ def test_steps_are_captured_by_default_where_the_task_allows_it(tmp_path):
 
 @pytest.mark.parametrize("step", ["compiled", "compiled+captured"])
 @pytest.mark.parametrize("task", [SQUARES, "test_gpu_train:Streaming"])
-@pytest.mark.filterwarnings("ignore")  # of the compiler
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
 def test_compiled_steps_train_as_eager_ones(task, step, tmp_path):
     if "Streaming" in task and "captured" in step:
         pytest.skip("a graph cannot wait for loaders")
@@ -235,7 +236,7 @@ def test_loaders_feed_a_gpu_from_pinned_memory(tmp_path):
     loader.close()
 
 
-# ---------------------------------------------------------------- what is shipped
+# ---------------------------------------------------------------- built-in tasks
 
 
 @pytest.mark.filterwarnings("ignore:.*does not hold the official records")
@@ -244,7 +245,7 @@ def test_loaders_feed_a_gpu_from_pinned_memory(tmp_path):
 def test_resnet20_captured_in_bfloat16_is_what_it_is_step_by_step(tmp_path, stats, deterministic):
     image_tasks = pytest.importorskip("test_image_tasks")
     image_tasks.write_cifar(tmp_path, 10, count=64)
-    # seed 1: an argument that Triton would make a constant of
+    # seed 1: Triton would specialise on this argument
     given = {"lr": 0.05, "batch": 64, "workers": 4, "epochs": 3, "seed": 1, "running_stats": stats}
     config = resolve("cifar10-resnet20", "sngm", precision="bfloat16", **given)
     try:

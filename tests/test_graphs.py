@@ -1,4 +1,4 @@
-"""CUDA graphs: the user's, of the whole training step, and our own, of the launches of a step."""
+"""CUDA graphs: the user's, of a whole training step, and our own, of the launches of an optimizer step."""
 
 import contextlib
 import copy
@@ -15,7 +15,7 @@ from sngm.optim.kernels import replay
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    # gradients are accumulated on the stream of the warm-up, then on that of the capture
+    # gradients are accumulated on the warm-up's stream, then on the capture's
     pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match"),
 ]
 WARM_UP = 3
@@ -23,7 +23,7 @@ BATCH = (16, 4)
 
 
 class Trainer:
-    """A small model, its optimizer and the input that every step reads."""
+    """A small model, its optimizer, and the input tensor that every step reads."""
 
     def __init__(self, rule):
         torch.manual_seed(0)
@@ -49,7 +49,7 @@ class Trainer:
         self.optimizer.step(**norms)
 
     def capture(self, batches):
-        """Steps on these batches on a side stream, then one step recorded, which changes nothing."""
+        """Take steps on these batches on a side stream, then capture one step, which changes nothing."""
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -58,7 +58,7 @@ class Trainer:
                 self.x.copy_(x)
                 self.step()
         torch.cuda.current_stream().wait_stream(side)
-        self.optimizer.zero_grad(set_to_none=True)  # so that the graph's own memory holds the gradients
+        self.optimizer.zero_grad(set_to_none=True)  # so that gradients are allocated in the graph's memory pool
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.step()
@@ -98,15 +98,15 @@ def test_a_replayed_training_step_trains_as_an_eager_one(rule, overflow):
         assert (a - b).norm() <= 1e-6 * b.norm()
 
 
-# ---------------------------------------------------------------- our own
+# ---------------------------------------------------------------- our own graphs
 
-REPLAYED = [rule for rule in RULES if rule not in ("clars", "extrap-sgd")]  # mean norms may lie elsewhere at each step
+REPLAYED = [rule for rule in RULES if rule not in ("clars", "extrap-sgd")]  # mean norms may have other addresses
 FEW = ["sngm", "lars-momentum", "lamb"]
 
 
 @contextlib.contextmanager
 def launched():
-    """Plans made in here have no graphs."""
+    """Disable CUDA graphs in plans made in this context."""
     replay.ENABLED = False
     try:
         yield
@@ -116,7 +116,7 @@ def launched():
 
 @pytest.fixture
 def replays(monkeypatch):
-    """A list that grows by one at each replay; making a graph must not have failed in a test before."""
+    """Return a list that grows by one with each replay; no test before may have failed to capture a graph."""
     if replay.driver() is None:
         pytest.skip("needs CUDA 12.6 and its driver")
     monkeypatch.setattr(replay.Graph, "working", True)
@@ -133,7 +133,7 @@ def replays(monkeypatch):
 
 
 class Both:
-    """An optimizer whose steps are replayed beside a twin whose steps are launched: equal to the bit."""
+    """An optimizer with replayed steps and a twin with launched ones, which must be bitwise equal."""
 
     def __init__(self, rule, dtype=torch.float32, lr=None, **settings):
         self.params = make_params(SHAPES, dtype, device="cuda")
@@ -179,7 +179,7 @@ def test_replayed_steps_equal_launched_ones_while_rates_and_gradients_change(rul
             grads[3][0, 0] = torch.inf
         both.step(grads)
         if t % 2:
-            kept.append(grads)  # so that some addresses come again, and some do not
+            kept.append(grads)  # so that some addresses are reused, and some are not
     assert replays == [True] * 8
     assert both.ours.skipped == 1
 
@@ -260,7 +260,7 @@ def test_what_changes_between_replays_counts(rule, change, replays):
         if t in (4, 8):
             change(both)
         both.step()
-    only_in_a_table = change is decay and rule != "sngm"  # where it decides what is compiled
+    only_in_a_table = change is decay and rule != "sngm"  # for sngm it changes the compiled kernel
     assert replays == [True] * (10 if only_in_a_table else 6)
 
 
@@ -293,12 +293,12 @@ def test_a_graph_of_the_user_after_replays_of_ours(rule, replays):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         both.ours.step()
-    both.check()  # nothing has run
+    both.check()  # capturing ran nothing
     for t in range(6):
         for g in static:
             g.normal_(generator=both.generator)
         if t % 3 == 2:
-            both.ours.step()  # by our graph, between replays of the user's
+            both.ours.step()  # replays our graph, between replays of the user's
         else:
             graph.replay()
         with launched():
@@ -350,7 +350,7 @@ def test_replays_go_to_the_current_stream(rule, replays):
     for _ in range(3):
         torch.cuda.synchronize()
         with torch.cuda.stream(side):
-            torch.cuda._sleep(20_000_000)  # what goes to another stream is done long before
+            torch.cuda._sleep(20_000_000)  # work on another stream would finish long before
             for p, g in zip(both.params, grads, strict=True):
                 p.grad.copy_(g)
             both.ours.step()
@@ -395,7 +395,7 @@ def test_steps_may_be_taken_by_threads_that_have_not_used_the_device_before(rule
         with launched():
             step(both.theirs, both.twins, grads)
         both.check()
-    assert len(replays) == 6  # the driver may refuse where the thread has no context: then they are launched
+    assert len(replays) == 6  # if the driver fails for lack of a context in the thread, kernels are launched instead
 
 
 def test_graphs_are_made_while_another_thread_allocates_and_draws_random_numbers(replays):
@@ -471,7 +471,7 @@ def test_a_profiler_sees_launches_after_replays(rule, replays):
     for _ in range(4):
         both.step()
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    for _ in range(2):  # a second profile crashes where graphs and profilers do not go together
+    for _ in range(2):  # a second profile crashes if a graph is incompatible with profilers
         with torch.profiler.profile(activities=activities) as profiler:
             both.ours.step()
             torch.cuda.synchronize()

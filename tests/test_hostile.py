@@ -1,4 +1,4 @@
-"""Hostile arguments, environments and records: each ends in one line and an exit code, never in a traceback."""
+"""Hostile arguments, environments and records: each ends with a one-line error and an exit code, never a traceback."""
 
 import json
 import os
@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def in_a_shell(words, **environment):
-    """``sngm ...`` as a shell runs it, with redirections."""
+    """Run ``sngm ...`` in a shell, with redirections."""
     line = f'exec "{sys.executable}" -m sngm {words}'
     return subprocess.run(["sh", "-c", line], capture_output=True, env={**os.environ, **environment}, timeout=120)
 
@@ -41,7 +41,7 @@ def in_a_shell(words, **environment):
 
 @pytest.fixture
 def study(tmp_path):
-    """A folder of two finished runs, enough for a spread to be shown."""
+    """Return a folder with two finished runs, enough to show a spread."""
     assert sngm(STUDY.replace("--seeds 1", "--seeds 2") + " --out study").code == 0
     return tmp_path / "study"
 
@@ -73,7 +73,7 @@ def test_closed_descriptors_end_quietly_with_the_usual_code(closed, words, code)
     assert done.returncode == code
     assert b"Traceback" not in done.stdout + done.stderr
     if "2>&-" in closed:
-        assert b"sngm:" not in done.stdout  # a message does not go to stdout instead
+        assert b"sngm:" not in done.stdout  # messages do not go to stdout
     if words == RUN:
         assert json.loads(Path("run/run.json").read_text())["status"] == "finished"
 
@@ -182,7 +182,7 @@ def test_a_recorded_model_larger_than_the_memory_is_refused():
     del record["digest"]
     Path("run/run.json").write_text(json.dumps(record))
     state = checkpoint.load(Path("run"))
-    del state["config"]  # as in checkpoints of before
+    del state["config"]  # as in older checkpoints
     checkpoint.save(Path("run"), state["run"]["step"], state)
     refused(sngm("eval run"), "run/run.json", "GB of memory")
 
@@ -253,7 +253,7 @@ def finished(tmp_path_factory):
 
 
 def without_digest(folder):
-    """The record of a run as an older version wrote it."""
+    """Return the record of a run as an older version wrote it."""
     record = json.loads((folder / "run.json").read_text())
     del record["digest"]
     return record
@@ -269,7 +269,7 @@ def test_a_field_of_the_wrong_type_in_a_record_is_no_traceback(key, value, finis
     record[key] = value
     shutil.copytree(finished, "run")
     Path("run/run.json").write_text(json.dumps(record))
-    for path in Path("run").glob("checkpoint*"):  # which a broken record would be made from
+    for path in Path("run").glob("checkpoint*"):  # the record would be restored from them
         path.unlink()
     wrong = key not in ("made_before", "started", "data", "label") or value is None
     for line in (f"train digits {QUICK} --out run", "eval run", "probe run"):
@@ -291,7 +291,7 @@ def test_a_field_of_the_wrong_type_in_a_config_is_named(value, finished):
         for line in ("eval run", "probe run"):
             done = sngm(line)
             assert done.code == 2, (key, line, done)
-            assert "run.json" in done.err or "They differ in" in done.err  # from the checkpoint
+            assert "run.json" in done.err or "They differ in" in done.err  # the config differs from the checkpoint's
             assert "Error" not in done.err
         assert sngm("report run").code in (0, 2)
 
@@ -309,7 +309,7 @@ def test_a_field_of_the_wrong_type_in_a_study_is_no_traceback(key):
         assert sngm("report study").code in (0, 2)
 
 
-# ---------------------------------------------------------------- nonsense that was accepted
+# ---------------------------------------------------------------- nonsense that used to be accepted
 
 
 @pytest.mark.parametrize("seed", [2**64, 2**64 + 1, 10**400])

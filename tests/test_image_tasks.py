@@ -1,4 +1,4 @@
-"""ImageNet and ViT tasks: trained end to end on small folders made on the spot, and crops held to torch's own."""
+"""ImageNet and ViT tasks: trained end to end on small generated datasets; crops compared with torch's own."""
 
 from pathlib import Path
 
@@ -27,7 +27,7 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def pictures(tmp_path_factory):
-    """A tree as ImageNet's: three classes, each of a colour of its own, eight pictures to train on and two to test."""
+    """Write a folder like ImageNet's: three classes of different colours, eight training and two test images each."""
     image = pytest.importorskip("PIL.Image")
     root = tmp_path_factory.mktemp("data")
     random = np.random.default_rng(0)
@@ -43,7 +43,7 @@ def pictures(tmp_path_factory):
 
 
 def write_cifar(root: Path, classes: int, count: int = 16) -> None:
-    """The binary form with `count` records a file; a label is how bright an image is."""
+    """Write CIFAR's binary format with `count` records per file; an image's label is its brightness."""
     random = np.random.default_rng(0)
     if classes == 10:
         folder, names = "cifar-10-batches-bin", [*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"]
@@ -67,7 +67,7 @@ def cifar(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a small ViT for 32 x 32 pictures."""
+    """Return a folder with a small ViT for 32 x 32 images."""
     vit = pytest.importorskip("transformers")
     torch.manual_seed(0)
     config = vit.ViTConfig(
@@ -88,7 +88,7 @@ def test_resnet50_trains_on_folders_of_pictures(pictures):
     assert shown.code == 0, shown.err
     result = shown.json["result"]
     assert result.keys() == {"train_loss", "test_loss", "test_accuracy", "test_top5"}
-    assert result["test_top5"] == 1.0  # of three classes
+    assert result["test_top5"] == 1.0  # there are only three classes
     assert 0 < result["train_loss"] < 10
 
 

@@ -1,4 +1,4 @@
-"""The Triton kernels on the CPU, by Triton's interpreter: every rule, every layout of memory, changes between steps."""
+"""The optimizers' Triton kernels in Triton's interpreter: every rule and memory layout, and changes between steps."""
 
 import copy
 import ctypes
@@ -27,8 +27,8 @@ from sngm.optim.kernels.look import look_one_by_one
 
 pytest.importorskip("triton")
 
-TENSORS = 7  # where calls are counted
-RULES = ["sngm", "lars-momentum", "lamb"]  # of one pass over the gradients, of two, and with a second buffer
+TENSORS = 7  # in tests that count calls
+RULES = ["sngm", "lars-momentum", "lamb"]  # one pass over the gradients, two, and a second buffer
 FEW = [(5, 13), (2, 3, 2, 2)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
 OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("plan", "place", "device", "chunks"))
@@ -36,14 +36,14 @@ OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("plan", "place", "device"
 
 @pytest.fixture(scope="module", autouse=True)
 def plans():
-    """The module of plans."""
+    """Return the module of plans, with interpreted kernels."""
     with interpreted(*OURS, chooser=kernels):
         yield importlib.import_module(OURS[0])
 
 
 @pytest.fixture
 def chunks(monkeypatch, plans):
-    """Make programs work on so many elements, and so many at once; sums of more than 2 numbers take a loop."""
+    """Return a function that sets the chunk and block sizes; sums of more than 2 numbers then need a loop."""
 
     def choose(chunk, block):
         places = sys.modules[plans.Place.__module__]
@@ -54,7 +54,7 @@ def chunks(monkeypatch, plans):
 
 
 class Pair:
-    """An optimizer on the kernels beside one on foreach, over copies of its parameters."""
+    """An optimizer that uses the kernels, and one that uses foreach on copies of the parameters."""
 
     def __init__(self, rule, params=None, groups=({},), **settings):
         self.params = make_params(torch.float64, FEW) if params is None else params
@@ -65,7 +65,7 @@ class Pair:
         )
 
     def step(self, t, grads=None):
-        """Both step with these gradients, or those of step t, and must agree."""
+        """Step both with these gradients, or those of step t, and compare them."""
         grads = gradients(self.others, t) if grads is None else grads
         before = copy.deepcopy(grads)
         step(self.theirs, self.others, grads)
@@ -128,7 +128,7 @@ def test_complex_parameters_step_as_pairs_of_reals(rule):
     pair = Pair(rule, make_params(torch.complex64, FEW))
     pair.step(0)
     pair.step(1, [g.conj() for g in gradients(pair.others, 1)])
-    pair.step(2, [p.grad.conj() for p in pair.params])  # the same memory again
+    pair.step(2, [p.grad.conj() for p in pair.params])  # the same memory
 
 
 @pytest.mark.parametrize("scope", ["global", "group", "tensor"])
@@ -177,7 +177,7 @@ def test_low_precision_parameters_take_float32_gradients(plans, monkeypatch):
         grads = gradients(others, t)
         step(ours, params, [g.float() for g in grads])
         step(theirs, others, grads)
-        monkeypatch.delattr(plans, "usable", raising=False)  # from the second step on gradients are not gone through
+        monkeypatch.delattr(plans, "usable", raising=False)  # the second step must not check gradients one by one
     assert same(ours, params, theirs, others)
 
 
@@ -199,12 +199,12 @@ def test_gradients_whose_sign_is_left_to_be_changed_are_read_with_it():
     pair = Pair("sngm", make_params(torch.float64, [(), (1,), (3, 2)]))
     memory, others = torch.full((2,), 1.0 + 2.0j, dtype=torch.complex128), gradients(pair.others, 0)[2]
     for t in range(3):
-        one = (memory.conj() if t else memory).imag  # of the same memory, with another sign
+        one = (memory.conj() if t else memory).imag  # the same memory, with lazy negation
         assert one[0].is_neg() == one[1:].is_neg() == (t > 0)
         pair.step(t, [one[0], one[1:], others])
 
 
-# ---------------------------------------------------------------- what may change between steps
+# ---------------------------------------------------------------- changes between steps
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -383,7 +383,7 @@ def test_fresh_gradients_every_step_need_no_new_plan(rule):
     for t in range(1, 3):
         pair.ours.zero_grad(set_to_none=True)
         pair.step(t)
-        kept += [p.grad for p in pair.params]  # so that no address comes again
+        kept += [p.grad for p in pair.params]  # so that no address is reused
         assert pair.ours._plan is plan
 
 
@@ -401,7 +401,7 @@ def test_a_model_that_is_moved_to_the_meta_device_takes_another_path(rule):
     assert optimizer._plan is None
 
 
-@pytest.mark.parametrize("rule", ["sngm", "sngm-group"])  # other rules' norms are not for such tensors on any path
+@pytest.mark.parametrize("rule", ["sngm", "sngm-group"])  # other rules support such tensors on no path
 def test_parameters_that_wrap_others_take_another_path(rule):
     runs = []
     for path in ("default", "foreach"):
@@ -460,7 +460,7 @@ def test_without_a_compiler_the_same_is_noticed(rule, plans, monkeypatch):
             grads[0] = grads[0].t().contiguous().t()
         if t == 5:
             pair.params[2].data = pair.params[2].data.clone()
-        kept.append(grads)  # so that no address comes again
+        kept.append(grads)  # so that no address is reused
         pair.step(t, grads)
         seen.append(pair.ours._plan)
     assert seen[0] is seen[1] is seen[2] is seen[3] is seen[4]
@@ -544,7 +544,7 @@ def test_a_step_goes_on_from_state_that_has_the_id_of_what_it_replaced(rule):
     pair.step(0)
     for optimizer, params in ((pair.ours, pair.params), (pair.theirs, pair.others)):
         state, key = optimizer.state[params[1]], optimizer.BUFFERS[0]
-        kept.append(state[key].detach())  # so that its memory does not come again
+        kept.append(state[key].detach())  # so that its memory is not reused
         old, half, tries = id(state[key]), kept[-1] * 0.5, []
         del state[key]
         while not tries or id(tries[-1]) != old:
@@ -616,7 +616,7 @@ def test_a_step_without_a_rate_is_refused_and_changes_nothing():
 
 
 def move_state(optimizer):
-    """Give every tensor of the state other memory, half of what is there; returns what it left behind."""
+    """Replace every state tensor by a copy at another address with half the value; return the old tensors."""
     left = []
     for state in optimizer.state.values():
         for value in state.values():
@@ -668,7 +668,7 @@ def test_a_copy_of_an_optimizer_knows_its_process_group_before_any_step(monkeypa
     optimizer.norm_group = object()
     twin = copy.deepcopy(optimizer)
     assert twin.norm_group is twin._shards.norm_group is optimizer.norm_group
-    assert twin._shards.active  # a compiled step cannot find this out
+    assert twin._shards.active  # a compiled step cannot detect it
 
 
 def test_a_learning_rate_that_changes_makes_no_new_launches():
@@ -720,7 +720,7 @@ def test_a_copy_of_an_optimizer_goes_on_by_itself(rule, copied):
     assert same(optimizer, params, twin, twins)
 
 
-# ---------------------------------------------------------------- how tensors lie in memory
+# ---------------------------------------------------------------- memory layouts
 
 
 def transposed(p, g):
@@ -781,7 +781,7 @@ def test_parameters_may_lie_anyhow(rule):
     memory = torch.full((200,), 3.0)
     guard = torch.ones(200, dtype=torch.bool)
     layouts = [
-        ((9,), (1,), 1),  # begins 4 bytes into the memory
+        ((9,), (1,), 1),  # offset of 4 bytes
         ((4, 5), (7, 1), 12),  # rows with gaps
         ((3, 2, 2, 2), (8, 1, 4, 2), 48),  # channels last
         ((5,), (2,), 81),
@@ -894,7 +894,7 @@ def test_two_runs_are_bit_identical(rule, chunks):
     assert same(*runs[0], *runs[1])
 
 
-# ---------------------------------------------------------------- steps that must not be taken
+# ---------------------------------------------------------------- steps that must be skipped
 
 
 @pytest.mark.parametrize("bad", [-torch.inf, torch.nan])
@@ -951,7 +951,7 @@ def test_a_loss_scale_is_divided_out_and_any_found_inf_but_zero_skips(rule):
     optimizer, twin = build(rule, params, fused=True), build(rule, twins)
     for t, found_inf in enumerate([1, 0, 2, 0]):
         grads = gradients(params, t)
-        shape = () if t < 2 else (1,)  # both are in use
+        shape = () if t < 2 else (1,)  # both shapes are in use
         optimizer.grad_scale, optimizer.found_inf = torch.full(shape, 8.0), torch.full(shape, float(found_inf))
         for p, g in zip(params, grads, strict=True):
             p.grad = g * 8.0
@@ -983,11 +983,11 @@ def test_a_gradient_scaler_of_torch_drives_a_fused_optimizer():
     assert same(*results[0], *results[1])
 
 
-# ---------------------------------------------------------------- graphs of the launches
+# ---------------------------------------------------------------- CUDA graphs of the launches
 
 
 class Recorded:
-    """In place of a CUDA graph: the launches with the arguments they had, whatever becomes of the pool."""
+    """A stand-in for a CUDA graph: repeats the launches with their recorded arguments."""
 
     working = True
 
@@ -1013,7 +1013,7 @@ def recorded(monkeypatch, plans):
 
 
 def replayed(optimizer):
-    """How often each graph of the present plan has been replayed."""
+    """Return how often each graph of the current plan has been replayed."""
     return [graph.replayed for graph in optimizer._plan.places[0].replays.graphs.values()]
 
 
@@ -1030,7 +1030,7 @@ def test_a_replayed_step_reads_gradients_rates_and_settings_as_they_are_now(rule
         rate.mul_(0.5)
         grads = gradients(pair.others, t)
         pair.step(t, [None if (i, t) == (1, 4) else g for i, g in enumerate(grads)])
-        kept.append(grads)  # so that no address comes again
+        kept.append(grads)  # so that no address is reused
     assert replayed(pair.ours) == [6]
 
 
@@ -1046,27 +1046,27 @@ def test_the_host_does_the_same_whatever_the_number_of_elements(rule, graphs, ch
         for _ in range(3):
             step(optimizer, params, gradients(params, 0))
         place = optimizer._plan.places[0]
-        with monkeypatch.context() as patch:  # what is launched is not the host's
+        with monkeypatch.context() as patch:  # launched work is not the host's
             patch.setattr(Recorded, "__call__", lambda self, stream: graphs)
             patch.setattr(sys.modules[plans.Place.__module__].Launch, "__call__", lambda self, pool, stream: None)
             patch.setattr(base, "grad_of", seen(base.grad_of, "grad_of"))
             calls.append(calls_of(optimizer.step))
         assert len(place.replays.graphs) == 1
     assert calls[0] == calls[1]
-    assert calls[0].count(plans.look.__qualname__) == 2  # of parameters and gradients
+    assert calls[0].count(plans.look.__qualname__) == 2  # for parameters and gradients
     assert calls[0].count("grad_of") == TENSORS
     assert len(calls[0]) > 50 + TENSORS
 
 
 def seen(function, name):
-    """The same as a function of Python: of C's that `map` calls a profiler is told nothing."""
+    """Wrap a C function in Python, since profilers do not see C functions that `map` calls."""
     wrapper = lambda *arguments: function(*arguments)  # noqa: E731
     wrapper.__code__ = wrapper.__code__.replace(co_name=name, co_qualname=name)
     return wrapper
 
 
 def calls_of(function):
-    """The names of all functions that were called, Python's and C's, in their order."""
+    """Return the names of all Python and C functions called, in order."""
     names = []
 
     def note(frame, event, argument):
@@ -1236,7 +1236,7 @@ def test_a_plan_for_a_graph_of_the_user_has_no_graphs_of_its_own():
 
 
 class Driver:
-    """In place of CUDA's: notes the calls; `failing` names the one that does."""
+    """A stand-in for the CUDA driver that records calls; the call named `failing` fails."""
 
     def __init__(self, nodes=2, failing=""):
         self.calls, self.nodes, self.failing = [], nodes, failing
@@ -1351,7 +1351,7 @@ def test_ids_tell_objects_apart_that_are_equal(ids):
     assert ids(()) == b""
 
 
-# ---------------------------------------------------------------- what torch and users rely on
+# ---------------------------------------------------------------- autograd, hooks and interruptions
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -1372,7 +1372,7 @@ def test_autograd_sees_that_parameters_changed(rule):
 
 @pytest.mark.parametrize("rule", RULES)
 def test_autograd_sees_that_a_vector_changed_too(rule):
-    """Of a layer after another, LayerNorm's weight is all that autograd keeps of the parameters."""
+    """Autograd saves no other parameter than LayerNorm's weight in this model."""
     model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.LayerNorm(4))
     optimizer = build(rule, list(model.parameters()))
     loss = model(torch.randn(3, 4)).pow(3).sum()
@@ -1467,7 +1467,7 @@ class Wrapping(SNGM):
 
 @pytest.fixture(params=[SNGM, Wrapping])
 def hooked(request):
-    """An optimizer, of a subclass too that calls the step of its base, and a list of what its hooks saw."""
+    """Return an optimizer, optionally of a subclass that calls its base's step, and a list of its hooks' calls."""
     params = make_params(shapes=FEW)
     optimizer = request.param(params, lr=0.1)
     run(optimizer, params, 1)

@@ -1,4 +1,4 @@
-"""Where tensors lie, and how, seen in C and from Python."""
+"""Addresses and layouts of tensors, read in C and in Python."""
 
 import gc
 import os

@@ -1,4 +1,4 @@
-"""The kernels of the word LSTM and of its loss against torch in float64: interpreted, or on a GPU."""
+"""The kernels of the word LSTM and its loss compared with torch in float64, in the interpreter or on a GPU."""
 
 import copy
 
@@ -33,13 +33,13 @@ def layer_of(inputs, width, device="cpu"):
 
 
 def results(layer, steps, streams, dtype=torch.float32, low=None, name="Recur"):
-    """Outputs, last output and cell, and the gradients of x, h, c and all parameters."""
+    """Return outputs, last output and cell, and the gradients of x, h, c and all parameters."""
     weight, width = layer.weight_hh_l0, layer.hidden_size
     shapes = (steps, streams, layer.input_size), (1, streams, width), (1, streams, width)
     x, h, c = (draw(*s, device=weight.device, dtype=dtype, seed=i).requires_grad_() for i, s in enumerate(shapes))
     with torch.autocast(weight.device.type, low or torch.bfloat16, enabled=low is not None):
         y, (h_after, c_after) = layer(x, (h, c))
-    assert (name in y.grad_fn.name()) == (dtype != torch.float64)  # which goes to torch
+    assert (name in y.grad_fn.name()) == (dtype != torch.float64)  # float64 uses torch
     grads = [draw(*t.shape, device=weight.device, dtype=t.dtype, seed=3) for t in (y, h_after, c_after)]
     found = torch.autograd.grad([y, h_after, c_after], [x, h, c, *layer.parameters()], grads)
     assert [g.dtype for g in found] == [t.dtype for t in (x, h, c, *layer.parameters())]
@@ -56,9 +56,9 @@ def compare(layer, steps, streams, tolerance, low=None):
 @pytest.mark.parametrize(
     ("steps", "streams", "inputs", "width"),
     [
-        (1, 3, 5, 8),  # less than a product takes
+        (1, 3, 5, 8),  # smaller than a matrix product's tile
         (3, 1, 1, 1),
-        (3, 17, 7, 33),  # two programs, and nothing a multiple of anything
+        (3, 17, 7, 33),  # two programs, and sizes that are no multiples of tiles
         (4, 16, 16, 16),
         (2, 20, 8, 200),
         (2, 2, 3, 256),
@@ -85,7 +85,7 @@ def test_parameters_of_half_precision(device):
 def test_tanh_has_float32_s_precision_everywhere(device):
     from sngm.models.kernels import lstm
 
-    # without weights a cell is i g, and i is 1 / 2: cells are tanh(g) / 2, exactly halved
+    # without weights a cell is i * g with i = 1 / 2, so cells are exactly tanh(g) / 2
     sizes = torch.logspace(-30, 1.9, 500, dtype=torch.float64)
     g = torch.cat([-sizes, torch.zeros(12, dtype=torch.float64), sizes]).to(device, torch.float32).view(-1, 11)
     streams, width = g.shape
@@ -100,7 +100,7 @@ def test_tanh_has_float32_s_precision_everywhere(device):
     assert cells[1].abs().max() <= 0.5
 
 
-@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in a sigmoid, which is then 0
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # in a sigmoid, which is 0 then
 def test_large_gates_are_no_trouble(device):
     layer = layer_of(3, 8, device)
     with torch.no_grad():
@@ -113,7 +113,7 @@ def test_only_the_gradients_asked_for_come_back(device):
     hidden = tuple(torch.zeros(1, 2, 8, device=device) for _ in range(2))
     layer.weight_ih_l0.requires_grad_(False)
     y, after = layer(x, hidden)
-    (y.sum() + after[0].sum()).backward()  # the last cell unused
+    (y.sum() + after[0].sum()).backward()  # the last cell is unused
     assert layer.weight_ih_l0.grad is None
     assert torch.equal(layer.bias_ih_l0.grad, layer.bias_hh_l0.grad)
     assert layer.bias_ih_l0.grad.data_ptr() != layer.bias_hh_l0.grad.data_ptr()
@@ -138,7 +138,7 @@ def test_views_are_read_rightly(device):
     layer, streams = layer_of(4, 8, device), 5
     x = draw(streams, 6, 8, device=device)[:, ::2, ::2].transpose(0, 1)
     hidden = tuple(draw(1, 8, streams, device=device).transpose(1, 2) for _ in range(2))
-    wanted = copy.deepcopy(layer).double()(x.double(), tuple(h.double().contiguous() for h in hidden))  # as cuDNN wants
+    wanted = copy.deepcopy(layer).double()(x.double(), tuple(h.double().contiguous() for h in hidden))  # as cuDNN needs
     found = layer(x, hidden)
     close(found[0], wanted[0], 1e-6)
     wide = draw(3, streams, 16, device=device)[:, :, ::2]
@@ -170,7 +170,7 @@ def test_what_the_kernels_do_not_know_goes_to_torch(device):
 
 def loss_and_gradients(tensors, targets, by_torch=False, **how):
     given = [t.detach().requires_grad_() for t in tensors]
-    if by_torch:  # in float64, with rows left out by hand
+    if by_torch:  # in float64, with ignored rows removed
         counts = targets >= 0
         losses = nn.functional.cross_entropy(linear(*given)[counts], targets[counts], reduction="sum")
         loss = losses / counts.sum() if how.get("reduction", "mean") == "mean" else losses
@@ -184,7 +184,7 @@ def loss_and_gradients(tensors, targets, by_torch=False, **how):
 def block(device, monkeypatch):
     from sngm.models.kernels import softmax
 
-    monkeypatch.setattr(softmax, "BLOCK", 64)  # of which small rows need several too
+    monkeypatch.setattr(softmax, "BLOCK", 64)  # so that small rows need several blocks
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 3e-6), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
@@ -209,7 +209,7 @@ def test_the_loss_and_its_gradients_are_those_of_float64(device, dtype, toleranc
 @pytest.mark.usefixtures("block")
 def test_sure_and_unsure_predictions_have_all_their_digits(device, scale):
     tensors = [draw(*s, device=device, scale=scale) for s in ((4, 5), (100, 5), (100,))]
-    with torch.no_grad():  # of two rows, the target is the likeliest
+    with torch.no_grad():  # in two rows the target is the most likely word
         targets = linear(*tensors).argmax(1) - torch.tensor([0, 0, 1, 1], device=device)
     targets = targets.clamp(min=0)
     found = loss_and_gradients(tensors, targets, reduction="sum")
@@ -219,7 +219,7 @@ def test_sure_and_unsure_predictions_have_all_their_digits(device, scale):
 
 
 def test_one_less_than_a_probability_close_to_one_is_exact(device):
-    # as the gradient of a bias, in a row by itself: logits 0 and -20
+    # visible as the gradient of a bias in a single row: logits 0 and -20
     bias = torch.tensor([0.0, -20.0], device=device)
     tensors = torch.zeros(1, 3, device=device), torch.zeros(2, 3, device=device), bias
     found = loss_and_gradients(tensors, torch.tensor([0], device=device))[3].double().cpu()
@@ -260,7 +260,7 @@ def test_what_is_not_finite_or_no_word_shows(device):
     features[1, 1] = torch.nan
     assert vocabulary_loss(features, weight, bias, targets).isnan()
     features[1, 1] = 0.0
-    bias[4] = -torch.inf  # never said, and yet it is
+    bias[4] = -torch.inf  # a word with probability 0, which occurs
     assert vocabulary_loss(features, weight, bias, targets) == torch.inf
     bias[4], bias[5:] = 0.0, -torch.inf
     found = vocabulary_loss(features, weight, bias, torch.tensor([4, 0, 3], device=device))
@@ -295,7 +295,7 @@ def test_the_model_with_kernels_learns_what_it_learns_without(device, monkeypatc
     tokens = torch.randint(40, (2, 3, 2 * 4), device=device)
 
     def losses(model):
-        """Over two windows, the hidden state carried over."""
+        """Return the losses of two windows, with the hidden state passed from the first to the second."""
         hidden, total = None, 0
         for part in tokens.split(4, dim=-1):
             features, hidden = model(part[0], hidden)
@@ -313,7 +313,7 @@ def test_the_model_with_kernels_learns_what_it_learns_without(device, monkeypatc
         close(p.grad, q.grad, 1e-5)
 
 
-# ---------------------------------------------------------------- on a GPU, in its size
+# ---------------------------------------------------------------- full sizes on a GPU
 
 
 def gpu(test):
@@ -321,7 +321,7 @@ def gpu(test):
 
 
 @gpu
-@pytest.mark.parametrize("streams", [20, 70, 1000, 2000])  # the first two shared by programs
+@pytest.mark.parametrize("streams", [20, 70, 1000, 2000])  # programs share the first two
 @pytest.mark.parametrize(("low", "tolerance"), [(torch.bfloat16, 1.5e-2), (None, 2e-5)])
 def test_the_paper_s_layer_on_a_gpu(streams, low, tolerance):
     compare(layer_of(200, 200, "cuda"), 35, streams, tolerance, low=low)
@@ -343,7 +343,7 @@ def test_the_same_bits_again_and_out_of_a_cuda_graph(low):
         loss.backward()
         return loss.detach(), *(h.detach() for h in after)
 
-    def gradients():  # an embedding's are summed in no fixed order
+    def gradients():  # an embedding's gradient is summed in no fixed order
         return [p.grad.clone() for name, p in model.named_parameters() if name != "encoder.weight"]
 
     side = torch.cuda.Stream()

@@ -1,4 +1,4 @@
-"""The kernels of the CIFAR networks and of augmentation against torch in float64: interpreted, or on a GPU."""
+"""The kernels of the CIFAR networks and augmentation compared with torch in float64, interpreted or on a GPU."""
 
 import copy
 
@@ -24,7 +24,7 @@ device = on_devices(
 
 
 def draw(*shape, device="cpu", dtype=torch.float32, grad=True, shift=0.0):
-    seed = sum(shape) + grad  # a gradient like the values would be taken away by a norm
+    seed = sum(shape) + grad  # BatchNorm would cancel a gradient equal to the values
     values = torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) + shift
     values = values.to(device, dtype)
     return (values.to(memory_format=LAST) if values.ndim == 4 else values).requires_grad_(grad)
@@ -34,14 +34,14 @@ def draw(*shape, device="cpu", dtype=torch.float32, grad=True, shift=0.0):
 
 
 def convolution(device):
-    """A layer's output, and the precision it is computed in: the interpreter cannot multiply matrices of bfloat16."""
+    """Return a function for a layer's output, its dtype and tolerance: the interpreter has no bfloat16 products."""
     if device == "cuda":
 
         def by_layer(layer, x):
             with torch.autocast(device, torch.bfloat16):
                 return layer(x)
 
-        return by_layer, torch.bfloat16, 1e-2  # rounded to 8 bits once
+        return by_layer, torch.bfloat16, 1e-2  # one rounding to 8 bits
     from sngm.models.kernels.conv import Convolve
 
     return lambda layer, x: Convolve.apply(x, layer.weight), torch.float32, 1e-5
@@ -118,7 +118,7 @@ def test_group_norm_and_its_gradients_are_those_of_float64(device, channels, siz
     norm.group = twin.group = group
     grad = draw(*x.shape, device=device, grad=False)
     wide = [None if t is None else t.detach().double().requires_grad_() for t in (x, shortcut)]
-    for _ in range(2):  # counters start from zero again
+    for _ in range(2):  # counters are reset between passes
         y, wanted = norm(x, shortcut, relu), twin(*wide, relu)
         assert "Normalise" in y.grad_fn.name()
         y.backward(grad)
@@ -140,7 +140,7 @@ def test_running_statistics_follow_the_weights_alone(device):
     norm.group, norm.keep, norm.batches = 2, 0.25, 7
     norm.weights = torch.tensor([0.0, 0.75, 0.0], device=device)
     with torch.no_grad():
-        x[:2] = float("nan")  # a group that counts for nothing
+        x[:2] = float("nan")  # a group with weight 0
     y = norm(x)
     middle = x[2:4].detach().double()
     close(norm.running_mean, 0.75 * middle.mean((0, 2, 3)), 1e-5)
@@ -210,7 +210,7 @@ def test_not_a_number_passes_the_relu(device):
 def test_a_mean_far_from_zero_costs_no_digits(device):
     x = draw(4, 16, 8, 8, device=device, shift=1000.0)
     norm = GhostBatchNorm2d(16).to(device)
-    close(norm(x), GhostBatchNorm2d(16).double()(x.detach().double().cpu()), 1e-4)  # of x, seven digits are known
+    close(norm(x), GhostBatchNorm2d(16).double()(x.detach().double().cpu()), 1e-4)  # x has seven digits
 
 
 def test_one_group_after_another_is_the_default(device):
@@ -226,7 +226,7 @@ def test_one_group_after_another_is_the_default(device):
     assert weights.sum() + keep == pytest.approx(1.0)
 
 
-# ---------------------------------------------------------------- the rest, and all of it together
+# ---------------------------------------------------------------- other kernels, and whole networks
 
 
 def test_the_thinned_shortcut_is_that_of_slices_and_zeros(device):
@@ -256,7 +256,7 @@ def test_augmented_images_are_the_same_pixels(device, dtype):
 
 
 def test_resnet20_with_kernels_learns_what_it_learns_without(device, monkeypatch):
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as the trainer has it
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as in the trainer
     model = resnet20().to(device, memory_format=LAST)
     twin = resnet20().to(device)
     twin.load_state_dict(model.state_dict())
@@ -275,7 +275,7 @@ def test_resnet20_with_kernels_learns_what_it_learns_without(device, monkeypatch
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_large_pass_in_bfloat16_is_as_exact_as_torchs_own(monkeypatch):
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as the trainer has it
+    torch.backends.cudnn.conv.fp32_precision = "ieee"  # as in the trainer
     torch.manual_seed(0)
     model = resnet20().cuda().to(memory_format=LAST)
     for norm in (m for m in model.modules() if isinstance(m, GhostBatchNorm2d)):
@@ -295,7 +295,7 @@ def test_a_large_pass_in_bfloat16_is_as_exact_as_torchs_own(monkeypatch):
         torch.stack([(g - e).norm() / e.norm() for g, e in zip(gradients(devices), exact, strict=True)])
         for devices in (("cuda",), ())
     ]
-    assert errors[0].mean() < 1.1 * errors[1].mean(), errors  # rounded less often, if anything
+    assert errors[0].mean() < 1.1 * errors[1].mean(), errors  # the kernels do not round more often
     assert (errors[0] < 3 * errors[1] + 0.01).all(), errors
 
 

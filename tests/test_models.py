@@ -1,4 +1,4 @@
-"""The networks: what they are made of, option A by hand, and BatchNorm by groups against a loop over micro-batches."""
+"""The networks: their layers, option A computed by hand, and BatchNorm by groups compared with a loop over groups."""
 
 import copy
 import json
@@ -23,7 +23,7 @@ def parameters(model: nn.Module) -> int:
     return sum(p.numel() for p in model.parameters())
 
 
-# ---------------------------------------------------------------- what they are made of
+# ---------------------------------------------------------------- layers and parameters
 
 
 def test_resnet20_is_the_published_one():
@@ -86,7 +86,7 @@ def test_two_conv_net_has_two_convolutions():
 
 
 def torchvision_shapes() -> dict[str, tuple[int, ...]]:
-    """The parameters of torchvision's resnet50, by name, as its files have them."""
+    """Return the shapes of the parameters of torchvision's resnet50, by name."""
     shapes: dict[str, tuple[int, ...]] = {}
 
     def conv(name: str, norm: str, out: int, inputs: int, kernel: int) -> None:
@@ -134,7 +134,7 @@ CHANNELS, GROUP, WORKERS, EACH = 5, 4, 3, 2  # a pass of 3 workers with 2 groups
 
 
 def policy(name: str, momentum: float) -> tuple[torch.Tensor | None, float]:
-    """What groups count for, so that running statistics follow the groups that a name says."""
+    """Return the weights of groups in the running statistics, and the weight of the old ones, for a named policy."""
     if name == "one after another":
         return None, 0.0
     weights, keep = one_after_another(EACH, momentum)
@@ -144,12 +144,12 @@ def policy(name: str, momentum: float) -> tuple[torch.Tensor | None, float]:
 
 
 def by_loop(norm: nn.BatchNorm2d, x, shortcut, relu: bool, name: str):
-    """Output and running statistics of a loop over groups, with torch's own BatchNorm."""
+    """Return output and running statistics of a loop over groups with torch's own BatchNorm."""
     pieces, kept = [], []
     before = norm.running_mean.clone(), norm.running_var.clone()
     for worker in range(WORKERS):
         if name != "one after another":
-            norm.running_mean, norm.running_var = (b.clone() for b in before)  # autograd has kept the others
+            norm.running_mean, norm.running_var = (b.clone() for b in before)  # autograd has saved the old ones
         for i in range(worker * EACH, (worker + 1) * EACH):
             part = slice(i * GROUP, (i + 1) * GROUP)
             y = norm(x[part])
@@ -218,7 +218,7 @@ def test_evaluation_is_batch_norms_and_changes_nothing(relu):
     x, shortcut = inputs(torch.channels_last), inputs(torch.channels_last)
     y = plain(x) + shortcut
     torch.testing.assert_close(ghost(x, shortcut, relu), y.relu() if relu else y, **EXACT)
-    torch.testing.assert_close(ghost(x[:3]), plain(x[:3]), **EXACT)  # no whole number of groups is needed
+    torch.testing.assert_close(ghost(x[:3]), plain(x[:3]), **EXACT)  # also without a whole number of groups
     for key, value in plain.state_dict().items():
         assert torch.equal(ghost.state_dict()[key], value)
 
@@ -236,7 +236,7 @@ def test_statistics_stay_where_they_are_not_tracked():
     _, ghost = two_norms()
     ghost.group = GROUP
     before = copy.deepcopy(ghost.state_dict())
-    ghost.track_running_stats = False  # as the trainer says for workers that do not count
+    ghost.track_running_stats = False  # as the trainer sets it for workers without statistics
     ghost(inputs(torch.contiguous_format))
     for key, value in before.items():
         assert torch.equal(ghost.state_dict()[key], value)
@@ -272,7 +272,7 @@ def test_resnet20_in_one_pass_of_groups_equals_passes_of_a_group():
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory):
-    """A folder with a small ViT for 32 x 32 pictures and 4 classes."""
+    """Return a folder with a small ViT for 32 x 32 images and 4 classes."""
     vit = pytest.importorskip("transformers")
     folder = tmp_path_factory.mktemp("vit")
     torch.manual_seed(0)
@@ -286,7 +286,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture
 def own(tiny, tmp_path):
-    """A copy of it to spoil."""
+    """Return a copy of the folder, to be modified."""
     for file in tiny.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     return tmp_path

@@ -1,4 +1,4 @@
-"""The notebooks run from top to bottom, as scripts, and show what they say."""
+"""The notebooks run as scripts, and their output is as described."""
 
 import os
 import subprocess

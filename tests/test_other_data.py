@@ -1,4 +1,4 @@
-"""A run knows the data it was made with: it neither goes on nor counts as done with others."""
+"""A run records its data: with other data it neither resumes nor counts as finished."""
 
 import pytest
 from console import refused, sngm
@@ -24,7 +24,7 @@ def test_a_finished_run_is_not_the_result_of_other_data():
     assert found.code == 2
     assert "run holds a run on other data; name another folder with --out" in found.err
     assert "training.samples: 80 there, 160 here" in found.err
-    assert sngm(f"{LINE} --data-dir nowhere --out run").code == 0  # a finished run can do without its data
+    assert sngm(f"{LINE} --data-dir nowhere --out run").code == 0  # a finished run does not need its data
 
 
 def test_data_of_the_same_size_are_told_apart_too(tmp_path):

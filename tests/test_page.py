@@ -1,4 +1,4 @@
-"""The page, as a browser shows it."""
+"""The HTML report in a browser."""
 
 import os
 import shutil
@@ -38,7 +38,7 @@ def browser():
 
 @pytest.fixture
 def open_page(browser):
-    """Opens a file offline and collects what the browser complains about."""
+    """Return a function that opens a file offline and collects the browser's errors."""
     contexts, complaints = [], []
 
     def visit(path, width=1280, scheme="light"):
@@ -100,7 +100,7 @@ def test_the_page_fits_and_every_figure_is_drawn(open_page, request, which, widt
 
 def test_text_is_no_smaller_than_nine_pixels_on_a_phone(open_page, study):
     page = open_page(study, 390)
-    scale = "Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)"  # some text is turned
+    scale = "Math.hypot(t.getScreenCTM().a, t.getScreenCTM().b)"  # some text is rotated
     size = f"t => {scale} * parseFloat(getComputedStyle(t).fontSize)"
     heights = page.evaluate(f"[...document.querySelectorAll('svg.chart text')].map({size})")
     assert min(heights) >= 9
@@ -122,7 +122,7 @@ def rgb(colour):
 
 
 def contrast(a, b):
-    """By the formula of WCAG 2."""
+    """Return the contrast by the formula of WCAG 2."""
 
     def luminance(colour):
         parts = [c / 3294.6 if c <= 10 else ((c / 255 + 0.055) / 1.055) ** 2.4 for c in rgb(colour)]

@@ -1,7 +1,7 @@
-"""What the paper proves or shows about SNGM and LARS, held against the optimizers themselves.
+"""Statements of the paper about SNGM and LARS, tested with the optimizers.
 
 The paper is "Stochastic Normalized Gradient Descent with Momentum for Large-Batch Training"; lemmas, theorems and
-equations are numbered as there. Everything runs in float64, on every way to compute a step.
+equations have its numbers. Everything runs in float64, with every implementation of a step.
 """
 
 import functools
@@ -24,7 +24,7 @@ BETAS = [0.0, 0.5, 0.9, 0.99]
 ETA = 0.1
 LAMBDA = 0.3
 STEPS = 8
-EVER_SO_LITTLE = 1 + 1e-12  # for bounds that are attained
+EVER_SO_LITTLE = 1 + 1e-12  # for bounds that hold with equality
 
 paths = pytest.mark.parametrize("path", PATHS)
 betas = pytest.mark.parametrize("beta", BETAS)
@@ -32,7 +32,7 @@ random = settings(deadline=None, max_examples=12)
 
 
 def on_paths_in_turn(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
-    """All combinations of the values, each on one path; every value of each meets every path it can."""
+    """Parametrize over all combinations of the values, alternating between the paths."""
     ways = list(PATHS)
     places = itertools.product(*(range(len(v)) for v in values))
     cases = [(*(v[i] for v, i in zip(values, place, strict=True)), ways[sum(place) % 3]) for place in places]
@@ -44,7 +44,7 @@ def on_paths_in_turn(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Where to start, the loss at step t, and its gradient, the g_t of the paper (None: by autograd)."""
+    """A starting point, the loss at step t, and its gradient, the paper's g_t (None: by autograd)."""
 
     start: Sequence[Tensor]
     loss: Callable[[Sequence[Tensor], int], Tensor]
@@ -59,7 +59,7 @@ class Problem:
         return [torch.nn.Parameter(w.clone()) for w in self.start]
 
     def gradient(self, params: Sequence[Tensor], t: int, c: float = 1.0) -> list[Tensor]:
-        """Of c times the loss."""
+        """Return the gradient of c times the loss."""
         if self.slope is None:
             return list(torch.autograd.grad(c * self.loss(params, t), params))
         return [c * g for g in self.slope([p.detach() for p in params], t)]
@@ -73,7 +73,7 @@ def gaussian(*shape: int, seed: int) -> Tensor:
 
 
 def tanh_net() -> Problem:
-    """A non-convex problem: a two-layer net, one random mini-batch of 16 of 64 samples a step."""
+    """Return a non-convex problem: a two-layer net with a random mini-batch of 16 of 64 samples per step."""
     x, y = gaussian(64, 5, seed=0), gaussian(64, 3, seed=1)
     start = [gaussian(8, 5, seed=2) / 2, gaussian(8, seed=3) / 10, gaussian(3, 8, seed=4) / 4, gaussian(3, seed=5) / 10]
     batches = [torch.randperm(64, generator=torch.Generator().manual_seed(t))[:16] for t in range(STEPS)]
@@ -86,7 +86,7 @@ def tanh_net() -> Problem:
 
 
 def separable(start: Sequence[Tensor], weights: Sequence[Tensor], f: Any, slope: Any) -> Problem:
-    """The sum of a f(x) over all elements x and their weights a."""
+    """Return the problem of the sum of a f(x) over all elements x with weights a."""
 
     def loss(w: Sequence[Tensor], t: int) -> Tensor:
         return torch.stack([(a * f(b)).sum() for a, b in zip(weights, w, strict=True)]).sum()
@@ -95,7 +95,7 @@ def separable(start: Sequence[Tensor], weights: Sequence[Tensor], f: Any, slope:
 
 
 def quadratic() -> Problem:
-    """A quadratic of condition 1e3, the blocks of which differ much in curvature."""
+    """Return a quadratic with condition number 1e3, whose blocks differ much in curvature."""
     start = [gaussian(3, 2, seed=6), gaussian(4, seed=7), gaussian(1, seed=8)]
     curvatures = torch.logspace(1, -2, 11, dtype=torch.float64)
     weights = [curvatures[:6].view(3, 2), curvatures[6:10], curvatures[10:]]
@@ -103,7 +103,7 @@ def quadratic() -> Problem:
 
 
 def linear(start: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Problem:
-    """A loss whose gradient at step t is gradients[t], or the last one, wherever w is."""
+    """Return a loss whose gradient at step t is gradients[t], or the last one, for any w."""
 
     def now(t: int) -> Sequence[Tensor]:
         return gradients[min(t, len(gradients) - 1)]
@@ -115,13 +115,13 @@ def linear(start: Sequence[Tensor], gradients: Sequence[Sequence[Tensor]]) -> Pr
 
 
 def adversary() -> Problem:
-    """Gradients of all sizes from 1e-4 to 1e4, block by block, some of which turn round and grow at once."""
+    """Return gradients with block norms from 1e-4 to 1e4, some of which reverse and grow at the same time."""
     start = [gaussian(4, 3, seed=9), gaussian(5, seed=10), gaussian(1, 2, seed=11), gaussian(1, seed=12)]
     gradients: list[list[Tensor]] = []
     for t in range(STEPS):
         sizes = 10.0 ** (8 * torch.rand(4, generator=torch.Generator().manual_seed(t), dtype=torch.float64) - 4)
         fresh = [s * gaussian(*w.shape, seed=100 * t + i) for i, (s, w) in enumerate(zip(sizes, start, strict=True))]
-        fresh = [f + s * f.sign() / 10 for f, s in zip(fresh, sizes, strict=True)]  # none next to zero
+        fresh = [f + s * f.sign() / 10 for f, s in zip(fresh, sizes, strict=True)]  # none close to zero
         gradients.append([-2 * g for g in gradients[-1]] if t % 3 == 2 else fresh)
     return linear(start, gradients)
 
@@ -134,7 +134,7 @@ SHAPES = [(1,), (3,), (2, 2)]
 
 
 def sequences(least: float = 1e-6, most: float = 1e6, zeros: bool = False) -> st.SearchStrategy[Problem]:
-    """Any sequence of gradients for three blocks, each of its own size, some back and forth; `zeros`: some zero."""
+    """Draw sequences of gradients for three blocks of different norms, some alternating; with `zeros`, some zero."""
     size = st.floats(math.log10(least), math.log10(most)).map(lambda e: 10.0**e)
     size = size | size.map(lambda x: -x) | (st.just(0.0) if zeros else st.nothing())
     return st.lists(st.tuples(st.integers(0, 99), size, size, size), min_size=1, max_size=6).map(from_sizes)
@@ -169,15 +169,15 @@ class Trajectory:
 
     @property
     def length(self) -> float:
-        """How far from the start it came."""
+        """Return the largest distance from the start."""
         return float(max((w - self.w[0]).norm() for w in self.w))
 
     def two_points(self) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """(w_{t-1}, w_t, w_{t+1}, g_t) for all t, with w_{-1} = w_0."""
+        """Return (w_{t-1}, w_t, w_{t+1}, g_t) for all t, with w_{-1} = w_0."""
         return list(zip([self.w[0], *self.w[:-2]], self.w[:-1], self.w[1:], self.g, strict=True))
 
     def z_steps(self, beta: float) -> list[Tensor]:
-        """z_{t+1} - z_t with z_t = w_t/(1-beta) - beta w_{t-1}/(1-beta)."""
+        """Return z_{t+1} - z_t with z_t = w_t/(1-beta) - beta w_{t-1}/(1-beta)."""
         z = [(w - beta * before) / (1 - beta) for before, w in zip([self.w[0], *self.w[:-1]], self.w, strict=True)]
         return [after - before for before, after in itertools.pairwise(z)]
 
@@ -187,7 +187,7 @@ def flat(blocks: Sequence[Tensor]) -> Tensor:
 
 
 def in_two_groups(params: list[Tensor]) -> list[dict[str, Any]]:
-    """Two parameter groups, which no norm over all parameters may notice."""
+    """Split parameters into two groups, which must not affect a norm over all parameters."""
     return [{"params": params[:1]}, {"params": params[1:]}] if len(params) > 1 else [{"params": params}]
 
 
@@ -203,7 +203,7 @@ def follow(
     times: float | Sequence[float] = 1.0,
     schedule: Callable[[int], float] | None = None,
 ) -> Trajectory:
-    """Train on `times` the loss (a number a block: on that many times the block's gradient)."""
+    """Train on `times` the loss; with one number per block, on that multiple of the block's gradient."""
     params = problem.params()
     optimizer = make(params)
     groups = optimizer.param_groups
@@ -222,7 +222,7 @@ def follow(
         out.w.append(flat(params))
         if groups[0]["momentum"]:
             out.u.append(flat([optimizer.state[p]["momentum_buffer"] for p in params]))
-        else:  # no buffer is kept: it would be what the step was made of
+        else:  # without a buffer, u is computed from the step
             pull = groups[0]["weight_decay"] if groups[0].get("weight_decay_mode") == "decoupled" else 0.0
             out.u.append((out.w[-2] - out.w[-1]) / out.eta[-1] - pull * out.w[-2])
     return out
@@ -230,7 +230,7 @@ def follow(
 
 @functools.cache
 def sngm(problem: Problem, path: str, beta: float, steps: int | None = None, **more: Any) -> Trajectory:
-    """SNGM at rate ETA, its parameters in two groups; what `follow` knows goes there, the rest to the optimizer."""
+    """Run SNGM with lr=ETA on two parameter groups; arguments of `follow` go there, others to the optimizer."""
     driven = {key: more.pop(key) for key in ("times", "schedule") if key in more}
     groups = more.pop("groups", in_two_groups)
     arguments = {"lr": ETA, "momentum": beta, **PATHS[path], **more}
@@ -238,7 +238,7 @@ def sngm(problem: Problem, path: str, beta: float, steps: int | None = None, **m
 
 
 def lars(problem: Problem, path: str, beta: float, *, adapt: bool | None = True, **more: Any) -> Trajectory:
-    """LARS at rate ETA and trust coefficient 1, all tensors adapted."""
+    """Run LARS with lr=ETA and trust coefficient 1, all tensors adapted."""
     driven = {key: more.pop(key) for key in ("schedule", "steps") if key in more}
     arguments = {"lr": ETA, "momentum": beta, "trust_coefficient": 1.0, **PATHS[path], **more}
     return follow(problem, lambda params: LARS([{"params": params, "adapt": adapt}], **arguments), **driven)
@@ -253,7 +253,7 @@ def blocks(v: Tensor, problem: Problem) -> tuple[Tensor, ...]:
 
 
 def block_unit(g: Tensor, problem: Problem) -> Tensor:
-    """The n_t of Section 6."""
+    """Return the n_t of Section 6."""
     return torch.cat([unit(block) for block in blocks(g, problem)])
 
 
@@ -268,7 +268,7 @@ def assert_same_way(a: Trajectory, b: Trajectory, tolerance: float = 1e-11) -> N
 
 
 def distance(a: Trajectory, b: Trajectory) -> float:
-    """The greatest distance between the two, relative to how far they came."""
+    """Return the largest distance between two trajectories, relative to their lengths."""
     return float(max((one - other).norm() for one, other in zip(a.w, b.w, strict=True))) / a.length
 
 
@@ -293,7 +293,7 @@ DECAYS = {
 @cases
 @pytest.mark.parametrize("decay", DECAYS)
 def test_the_momentum_is_never_longer_than_one_over_one_minus_beta(name, beta, path, decay):
-    """Lemma 2, which needs of equation (7) only that what enters the buffer has norm 1."""
+    """Lemma 2, which requires only that what enters the buffer in equation (7) has norm 1."""
     run = sngm(PROBLEMS[name], path, beta, **DECAYS[decay])
     assert all(u.norm() <= EVER_SO_LITTLE / (1 - beta) for u in run.u)
     assert run.u[1].norm() == pytest.approx(1.0, rel=1e-12)
@@ -309,7 +309,7 @@ def test_the_momentum_is_never_longer_than_one_over_one_minus_beta(name, beta, p
     nesterov=st.booleans(),
 )
 def test_the_momentum_is_bounded_for_every_sequence_of_gradients(path, problem, beta, decay, scope, nesterov):
-    """Lemma 2 for gradients of any size, zeros among them; k norms of at most 1 make up at most sqrt(k)."""
+    """Lemma 2 for gradients of any size, including zeros; k blocks of norm at most 1 have a norm of at most sqrt(k)."""
     run = sngm(problem, path, beta, scope=scope, nesterov=nesterov and beta > 0, **DECAYS[decay])
     root_k = math.sqrt({"global": 1, "group": 2, "tensor": 3}[scope])
     assert all(u.norm() <= root_k * EVER_SO_LITTLE / (1 - beta) for u in run.u)
@@ -321,7 +321,7 @@ def test_the_momentum_is_bounded_for_every_sequence_of_gradients(path, problem, 
 def test_the_bounds_on_momentum_and_step_are_attained_in_the_limit_for_constant_gradients(beta, decay, path):
     """Lemma 2 is sharp: for one gradient repeated, u_t is (1 - beta^t)/(1 - beta) of its direction.
 
-    So it is with coupled decay as long as w lies along the gradient, for then their sum never turns.
+    The same holds with coupled decay while w is parallel to the gradient, since their sum keeps its direction.
     """
     g = gaussian(6, seed=0)
     problem = linear([1e4 * g[:2], 1e4 * g[2:]], [[g[:2], g[2:]]])
@@ -337,7 +337,7 @@ def test_the_bounds_on_momentum_and_step_are_attained_in_the_limit_for_constant_
 @paths
 @betas
 def test_the_bound_on_the_momentum_fails_for_decay_added_after_the_norm(beta, path):
-    """Lemma 2 does not reach weight_decay_mode "after_norm": lambda w enters the buffer at its full length."""
+    """Lemma 2 does not apply to weight_decay_mode "after_norm": lambda w enters the buffer unnormalised."""
     g, size = unit(gaussian(4, seed=0)), 1e3
     problem = linear([size * g[:2], size * g[2:]], [[g[:2], g[2:]]] * 3)
     run = sngm(problem, path, beta, weight_decay=LAMBDA, weight_decay_mode="after_norm")
@@ -353,7 +353,7 @@ def test_the_bound_on_the_momentum_fails_for_decay_added_after_the_norm(beta, pa
 
 
 def jumping(t: int) -> float:
-    """A rate that falls to a hundredth, comes back and falls: nothing of an old rate may linger in the buffer."""
+    """Return a learning rate that drops to a hundredth, recovers and drops: the buffer must not depend on old rates."""
     return [1.0, 1.0, 0.01, 0.01, 0.3, 0.003][t % 6]
 
 
@@ -367,14 +367,14 @@ def assert_bounded_steps(run: Trajectory, beta: float) -> None:
 @cases
 @pytest.mark.parametrize("decay", ["no decay", "coupled"])
 def test_no_step_is_longer_than_eta_over_one_minus_beta(name, beta, path, decay):
-    """The proof of Theorem 1: ||w_{t+1} - w_t|| <= eta/(1-beta), for the step is -eta u_{t+1}, equation (8)."""
+    """The proof of Theorem 1: ||w_{t+1} - w_t|| <= eta/(1-beta), since the step is -eta u_{t+1} (equation (8))."""
     assert_bounded_steps(sngm(PROBLEMS[name], path, beta, **DECAYS[decay]), beta)
 
 
 @cases
 @pytest.mark.parametrize("decay", ["no decay", "coupled"])
 def test_under_a_schedule_no_step_is_longer_than_its_own_eta_over_one_minus_beta(name, beta, path, decay):
-    """Lemma 2 knows no learning rate, so the rate in the bound of a step is that of the step itself."""
+    """Lemma 2 does not depend on the learning rate, so the bound of a step has the rate of that step."""
     run = sngm(PROBLEMS[name], path, beta, schedule=jumping, **DECAYS[decay])
     assert run.eta == [jumping(t) for t in range(STEPS)]
     assert_bounded_steps(run, beta)
@@ -406,7 +406,7 @@ def test_every_sequence_of_gradients_drives_the_two_point_method(path, problem, 
 
 @cases
 def test_the_z_sequence_takes_plain_normalised_steps(name, beta, path):
-    """Lemma 3: z_{t+1} = z_t - eta/(1-beta) g_t/||g_t||: momentum is gone, and the step is longer."""
+    """Lemma 3: z_{t+1} = z_t - eta/(1-beta) g_t/||g_t||: longer steps without momentum."""
     run = sngm(PROBLEMS[name], path, beta)
     for step, g, w in zip(run.z_steps(beta), run.g, run.w[1:], strict=True):
         assert_near(step, -ETA / (1 - beta) * unit(g), (ETA + w.norm()) / (1 - beta), 1e-14)
@@ -438,7 +438,7 @@ def test_the_z_lemma_holds_for_every_sequence_of_gradients(path, problem, beta, 
         assert_near(step, -ETA / (1 - beta) * n, (ETA + w.norm()) / (1 - beta), 1e-14)
 
 
-# ------------------------------------------------------------------------- the scale of the loss is no matter
+# ---------------------------------------------------------------------- invariance to the scale of the loss
 
 
 @cases
@@ -446,7 +446,7 @@ def test_the_z_lemma_holds_for_every_sequence_of_gradients(path, problem, beta, 
     ("mode", "scales"), [(None, (1e-6, 30.0, 1e6)), ("after_norm", (1e-6, 1e6)), ("decoupled", (1e-6, 1e6))]
 )
 def test_the_scale_of_the_loss_leaves_the_trajectory_unchanged(name, beta, path, mode, scales):
-    """Equation (7) sees only the direction of g_t; decay that is not inside the norm does not change that."""
+    """Equation (7) depends only on the direction of g_t, also with decay that is not inside the norm."""
     decay = {"weight_decay": LAMBDA, "weight_decay_mode": mode} if mode else {}
     plain = sngm(PROBLEMS[name], path, beta, **decay)
     for c in scales:
@@ -455,7 +455,7 @@ def test_the_scale_of_the_loss_leaves_the_trajectory_unchanged(name, beta, path,
 
 @cases
 def test_the_scale_of_the_loss_matters_to_coupled_decay_unless_the_decay_is_scaled_too(name, beta, path):
-    """Coupled decay is a part of the loss, lambda/2 ||w||^2: scaling the rest of it alone makes another loss."""
+    """Coupled decay is a part of the loss, lambda/2 ||w||^2: scaling only the rest changes the loss."""
     plain = sngm(PROBLEMS[name], path, beta, **DECAYS["coupled"])
     for c in (1e-6, 1e6):
         assert distance(plain, sngm(PROBLEMS[name], path, beta, times=c, weight_decay=LAMBDA)) > 1e-2
@@ -508,7 +508,7 @@ def test_the_two_published_versions_of_lars_agree_without_momentum_and_decay(nam
     With adapt=None vectors take plain steps, which both versions agree on too.
     """
     more = {
-        "matrices": {"adapt": None, "lr": 1e-4},  # plain steps are as long as the gradient
+        "matrices": {"adapt": None, "lr": 1e-4},  # the length of plain steps depends on the gradient
         "all": {"adapt": True},
         "clipped": {"adapt": True, "phi": (LOW, HIGH)},
     }[how]
@@ -522,9 +522,9 @@ def test_the_two_published_versions_of_lars_agree_without_momentum_and_decay(nam
 @paths
 @problems
 def test_the_two_published_versions_of_lars_differ_with_momentum_or_decay(name, path):
-    """The footnote of Section 4.2 asks for beta = 0 and no decay, and needs both.
+    """The footnote of Section 4.2 requires beta = 0 and no decay; both are necessary.
 
-    From u_0 = 0 even beta = 0.9 cannot tell the versions apart in the first step.
+    From u_0 = 0 the first step is the same in both versions even for beta = 0.9.
     """
     for beta, wd in ((0.9, 0.0), (0.0, LAMBDA)):
         first, second = (
@@ -556,7 +556,7 @@ def test_lars_with_a_clipped_phi_is_block_wise_sngm_at_a_rate_of_its_own_for_eac
         assert_near(flat(params), layer_wise.w[t + 1], layer_wise.length, 1e-12)
         for step in blocks(layer_wise.steps[t], problem):
             assert ETA * c * LOW * (1 - 1e-9) <= step.norm() <= ETA * c * HIGH * (1 + 1e-9)
-    assert {LOW, HIGH} < set(phis)  # both ends are met, and what lies between
+    assert {LOW, HIGH} < set(phis)  # both limits and values between them occur
 
 
 @on_paths_in_turn("name, beta", list(PROBLEMS), [0.5, 0.9, 0.99])
@@ -570,7 +570,7 @@ def test_the_z_sequence_of_lars_takes_normalised_steps_at_the_rate_of_each_block
 
 
 def shifted_parabola(x0: float) -> Problem:
-    """Equation (10): F(x) = (x + 1)^2/2, least at -1."""
+    """Return the problem of equation (10): F(x) = (x + 1)^2/2, with its minimum at -1."""
     one = torch.ones(1, dtype=torch.float64)
     return separable([x0 * one], [one], lambda x: (x + 1).square() / 2, lambda x: x + 1)
 
@@ -579,7 +579,7 @@ def shifted_parabola(x0: float) -> Problem:
 @pytest.mark.parametrize("variant", ["you2017", "momentum"])
 @pytest.mark.parametrize(("x0", "eta", "steps"), [(1.0, 0.1, 60), (5.0, 0.01, 10), (0.3, 0.5, 10)])
 def test_lars_with_phi_the_identity_shrinks_to_zero_and_misses_the_minimum(path, variant, x0, eta, steps):
-    """Equation (10) and the text after it: from x_0 > 0 the iteration is x <- (1 - eta) x, whatever the gradient."""
+    """Equation (10) and the text after it: from x_0 > 0 the iteration is x <- (1 - eta) x for any gradient."""
     run = lars(shifted_parabola(x0), path, 0.0, lr=eta, variant=variant, steps=steps)
     for before, after in itertools.pairwise(run.w):
         assert float(after) == pytest.approx((1 - eta) * float(before), rel=1e-14)
@@ -593,7 +593,7 @@ def falling(first: float) -> Callable[[int], float]:
 @paths
 @pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
 def test_sngm_with_a_falling_rate_finds_the_minimum_that_lars_misses(beta, path):
-    """Equation (10): SNGM goes to -1 from the start from which LARS goes to 0."""
+    """Equation (10): SNGM converges to -1 from a start from which LARS converges to 0."""
     run = sngm(shifted_parabola(1.0), path, beta, 50, schedule=falling(0.3))
     assert float(run.w[-1]) == pytest.approx(-1.0, abs=0.01)
 
@@ -601,7 +601,7 @@ def test_sngm_with_a_falling_rate_finds_the_minimum_that_lars_misses(beta, path)
 @paths
 @pytest.mark.parametrize("variant", ["you2017", "momentum"])
 def test_lars_with_a_clipped_phi_finds_the_minimum_too(path, variant):
-    """Section 4.2: what destroys convergence is that phi may vanish, and gamma_l > 0 mends it."""
+    """Section 4.2: LARS fails to converge because phi may vanish; gamma_l > 0 prevents that."""
     problem, how = shifted_parabola(1.0), {"variant": variant, "schedule": falling(0.5), "steps": 50}
     assert float(lars(problem, path, 0.0, phi=(LOW, HIGH), **how).w[-1]) == pytest.approx(-1.0, abs=0.01)
     assert 0 < float(lars(problem, path, 0.0, **how).w[-1]) < 0.02
@@ -612,7 +612,7 @@ def test_lars_with_a_clipped_phi_finds_the_minimum_too(path, variant):
 
 @cases
 def test_a_block_wise_step_is_never_longer_than_sqrt_s_eta_over_one_minus_beta(name, beta, path):
-    """The proof of Theorem 3; and a block's own step keeps to the bound of a whole step of SNGM."""
+    """The proof of Theorem 3; and the step of each block is within the bound of a whole step of SNGM."""
     problem = PROBLEMS[name]
     root_s = math.sqrt(len(problem.sizes))
     run = sngm(problem, path, beta, scope="tensor")
@@ -672,7 +672,7 @@ def test_with_one_block_the_block_wise_variant_is_sngm(beta, path):
 
 
 def rho(g: Tensor, problem: Problem) -> float:
-    """||g|| / sum_s ||g_s||, the greatest of which over a run is the rho(S) of Theorem 3."""
+    """Return ||g|| / sum_s ||g_s||, whose maximum over a run is the rho(S) of Theorem 3."""
     return float(g.norm() / sum(block.norm() for block in blocks(g, problem)))
 
 
@@ -693,7 +693,7 @@ def test_the_first_block_wise_step_makes_the_angle_of_the_paper_with_the_gradien
     assert 1 / root_s <= rho(g, problem) * EVER_SO_LITTLE
     assert rho(g, problem) <= EVER_SO_LITTLE
     assert 1 / root_s <= cos(g, n) * EVER_SO_LITTLE
-    assert cos(g, -sngm(problem, path, beta, 1).steps[0]) == pytest.approx(1.0, rel=1e-12)  # SNGM keeps to -g
+    assert cos(g, -sngm(problem, path, beta, 1).steps[0]) == pytest.approx(1.0, rel=1e-12)  # SNGM steps along -g
 
 
 @cases
@@ -735,7 +735,7 @@ def in_two_blocks(weights: Tensor, f: Any, slope: Any) -> Problem:
     return separable(FAR.split(3), weights.split(3), f, slope)
 
 
-# each with its smallest L; all are least at 0, and 0 there
+# each with its smallest L; all have their minimum at 0, with value 0
 SMOOTH = {
     "quadratic": (in_two_blocks(CURVATURES, lambda x: x.square() / 2, lambda x: x), 10.0),
     "non-convex": (
@@ -743,7 +743,7 @@ SMOOTH = {
         20.0,
     ),
 }
-# (1, 1)-smooth: cosh'' is at most 1 + |sinh|, and of the sum the Hessian norm is the largest of them
+# (1, 1)-smooth: cosh'' is at most 1 + |sinh|, and the Hessian norm of the sum is the largest second derivative
 RELAXED = in_two_blocks(torch.ones_like(FAR), lambda x: torch.cosh(x) - 1, torch.sinh)
 
 
@@ -756,12 +756,12 @@ def mean_norm(gradients: Sequence[Tensor]) -> float:
 
 
 def theorem_1(gap: float, smoothness: float, beta: float, eta: float, steps: int) -> float:
-    """The right-hand side of equation (11) without noise."""
+    """Return the right-hand side of equation (11) without noise."""
     return (1 - beta) * gap / (eta * steps) + smoothness / 2 * kappa(beta) * eta
 
 
 def msgd_limit(beta: float, smoothness: float) -> float:
-    """The rate above which Section 3 promises nothing for MSGD: (1-beta)^2/((1+beta)L)."""
+    """Return the largest learning rate of Section 3's bound for MSGD: (1-beta)^2/((1+beta)L)."""
     return 1 / (kappa(beta) * smoothness)
 
 
@@ -776,9 +776,9 @@ def test_the_mean_gradient_norm_is_below_theorem_1_at_any_rate(name, beta, path,
 
 @on_paths_in_turn("size, beta", [0.0, 0.5], [0.0, 0.5, 0.9])
 def test_the_mean_gradient_norm_is_below_theorem_1_at_its_best_rate_whatever_the_noise(size, beta, path):
-    """Theorem 1 before its expectation is taken: 2 sigma/sqrt(B) stands for twice the mean ||grad F(w_t) - g_t||.
+    """Theorem 1 before taking the expectation: twice the mean ||grad F(w_t) - g_t|| replaces 2 sigma/sqrt(B).
 
-    At the rate that makes the bound least, it is below the first gradient norm: something must have been gained.
+    At the rate that minimises it, the bound is below the first gradient norm, so the test is not vacuous.
     """
     clean, smoothness = SMOOTH["quadratic"]
     noise = [size * 2.0 ** (t % 5 - 2) * gaussian(6, seed=1000 + t) for t in range(60)]
@@ -796,7 +796,7 @@ def test_the_mean_gradient_norm_is_below_theorem_1_at_its_best_rate_whatever_the
 
 @paths
 def test_theorem_1_is_sharp_in_its_second_term(path):
-    """On (L/2) x^2 from eta/2 SNGD jumps between eta/2 and -eta/2: the mean gradient norm is L eta/2 for ever."""
+    """On (L/2) x^2 from eta/2 SNGD alternates between eta/2 and -eta/2: the mean gradient norm stays L eta/2."""
     smoothness, eta, steps = 10.0, 0.7, 40
     one = torch.ones(1, dtype=torch.float64)
     problem = separable([eta / 2 * one], [smoothness * one], lambda x: x.square() / 2, lambda x: x)
@@ -807,21 +807,21 @@ def test_theorem_1_is_sharp_in_its_second_term(path):
 
 @on_paths_in_turn("beta", BETAS)
 def test_theorem_1_is_sharp_in_its_first_term(beta, path):
-    """Small steps that just reach the minimum: their sum eta/(1-beta) ||g_t|| is the gap, and little is given away."""
+    """With small steps that just reach the minimum, the sum of eta/(1-beta) ||g_t|| is nearly the gap."""
     one = torch.ones(1, dtype=torch.float64)
     problem = separable([one], [one], lambda x: x.square() / 2, lambda x: x)
     steps = 100
     eta = (1 - beta) / steps
     mean = mean_norm(sngm(problem, path, beta, steps, lr=eta).g)
     bound = theorem_1(0.5, 1.0, beta, eta, steps)
-    assert mean <= bound * EVER_SO_LITTLE  # equal but for rounding without momentum
+    assert mean <= bound * EVER_SO_LITTLE  # equal up to rounding without momentum
     if beta <= 0.9:
         assert mean >= 0.95 * bound
 
 
 @on_paths_in_turn("beta, factor", BETAS, [8.0, 100.0])
 def test_where_msgd_diverges_sngm_does_not(beta, factor, path):
-    """Sections 3 and 5.1: far above MSGD's (1-beta)^2/((1+beta)L) MSGD diverges; Theorem 1 asks nothing of eta."""
+    """Sections 3 and 5.1: far above (1-beta)^2/((1+beta)L) MSGD diverges; Theorem 1 has no condition on eta."""
     problem, smoothness = SMOOTH["quadratic"]
     eta, steps = factor * (1 + beta) / smoothness, 40
     assert eta >= 0.999 * factor * msgd_limit(beta, smoothness)
@@ -847,12 +847,12 @@ def test_the_mean_gradient_norm_is_below_theorems_2_and_3_for_a_relaxed_smooth_l
 
 
 def least(f: Callable[[float], float], near: float) -> float:
-    """The least value on a grid of rates around `near`."""
+    """Return the minimum over a grid of learning rates around `near`."""
     return min(f(near * 2.0 ** (i / 16)) for i in range(-160, 161))
 
 
 def least_bounds(x: float, y: float, z: float, s: int, r: float) -> tuple[float, float]:
-    """The least P(eta) and Q(eta, S), each over rates that hold its best one: sqrt(x/y) and sqrt(x/(S y))."""
+    """Return the minima of P(eta) and Q(eta, S) over rates around their best ones, sqrt(x/y) and sqrt(x/(S y))."""
     p = least(lambda eta: x / eta + eta * y + z, math.sqrt(x / y))
     q = least(lambda eta: r * x / eta + eta * r * s * y + 0.5 * (1 + r * math.sqrt(s)) * z, math.sqrt(x / (s * y)))
     return p, q

@@ -1,4 +1,4 @@
-"""`sngm paper`: the paper's numbers as data, the runs that are kept, verdicts, and pages that say what the runs say."""
+"""`sngm paper`: the paper's numbers, stored runs, verdicts, and pages that agree with the runs."""
 
 import json
 import os
@@ -32,7 +32,7 @@ HERE = Path(__file__).parent.parent
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SNGM_COMMIT", "0123abc")
-    monkeypatch.setitem(NUMBERS, "table-9", {"SNGM": {32: 0.9}, "MSGD": {32: 0.8}})  # of small()
+    monkeypatch.setitem(NUMBERS, "table-9", {"SNGM": {32: 0.9}, "MSGD": {32: 0.8}})  # for small()
     commit.cache_clear()
     yield
     commit.cache_clear()
@@ -50,11 +50,11 @@ def test_tables_are_of_tasks_that_have_their_batches():
 
 
 def test_the_paper_s_claims_hold_of_its_own_numbers():
-    """What is said to be better is, in as many cells as are said; "similar" leaves room."""
+    """Claims of "better" hold in the claimed number of cells; claims of "similar" have a tolerance."""
     for claim in CLAIMS:
         item, shown = experiments.find(claim.item), {}
         if not (item.numbers and claim.by_paper) or claim.metric or (item.metric == "seconds" and claim.note):
-            continue  # figures, and times of methods that the paper gives none of
+            continue  # figures, and methods without times in the paper
         for (method, batch), (other, beside) in claim.pairs:
             gap = item.numbers[method][batch] - item.numbers[other][beside]
             if claim.kind == "better":
@@ -80,7 +80,7 @@ def test_methods_of_a_table_get_as_many_rates():
     assert advised.cell().config(0.8, "full", 0).method_settings["weight_decay"] == pytest.approx(8e-4)
 
 
-# ---------------------------------------------------------------- runs that are kept
+# ---------------------------------------------------------------- stored runs
 
 
 def line(lr=0.1, seed=0, part="full", value=0.9, batch=32, method="sngm", commit="0123abc", status="finished",
@@ -98,7 +98,7 @@ def line(lr=0.1, seed=0, part="full", value=0.9, batch=32, method="sngm", commit
 
 
 def small(**more):
-    """A table that takes no time: digits, one epoch a run."""
+    """Return a fast table: digits, one epoch per run."""
     rows = (
         Row("SNGM", "sngm", {32: 0.1}, seeds=2, paper="SNGM"),
         Row("MSGD", "msgd", {32: 0.1}, seeds=1, paper="MSGD"),
@@ -159,7 +159,7 @@ def test_a_line_that_stands_twice_is_one_run_and_two_that_differ_are_refused(tmp
 
 
 def test_a_stop_between_the_files_loses_no_run(tmp_path, monkeypatch):
-    """The second, begun earlier, takes the place of the first, which is then a repeat."""
+    """The second run, started earlier, replaces the first, which then counts as a repeat."""
     first, second = line(started="2026-01-02"), line(value=0.91)
     keep([first], tmp_path)
     write, written = results.write_atomically, []
@@ -275,7 +275,7 @@ def test_an_empty_part_of_cells_is_not_everything(cells):
 
 @pytest.mark.slow
 def test_a_change_anywhere_in_the_package_is_seen(tmp_path, monkeypatch):
-    """Of a copy, whose optimizer is edited."""
+    """Edit the optimizer in a copy of the package."""
     root = tmp_path / "copy"
     shutil.copytree(HERE / "src" / "sngm", root / "sngm", ignore=shutil.ignore_patterns("__pycache__"))
     git = ["git", "-C", str(root), "-c", "user.name=a", "-c", "user.email=a@b"]
@@ -300,7 +300,7 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     record = json.loads(Path("run/run.json").read_text())
     Path("run/run.json").write_text(json.dumps({**record, "commit": "fedc"}))
     refused(sngm("paper add run"), "run/run.json was changed after it was written")
-    del record["digest"]  # as in records of before
+    del record["digest"]  # as in older records
     for name in (None, "", "0123abc+"):
         Path("run/run.json").write_text(json.dumps({**record, "commit": name}))
         refused(sngm("paper add run"), "SNGM_COMMIT")
@@ -338,7 +338,7 @@ OPTIONS = {"warmup": float, "epochs": int, "seed": int, "workers": int, "micro":
 
 
 def from_command(command):
-    """The config that a command says, as `sngm train` resolves it on a GPU."""
+    """Return the config of a command, as `sngm train` resolves it on a GPU."""
     _, _, task, *words = command.split()
     given, settings = {}, {}
     for option, value in zip(words[::2], words[1::2], strict=True):
@@ -369,7 +369,7 @@ def test_printed_commands_make_the_runs_they_stand_beside():
                 assert from_command(command_of(config)).hash == config.hash, planned.name
 
 
-# ---------------------------------------------------------------- what is there of a cell
+# ---------------------------------------------------------------- completeness of a cell
 
 
 def test_a_cell_waits_for_its_trials_then_for_its_seeds():
@@ -517,9 +517,9 @@ def test_reading_results_runs_no_code_that_they_name(tmp_path):
         ([0.9, 0.901], "open"),
         ([0.9], "open"),
         ([], "open"),
-        ([0.89, 0.9, 0.91], "open"),  # right, but by luck: the interval is ± 0.025
+        ([0.89, 0.9, 0.91], "open"),  # the mean agrees, but the interval is ± 0.025
         ([0.93, 0.931, 0.932], "not reproduced"),
-        ([0.907, 0.905, 0.909], "open"),  # beyond, and not surely
+        ([0.907, 0.905, 0.909], "open"),  # the mean is outside, but not significantly
     ],
 )
 def test_verdicts_on_a_number(values, verdict):
@@ -533,7 +533,7 @@ def test_a_perplexity_may_differ_by_a_hundredth_and_times_by_anything():
 
 
 def outcomes(ours, theirs, item=None, **more):
-    """Of SNGM and MSGD at batch 32; None is a run that diverged."""
+    """Return outcomes of SNGM and MSGD at batch 32; None is a run that diverged."""
     cells = list((item or small()).cells())
     made = [
         [
@@ -773,7 +773,7 @@ def tiny(monkeypatch):
 
 @pytest.fixture
 def written(tiny, monkeypatch):
-    """The pages of a few runs, and a README with their table."""
+    """Write the pages of a few runs, and a README with their table."""
     monkeypatch.setattr(document, "FIRST_ITEM", "table-9")
     runs = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
     keep([*runs, line(value=0.91), line(seed=1, value=0.93)], Path("results"))
@@ -819,7 +819,7 @@ def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     plan = sngm("paper run table-9 --dry-run --json").json
     assert [(cell["cell"], cell["runs"]) for cell in plan["cells"]] == [("SNGM@32", 5), ("MSGD@32", 4)]
     elsewhere = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
-    keep(elsewhere, Path("results"))  # of another machine
+    keep(elsewhere, Path("results"))  # from another machine
     found = sngm("paper run table-9 --cells sngm --device cpu --jobs 1 --json")
     assert (found.code, found.json["missing_runs"]) == (0, 0), found.err
     there = read(Path("results"))
@@ -858,7 +858,7 @@ def test_a_run_begun_with_other_code_or_hardware_begins_anew_and_nothing_is_lost
     change(record)
     (path / "run.json").write_text(json.dumps(record))
     with warnings.catch_warnings():
-        warnings.simplefilter("default")  # shown, as people see them, and no error
+        warnings.simplefilter("default")  # as for users, not as errors
         found = sngm("paper run table-9 --cells sngm --seeds 1 --device cpu --jobs 1 --json")
     assert found.code == 0, found.err
     assert found.json["missing_runs"] == 0

@@ -1,4 +1,4 @@
-"""Every path of every method equals its float64 reference."""
+"""Every implementation of every method equals its float64 reference."""
 
 import functools
 import itertools
@@ -15,7 +15,7 @@ from sngm.optim import heavy_ball, lamb, norms, reference
 
 
 def served(*dtypes: torch.dtype, slow_paths: tuple[str, ...] = ()):
-    """Every path with every dtype it serves: fused=True refuses low precision (see test_arguments)."""
+    """Return every path with every dtype it supports: fused=True rejects low precision (see test_arguments)."""
     pairs = [
         pytest.param(p, d, marks=[pytest.mark.slow] if p in slow_paths else [])
         for p in PATHS
@@ -52,7 +52,7 @@ def transposed(g: torch.Tensor) -> torch.Tensor:
 
 
 def strided(g: torch.Tensor) -> torch.Tensor:
-    """Every second element of a larger tensor."""
+    """Return the values as every second element of a larger tensor."""
     return torch.stack([g, torch.full_like(g, torch.nan)], dim=-1)[..., 0]
 
 
@@ -89,10 +89,10 @@ def test_low_precision_parameters_worked_on_slice_by_slice_equal_the_reference(c
 
 @st.composite
 def situations(draw):
-    """A method with random settings, shapes, groups and missing gradients."""
+    """Draw a method with random settings, shapes, groups and missing gradients."""
     name = draw(st.sampled_from(["SNGM", "LARS", "CLARS", "LAMB"]))
     number = functools.partial(st.floats, allow_nan=False, width=32)
-    # below 1, so that no method can land exactly on w = 0, where ratios jump
+    # below 1, so that no method reaches exactly w = 0, where ratios are discontinuous
     arguments = {"lr": draw(number(0.0625, 0.375)), "weight_decay": draw(st.sampled_from([0.0, 0.015625, 0.25]))}
     arguments["maximize"] = draw(st.booleans())
     if name != "LAMB":
@@ -134,7 +134,7 @@ def test_random_settings_shapes_groups_and_missing_gradients_equal_the_reference
     for t in range(6):
         grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         twin.step([None if i in missing and t % 2 else g for i, g in enumerate(grads)])
-    twin.check(stored_to=6 * torch.finfo(dtype).eps)  # some of these barely move
+    twin.check(stored_to=6 * torch.finfo(dtype).eps)  # some parameters barely change
 
 
 @pytest.mark.parametrize("size", [1e36, 1e37, 5e37])

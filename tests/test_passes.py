@@ -1,4 +1,4 @@
-"""How steps are made changes no number: passes of many BatchNorm groups, loaders, compiled steps."""
+"""Results do not depend on how steps are computed: passes of many BatchNorm groups, data loaders, compiled steps."""
 
 import itertools
 import multiprocessing
@@ -39,7 +39,7 @@ def pictures(count: int, seed: int) -> Tensors:
 
 
 class Pictures(Task):
-    """64 random pictures of two kinds, shifted at random; two convolutions."""
+    """64 random images of two classes, shifted at random; two convolutions."""
 
     epochs = 2
     batches = (32,)
@@ -138,7 +138,7 @@ def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
 
 
 def passes(wanted_config, **how) -> list[int]:
-    """Samples of the passes of a step."""
+    """Return the number of samples of each pass of a step."""
     setup = prepare(wanted_config, Processes(0, 1, torch.device("cpu")), Execution(**how))
     return [piece.stop - piece.start for turn in setup.stepper.turns for piece in turn.passes]
 
@@ -163,7 +163,7 @@ def test_dropout_of_nothing_is_no_obstacle():
     assert passes(wanted(settings={"dropout": 0.0})) == [8] * 4
 
 
-# ---------------------------------------------------------------- loaders
+# ---------------------------------------------------------------- data loaders
 
 
 @pytest.mark.parametrize("method", ["sngm", pytest.param("extrap-sgd", marks=pytest.mark.slow)])
@@ -211,7 +211,7 @@ def endless(folder: str) -> None:
 
 
 def test_an_interrupt_of_a_whole_terminal_stops_the_run_and_its_loaders(tmp_path):
-    process = runs.SERVER.Process(target=in_a_group, args=(str(tmp_path),))  # no daemon, which could not have loaders
+    process = runs.SERVER.Process(target=in_a_group, args=(str(tmp_path),))  # daemons cannot have loaders
     process.start()
     endings.append(process.kill)
     wait_for(lambda: (tmp_path / "metrics.jsonl").exists() and metrics(tmp_path), process.is_alive)
@@ -252,7 +252,7 @@ def test_there_are_no_more_loaders_than_cores():
 
 @pytest.fixture
 def _traced(monkeypatch):
-    """torch.compile without the code generator, whose work takes seconds."""
+    """Use torch.compile without its code generator, which takes seconds."""
     monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
     torch._dynamo.reset()
     compiled_step._compile.cache_clear()
@@ -283,7 +283,7 @@ def test_compiled_steps_equal_eager_ones_and_a_second_run_compiles_nothing(task,
         assert found["timing"]["step"] == step
     assert_equal_ends(tmp_path / "compiled", tmp_path / "eager")
     before = compilations()
-    assert before <= 3  # old statistics fade at the first pass, the next goes on, the last ones do not count
+    assert before <= 3  # BatchNorm differs in the first, the next and the last passes
     made(tmp_path / "again", wanted(seed=1, **usual), step="compiled", loaders=0)
     assert compilations() == before
 
@@ -297,7 +297,7 @@ def test_compiled_steps_draw_the_random_numbers_of_eager_ones(tmp_path):
 
 class Opaque(Pictures):
     def loss(self, model, batch):
-        if super().loss(model, batch).item() > 1e9:  # asks the device
+        if super().loss(model, batch).item() > 1e9:  # synchronises with the device
             raise RuntimeError
         return super().loss(model, batch)
 

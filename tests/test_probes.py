@@ -1,4 +1,4 @@
-"""Probes where the truth is known, on the tasks' own ground, and through the command line."""
+"""Probes: on problems with known results, on tasks, and through the command line."""
 
 import copy
 import json
@@ -38,7 +38,7 @@ def parameter(*shape, seed=1):
 
 
 def dense_hessian(loss, params):
-    """By torch's second derivatives, row by row."""
+    """Return the Hessian by torch's second derivatives, row by row."""
     flat = torch.cat([g.flatten() for g in torch.autograd.grad(loss, params, create_graph=True)])
     rows = [torch.autograd.grad(entry, params, retain_graph=True, allow_unused=True) for entry in flat]
     filled = [[torch.zeros_like(p) if g is None else g for g, p in zip(row, params, strict=True)] for row in rows]
@@ -54,7 +54,7 @@ def largest(matrix):
 
 
 def quadratic(eigenvalues, samples=400):
-    """f_i(w) = (w - c_i)' A (w - c_i) / 2, and what is true of it."""
+    """Return f_i(w) = (w - c_i)' A (w - c_i) / 2 with its exact gradients."""
     basis = torch.linalg.qr(drawn(len(eigenvalues), len(eigenvalues)))[0]
     A = basis @ torch.diag(torch.tensor(eigenvalues, dtype=torch.float64)) @ basis.T
     centres = drawn(samples, len(eigenvalues), seed=2)
@@ -109,7 +109,7 @@ def test_L_of_a_quadratic_with_many_eigenvalues_close_to_the_largest():
 def test_sigma_of_a_quadratic_whatever_the_batches(size):
     w, centres, loss, gradients = quadratic([5.0, 2.0, 1.0, 0.5], samples=1000)
     found = probes.noise(loss, [w], centres.split(size))
-    # the fewer batches, the less is known
+    # fewer batches give a less precise result
     tolerance = 0.01 if size == 1 else 6 * 0.5 / math.sqrt(1000 / size)
     assert found.sigma == pytest.approx(true_sigma(gradients), rel=tolerance)
     assert found.gradient_norm == pytest.approx(gradients.mean(0).norm().item())
@@ -129,7 +129,7 @@ def test_L_and_sigma_of_logistic_regression():
 
 
 def test_the_variance_is_unbiased_and_its_interval_holds_for_batches_of_all_sizes():
-    """sigma = 3 in six dimensions, many times over."""
+    """Repeated draws with sigma = 3 in six dimensions."""
     w = parameter(6)
     generator = torch.Generator().manual_seed(0)
     sizes = [1, 2, 7, 3, 3, 1, 12, 5, 4, 2, 6, 1]
@@ -154,11 +154,11 @@ def chi_square(shape, generator):
 
 
 def student(shape, generator):
-    """t with three degrees of freedom: its fourth moment is infinite."""
+    """Draw from Student's t with three degrees of freedom, whose fourth moment is infinite."""
     return normal(shape, generator) / (normal((*shape, 3), generator) ** 2).sum(-1).sqrt()
 
 
-# docs/probes.md has these shares from 1,500 tries; 400 have a standard deviation of 1.1 to 1.7 %
+# docs/probes.md has these shares from 1,500 repetitions; with 400 their standard deviation is 1.1 to 1.7 %
 @pytest.mark.parametrize(
     ("draw", "directions", "groups", "least"),
     [
@@ -170,7 +170,7 @@ def student(shape, generator):
     ],
 )
 def test_the_interval_of_sigma_holds_also_for_noise_of_few_directions_and_heavy_tails(draw, directions, groups, least):
-    """sigma = 1, in groups of 16 samples. Student's t over the summands of sigma^2 held in 84 to 88 % of most."""
+    """Groups of 16 samples with sigma = 1. Student's t interval of the summands of sigma^2 covered it in 84 to 88 %."""
     w = parameter(directions)
     generator = torch.Generator().manual_seed(0)
     held = 0
@@ -182,7 +182,7 @@ def test_the_interval_of_sigma_holds_also_for_noise_of_few_directions_and_heavy_
 
 
 def test_the_interval_is_known_from_few_numbers_of_a_gradient():
-    """In 30,000 dimensions, most of the noise in a few of them: beside the jackknife with all of each gradient."""
+    """Compare with the jackknife over whole gradients of 30,000 dimensions, with most of the noise in a few."""
     size, groups = 30_000, 10
     rows = drawn(groups, size) * torch.logspace(0, -3, size, dtype=torch.float64)
     w = torch.zeros(size, dtype=torch.float64, requires_grad=True)
@@ -289,7 +289,7 @@ def test_the_curvature_of_a_relu_net_with_batchnorm_is_that_of_second_derivative
 
 
 def test_the_curvature_of_a_loss_that_torch_cannot_differentiate_twice():
-    """WordLSTM's own loss beside cross entropy, which can be."""
+    """Compare WordLSTM's own loss with cross entropy, which torch can differentiate twice."""
     torch.manual_seed(0)
     model = WordLSTM(9, 4, 4, 1, dropout=0.0).double()
     words = torch.randint(0, 9, (3, 6), generator=torch.Generator().manual_seed(0))
@@ -315,7 +315,7 @@ def test_float32_will_do_where_there_are_second_derivatives_and_is_refused_where
 
 
 def test_a_kink_close_by_is_no_curvature():
-    """Of the millions of activations of a net some are always this close to 0."""
+    """Some of the millions of activations of a network are always this close to 0."""
     w = torch.tensor([-1e-14, 1e-14, 1.0], dtype=torch.float64, requires_grad=True)
     assert probes.curvature(lambda: 100 * w.relu().sum() + w.square().sum(), [w]).norm == pytest.approx(2.0)
 
@@ -424,7 +424,7 @@ def test_a_point_is_what_the_pieces_give(norm):
 
 
 class Drops(nn.Module):
-    """Dropout that no layer shows."""
+    """A task with functional dropout, without a dropout layer."""
 
     def __init__(self):
         super().__init__()
@@ -455,7 +455,7 @@ def test_with_dropout_gradient_and_hessian_are_of_one_function(build):
 
 
 class Pictures(Task):
-    """A net whose BatchNorm takes groups within a pass."""
+    """A network whose BatchNorm has groups within a pass."""
 
     pass_size = 64
 
@@ -483,7 +483,7 @@ def test_ghost_batchnorm_is_measured_group_by_group():
 
 
 class Sums(Task):
-    """A loss that is to be a sum: its gradients are as many times as large."""
+    """A loss that is a sum over samples."""
 
     def data(self):
         x = drawn(32, 3).float()
@@ -497,7 +497,7 @@ class Sums(Task):
 
 
 class Means(Sums):
-    """The same as a mean."""
+    """The same loss as a mean."""
 
     def scale(self, batch):
         return 1.0
@@ -518,7 +518,7 @@ def test_figures_are_of_the_mean_loss_also_where_a_task_trains_on_sums():
 
 
 def a_text(tmp_path):
-    """Of 600 words, and how to read it."""
+    """Write a text of 600 words, and return the settings to read it."""
     folder = tmp_path / "data" / "wikitext-2"
     folder.mkdir(parents=True)
     draw = random.Random(0)
@@ -531,7 +531,7 @@ def a_text(tmp_path):
 def test_runs_of_a_text_are_measured_on_the_same_streams_whatever_their_batch(tmp_path):
     given = a_text(tmp_path)
     for batch in (4, 20):
-        # a rate at which nothing moves, so that both are one model
+        # a learning rate so small that both models stay equal
         wanted = resolve("wikitext2-lstm", "msgd", lr=1e-30, batch=batch, epochs=1, **given)
         train(wanted, tmp_path / f"b{batch}", Options(device="cpu", data_dir=tmp_path / "data"))
     found = probes.of_runs(["b4", "b20"], samples=32, iterations=5, data_dir=tmp_path / "data", device="cpu")
@@ -554,7 +554,7 @@ def test_streams_go_on_from_what_they_carry(tmp_path):
     wanted = resolve("wikitext2-lstm", "msgd", lr=0.5, batch=4, epochs=1, **given)
     found = probes.along(wanted, points=2, steps=3, samples=32, data_dir=tmp_path / "data", device="cpu")
     assert (found["samples"], found["groups"], found["group"]) == (32, 16, 2)
-    # 601 words make 4 streams of 150, and those 30 windows of 5 each: what a batch is made of, and not words
+    # 601 words make 4 streams of 150, each with 30 windows of 5: samples are windows, not words
     assert found["training_samples"] == 4 * 30
     assert [point["step"] for point in found["points"]] == [0, 3]
     task = tasks.build("wikitext2-lstm", given["task_settings"], tmp_path / "data")

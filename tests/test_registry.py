@@ -1,4 +1,4 @@
-"""Methods by name, and the parameter groups of a model."""
+"""The registry of methods, and the parameter groups of a model."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ import sngm
 from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
 from sngm.optim import create, decay_groups, names
 
-KNOWN = {  # name: what it must be the same as
+KNOWN = {  # name: the equivalent class and settings
     "adam": lambda p: torch.optim.Adam(p, lr=0.02),
     "block-sngm": lambda p: SNGM(p, lr=0.02, scope="tensor"),
     "clars": lambda p: CLARS(p, lr=0.02),
@@ -68,7 +68,7 @@ def test_settings_override_those_the_name_stands_for():
     assert create("block-sngm", make_params(), lr=0.1, scope="group").scope == "group"
     assert create("sngm", make_params(), lr=0.1, weight_decay_mode="decoupled", fused=True).defaults["fused"] is True
     assert create("lars", make_params(), lr=0.1, phi=(1.0, 2.0)).defaults["phi"] == (1.0, 2.0)
-    # and do not stick
+    # later calls have the defaults again
     assert create("msgd", make_params(), lr=0.1).defaults["momentum"] == 0.9
 
 
@@ -168,7 +168,7 @@ def test_the_package_offers_the_methods_and_the_registry():
 
 
 class RMSNorm(nn.Module):
-    """Not torch's, and with a gain of two dimensions."""
+    """A normalisation layer other than torch's, with a two-dimensional gain."""
 
     def __init__(self, heads, size):
         super().__init__()
@@ -277,7 +277,7 @@ def test_decay_reaches_the_first_group_alone():
 
 
 class NormalLinear(nn.Linear):
-    """A name that only begins like that of a normalisation layer."""
+    """A layer whose name only begins like a normalisation layer's."""
 
 
 def test_a_layer_is_not_taken_for_a_normalisation_layer_by_half_its_name():

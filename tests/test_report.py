@@ -1,4 +1,4 @@
-"""What a report says, from records made up here."""
+"""Contents of reports, from synthetic records."""
 
 import json
 import math
@@ -17,7 +17,7 @@ HOSTILE = "<script>alert('x')</script>|&\"\x00\ud800"
 
 
 class Folder:
-    """Writes a study's records."""
+    """A study's folder, to which records are written."""
 
     def __init__(self, path, metric="accuracy", **config):
         self.path, self.metric, self.count = Path(path), metric, 0
@@ -309,7 +309,7 @@ def test_uneven_runs_are_pointed_out(folder):
 
 
 def write_hostile(path):
-    """A study whose every text is an attempt to break out of the page."""
+    """Write a study in which every text tries to inject HTML into the page."""
     folder = Folder(path, task=HOSTILE)
     more = {"versions": {HOSTILE: HOSTILE}, "hardware": {HOSTILE: HOSTILE}, "commit": HOSTILE, "command": HOSTILE}
     for batch in (32, 512):
@@ -373,7 +373,7 @@ def test_a_figure_has_a_description_hover_values_and_no_reference_to_other_files
         assert "m0 ends at 9" in root.get("aria-label")
         assert any(title.startswith("m0: 9") for title in texts(text, "title"))
         assert all(element.get("href", "#").startswith("#") for element in root.iter())
-        assert text.count("http") == 1  # the name of the format
+        assert text.count("http") == 1  # the SVG namespace
         assert "nan" not in text
     report.write(folder.path)
     assert all((folder.path / name).read_bytes() == content for name, content in before.items())

@@ -1,4 +1,4 @@
-"""A run that is killed, stopped or finds its files broken ends as if nothing had happened, bit for bit."""
+"""Runs that are killed, stopped or find corrupt files end with bitwise the same results as uninterrupted ones."""
 
 import errno
 import hashlib
@@ -43,7 +43,7 @@ def command(folder: Path, *more, every: int = 1) -> list:
 
 
 def steps_on_disk(folder: Path) -> int:
-    """The step of the newest checkpoint, 0 before the first."""
+    """Return the step of the newest checkpoint, 0 before the first."""
     return max((int(path.stem.rpartition("-")[2]) for path in folder.glob("checkpoint-*.pt")), default=0)
 
 
@@ -52,7 +52,7 @@ def reached(folder: Path, step: int) -> bool:
 
 
 def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: random.Random) -> None:
-    """Start, and signal, once for each of these steps."""
+    """Start the run and send it a signal at each of these steps."""
     for step in points:
         process = runs.sngm(*arguments, pause=0.02)
         wait_for(partial(reached, folder, step), process.is_alive, pause=0.001)
@@ -67,7 +67,7 @@ def broken_at(folder: Path, *points: int, number: int, arguments: list, chance: 
 )
 def test_a_killed_run_ends_bit_for_bit_as_an_unbroken_one(more, every, tmp_path):
     chance = random.Random(os.urandom(8))
-    points = sorted(chance.sample(range(2, 20), 3))  # of 30, which leaves time to be killed
+    points = sorted(chance.sample(range(2, 20), 3))  # of 30, so that there is time to kill it
     arguments = command(tmp_path / "killed", *more, every=every)
     broken_at(tmp_path / "killed", *points, number=signal.SIGKILL, arguments=arguments, chance=chance)
     assert record(tmp_path / "killed")["status"] == "running"
@@ -118,7 +118,7 @@ def test_a_run_stopped_at_its_last_step_is_finished_by_the_same_command(tmp_path
 
 
 class FakeMLflow(types.ModuleType):
-    """As much of MLflow as a run uses."""
+    """A stand-in for the parts of MLflow that a run uses."""
 
     exceptions = types.SimpleNamespace(MlflowException=type("MlflowException", (Exception,), {}))
 
@@ -142,7 +142,7 @@ class FakeMLflow(types.ModuleType):
 
     def log_params(self, params):
         for key, value in params.items():
-            assert self.active["params"].setdefault(key, value) == value  # MLflow lets none change
+            assert self.active["params"].setdefault(key, value) == value  # MLflow does not allow changes
 
     def log_metrics(self, metrics, step):
         self.active["epochs"].append((metrics["epoch"], step))
@@ -184,7 +184,7 @@ def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, 
         words += ["--workers", "4", "--device", "cpu", "--checkpoint-every", "1", "--out", str(tmp_path / name)]
         return launch(words, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
-    for step in sorted(chance.sample(range(2, 40), 2)):  # of 60, which leaves time to be killed
+    for step in sorted(chance.sample(range(2, 40), 2)):  # of 60, so that there is time to kill it
         process = start("killed")
         until(process, partial(reached, tmp_path / "killed", step))
         process.kill()
@@ -195,7 +195,7 @@ def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, 
     assert_same_end(tmp_path / "killed", tmp_path / "whole")
 
 
-# ---------------------------------------------------------------- broken files
+# ---------------------------------------------------------------- corrupt files
 
 
 @pytest.fixture(scope="module")
@@ -207,7 +207,7 @@ def whole(tmp_path_factory):
 
 @pytest.fixture
 def stopped(tmp_path):
-    """A run stopped at step 8 with the checkpoints of steps 6 and 8."""
+    """Return a run stopped at step 8, with the checkpoints of steps 6 and 8."""
     with pytest.raises(Interrupted):
         run(tmp_path, config("adam"), stop_at=8, every=3)
     assert sorted(path.name for path in tmp_path.glob("*.pt")) == ["checkpoint-00000006.pt", "checkpoint-00000008.pt"]
@@ -229,7 +229,7 @@ def empty(path: Path) -> None:
 
 
 def edit(new: str, path: Path) -> None:
-    """Another accuracy than the one that was reached."""
+    """Change the accuracy in the record."""
     text = re.sub(r'("test_accuracy": )[0-9.]+', rf"\g<1>{new}", path.read_text())
     assert text != path.read_text()
     path.write_text(text)
@@ -324,7 +324,7 @@ def test_a_missing_index_costs_no_progress(text, stopped, whole):
 
 
 def flip_a_bit_of_a_tensor(path: Path) -> None:
-    """What torch.load does not notice."""
+    """Flip a bit that torch.load does not check."""
     with zipfile.ZipFile(path) as parts:
         name = max((p for p in parts.infolist() if "/data/" in p.filename), key=lambda p: p.file_size).filename
         data = parts.read(name)
@@ -334,7 +334,7 @@ def flip_a_bit_of_a_tensor(path: Path) -> None:
     torch.load(path, weights_only=True)
 
 
-# ---------------------------------------------------------------- whose checkpoints and records these are
+# ---------------------------------------------------------------- checkpoints and records of other runs
 
 
 def other(**changes):
@@ -383,7 +383,7 @@ def test_checkpoints_on_other_data_are_refused_without_a_record(stopped):
 
 
 def test_a_folder_that_another_run_took_meanwhile_is_refused(tmp_path, monkeypatch, whole):
-    """Between the first look and the lock, a process with another config trains in the folder."""
+    """Between the first check and the lock, a process with another config trains in the folder."""
     prepare = loop.prepare
 
     def overtaken(*arguments, **more):
@@ -466,7 +466,7 @@ def test_a_damaged_config_in_a_record_locks_nobody_out(damage, finished, whole):
 
 
 def test_a_newer_checkpoint_that_the_index_lacks_is_used(stopped, whole):
-    """The run was killed between writing a checkpoint and noting its checksum."""
+    """The run was killed between writing a checkpoint and recording its checksum."""
     index = stopped / "checkpoints.json"
     index.write_text(json.dumps({k: v for k, v in json.loads(index.read_text()).items() if "8" not in k}))
     assert state(stopped)["run"]["step"] == 8
@@ -574,12 +574,12 @@ def test_reading_whole_checkpoints_says_nothing(stopped):
         assert state(stopped)["run"]["step"] == 8
 
 
-# ---------------------------------------------------------------- one process a folder
+# ---------------------------------------------------------------- one process per folder
 
 
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
     arguments = command(tmp_path / "run", *WARM)
-    first = runs.sngm(*arguments, pause=1.0)  # longer than the second takes to start, on a busy machine too
+    first = runs.sngm(*arguments, pause=1.0)  # longer than the second takes to start, even on a busy machine
     wait_for(lambda: steps_on_disk(tmp_path / "run"), first.is_alive)
     log = tmp_path / "log"
     assert ended(runs.sngm(*arguments, log=log)) == 2

@@ -1,6 +1,6 @@
-"""Stochastic rounding: right on average, the same by every path of computation, and the same after a resume.
+"""Stochastic rounding: unbiased, and identical in every implementation and after a resume.
 
-The default path is that of the kernels here, in Triton's interpreter.
+The default implementation is that of the kernels here, in Triton's interpreter.
 """
 
 import copy
@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from harness import build, gradients, make_params, run, same, step, through_disk, weights
-from test_kernels import plans  # noqa: F401  # the interpreter, for this module too
+from test_kernels import plans  # noqa: F401  # a fixture that runs kernels in the interpreter
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -45,7 +45,7 @@ def count(optimizer):
 
 
 def neighbours(value):
-    """The two numbers of bfloat16 that a float32 number lies between, by size."""
+    """Return the two bfloat16 numbers around a float32 number, the one closer to zero first."""
     bits = torch.tensor(value).view(torch.int32) & -0x10000
     return sorted(x.view(torch.float32).item() for x in (bits, bits + 0x10000))
 
@@ -89,14 +89,14 @@ def test_steps_parameters_and_elements_are_rounded_independently():
 @pytest.mark.parametrize("path", ["default", "foreach", "single"])
 def test_small_updates_add_up_where_rounding_to_the_nearest_loses_them(path):
     steps, size = 20, 1024
-    lr = 2.0**-7 / 10 * size**0.5  # each step is a tenth of the distance from 1 to the next number
+    lr = 2.0**-7 / 10 * size**0.5  # each step is a tenth of the distance from 1 to the next bfloat16 number
     for at_random in (True, False):
         weight = nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
         optimizer = build("sngd", [weight], path, lr=lr, weight_decay=0.0, eps=0.0, stochastic_rounding=at_random)
         weight.grad = torch.full_like(weight, -1.0)
         for _ in range(steps):
             optimizer.step()
-        if at_random:  # in 1, ..., 1 + 20 spacings, each step up with a chance of 0.1
+        if at_random:  # a walk on 1, ..., 1 + 20 spacings, up with probability 0.1
             moved = (weight.detach().double() - 1.0) * 2**7
             assert abs(moved.mean().item() - 0.1 * steps) < 4 * (0.09 * steps / size) ** 0.5
         else:
@@ -219,7 +219,7 @@ def test_a_resumed_run_rounds_as_if_it_had_never_stopped(rule, path):
 
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("rule", ["sngm", "lamb"])
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on doing so in a single process
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about a single process
 def test_a_run_resumed_through_distributed_checkpoints_rounds_as_before(rule, flat):
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
     model = nn.Linear(9, 7).bfloat16()

@@ -9,7 +9,7 @@ from sngm.tasks import Moment, Schedule
 
 
 def factor(text: str, step: int = 0, *, warmup: float = 0.0, history=(), higher: bool = True) -> float:
-    """At a step of 10 epochs with 10 steps each."""
+    """Return the factor at a step of a run of 10 epochs with 10 steps each."""
     return Schedule(text, warmup)(Moment(step, 100, step // 10, 10, history, higher))
 
 

@@ -1,4 +1,4 @@
-"""Settings: what tasks give where the user says nothing, what older records had, what dry runs say and measure."""
+"""Settings: defaults of tasks, older records, and the output and measurements of dry runs."""
 
 import dataclasses
 import json
@@ -50,7 +50,7 @@ class Paper(Blobs):
 
 
 class Unmeasurable(Blobs):
-    """Trains, but not on the samples that are measured."""
+    """A task that trains, but fails on the samples used for measurements."""
 
     def batch(self, samples, indices, *, seed, epoch):
         raise RuntimeError("no such\nsamples")
@@ -71,7 +71,7 @@ def fields(line: str) -> dict:
 def test_what_the_user_does_not_say_is_the_tasks():
     wanted = resolve(PAPER, "sngm", lr=0.1)
     assert (wanted.batch, wanted.epochs, wanted.workers) == (24, 4, 4)
-    assert (wanted.micro, wanted.bn_group) == (3, 3)  # of a share of 6
+    assert (wanted.micro, wanted.bn_group) == (3, 3)  # each worker has 6 samples
     assert (wanted.warmup, wanted.clip) == (1.5, 2.0)
     assert (wanted.decay_on, wanted.bias_lr, wanted.running_stats) == ("all", "full", "mean")
     assert wanted.method_settings == {"weight_decay": 0.01}
@@ -81,7 +81,7 @@ def test_what_the_user_does_not_say_is_the_tasks():
 def test_defaults_may_follow_the_batch():
     wanted = resolve(PAPER, "sngm", lr=0.1, batch=48)
     assert (wanted.warmup, wanted.workers, wanted.micro) == (3.0, 2, 4)
-    assert resolve(PAPER, "sngm", lr=0.1, batch=48, epochs=2).warmup == 2  # no longer than the run
+    assert resolve(PAPER, "sngm", lr=0.1, batch=48, epochs=2).warmup == 2  # at most the length of the run
 
 
 def test_a_task_that_says_nothing_has_plain_defaults():
@@ -138,7 +138,7 @@ def test_precision_is_the_tasks_on_a_gpu_alone():
     assert usual_precision("digits", 32, CPU) == usual_precision("digits", 32, "cuda") == "float32"
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- errors
 
 
 @pytest.mark.parametrize(
@@ -172,13 +172,13 @@ def test_options_of_how_are_not_part_of_a_run():
 
 def test_runs_of_older_versions_keep_their_names():
     wanted = resolve("digits", "sngm", lr=0.1, batch=512)
-    assert wanted.hash == "7ec7962b931f"  # as the documentation of version 0.1.0 has it
+    assert wanted.hash == "7ec7962b931f"  # as in the documentation of version 0.1.0
     others = [dataclasses.replace(wanted, decay_on="all"), dataclasses.replace(wanted, bias_lr="full")]
     assert len({wanted.hash, *(other.hash for other in others)}) == 3
 
 
 def older(folder: Path) -> None:
-    """Turn a record into one of the time before these fields."""
+    """Convert a record to the format before these fields existed."""
     there = record(folder)
     for name in ("decay_on", "bias_lr"):
         del there["config"][name]
@@ -218,11 +218,11 @@ def test_a_record_of_no_known_version_is_refused():
             RunConfig.from_dict(broken)
 
 
-# ---------------------------------------------------------------- decay and rates by kind of parameter
+# ---------------------------------------------------------------- weight decay and learning rates by kind of parameter
 
 
 def by_name(wanted: RunConfig, **more) -> dict[str, dict]:
-    """The group that each parameter is in."""
+    """Return the group of each parameter by name."""
     model = wanted.build_task().model()
     optimizer = build_optimizer(wanted, model, **more)
     names = {id(p): name for name, p in model.named_parameters()}
@@ -271,13 +271,13 @@ def test_a_bias_that_is_a_matrix_leaves_the_others_their_scaled_rate():
     assert len(optimizer.state) == 3
 
 
-# ---------------------------------------------------------------- rates in tensors
+# ---------------------------------------------------------------- learning rates in tensors
 
 METHODS = {"msgd": 0.1, "adam": 0.01, "sngm": 0.1, "lars": 30.0, "lars-momentum": 0.1, "lamb": 0.01, "block-sngm": 0.1}
 
 
 def trained(wanted: RunConfig, tensor_rates: bool, steps: range = range(12), start: dict | None = None):
-    """Steps along a schedule; the rates that were seen, and the end as a checkpoint would have it."""
+    """Take steps along a schedule; return the optimizer, the learning rates, and the final state as in a checkpoint."""
     torch.manual_seed(0)
     model = wanted.build_task().model().double()
     optimizer = build_optimizer(wanted, model, tensor_rates=tensor_rates)
@@ -349,7 +349,7 @@ def test_a_checkpoint_does_not_say_how_steps_are_computed_here():
     wanted = config("adam", lr=0.01)
     optimizer, _, saved = trained(wanted, False)
     for group in saved["optimizer"]["param_groups"]:
-        group.update(capturable=True, fused=True)  # as a GPU would have left it
+        group.update(capturable=True, fused=True)  # as in a checkpoint from a GPU
     optimizer.load_state_dict(saved["optimizer"])
     assert {(group["capturable"], group["fused"]) for group in optimizer.param_groups} == {(False, None)}
 
@@ -423,7 +423,7 @@ def test_samples_are_moved_with_their_parts():
     there = part.to("cpu")
     assert there.device == samples.to("cpu").device == CPU
     assert there[torch.tensor([2, 0])][1].tolist() == [7, 5]
-    fixed = Part([1, 2, 3], torch.tensor([0]))  # which cannot be moved
+    fixed = Part([1, 2, 3], torch.tensor([0]))  # cannot be moved to a device
     assert fixed.to("cpu") is fixed
     assert fixed.device is None
 
@@ -527,7 +527,7 @@ def test_what_cannot_be_measured_is_said_and_the_rest_is_there(tmp_path):
 
 
 class Time:
-    """A clock that is set by hand."""
+    """A clock that tests set."""
 
     def __init__(self):
         self.now = 100.0
@@ -537,7 +537,7 @@ class Time:
 
 
 def play(clock, steps, seconds, first=1, **given):
-    """Call progress for every step; `seconds(step)` is what each took."""
+    """Call progress for every step; `seconds(step)` is the duration of each."""
     with progress.step_progress(clock=clock, **given) as show_step:
         for step in range(first, steps + 1):
             clock.now += seconds(step)
@@ -547,7 +547,7 @@ def play(clock, steps, seconds, first=1, **given):
 def test_progress_says_what_time_is_left(capsys):
     play(Time(), 100, lambda step: 30.0 if step == 1 else 1.0)  # the first step compiles
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("step 1 of 100, ")  # better a rough word than none
+    assert lines[0].startswith("step 1 of 100, ")  # a rough estimate
     assert lines[1] == "step 11 of 100, 89 s left"
     assert lines[2] == "step 21 of 100, 79 s left"
     assert lines[6] == "step 61 of 100, 39 s left, epoch 1: test accuracy 0.5"
@@ -597,16 +597,16 @@ def test_jobs_are_one_a_core_or_one_on_a_gpu_unless_said():
 def test_small_runs_share_a_gpu_where_mps_runs(tmp_path, monkeypatch):
     gpu, file = torch.device("cuda", 0), tmp_path / "nvidia-cuda-mps-control.pid"
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
-    (tmp_path / "control").touch()  # which stays when MPS ends
+    (tmp_path / "control").touch()  # remains after MPS ends
     assert launch.default_jobs((128,), gpu) == 1
     file.write_text(f"{os.getpid()}\n")
     assert launch.default_jobs((16, 128), gpu) == 4
     assert launch.default_jobs((16, 129), gpu) == 1, "a large batch fills the GPU"
     assert launch.default_jobs((16,), CPU) == len(os.sched_getaffinity(0))
-    for text in ("", "no number", str(2**22 + 1), str(2**70)):  # more than the processes that Linux can have
+    for text in ("", "no number", str(2**22 + 1), str(2**70)):  # beyond Linux's largest process id
         file.write_text(text)
         assert launch.default_jobs((128,), gpu) == 1, text
-    file.write_text("1")  # another user's, unless this is root
+    file.write_text("1")  # another user's process, unless this is root
     assert launch.default_jobs((128,), gpu) == 4
 
 
@@ -639,7 +639,7 @@ def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         launch.compare(study, tmp_path / "study", options=options, jobs=3, show=lambda _: None)
     ((given, commit),) = handed
-    assert commit == "feedbee"  # workers may have been started with another
+    assert commit == "feedbee"  # worker processes may have been started with another
     assert given == {
         "device": "cpu", "data_dir": None, "deterministic": True, "step": "eager", "loaders": 0, "pass_size": None
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""Steps on parameters that are split among processes equal those of one process that has them all."""
+"""Steps on sharded parameters equal those of one process with whole parameters."""
 
 import contextlib
 import copy
@@ -28,7 +28,7 @@ import sngm
 from sngm.optim.sharded_norms import local
 
 STEPS = 5
-POISONED = 2  # the step on which one rank's gradient has an inf: all must skip it
+POISONED = 2  # the step in which one rank's gradient has an inf: all must skip it
 METHODS = {
     "SNGM": ("SNGM", {"lr": 0.1, "weight_decay": 0.05}),
     "SNGM, foreach": ("SNGM", {"lr": 0.1, "weight_decay": 0.05, "weight_decay_mode": "decoupled", "foreach": True}),
@@ -39,14 +39,14 @@ METHODS = {
     "CLARS": ("CLARS", {"lr": 1.0}),
     "LAMB": ("LAMB", {"lr": 0.05, "max_grad_norm": 0.5, "weight_decay": 0.05}),
 }
-ANY_SPLIT = ["SNGM", "SNGM, foreach", "SNGM by group"]  # methods that need no norms of single tensors
+ANY_SPLIT = ["SNGM", "SNGM, foreach", "SNGM by group"]  # methods without norms of single tensors
 RESUMED = ["SNGM", "LARS momentum", "LAMB"]
-EXCHANGES = {"LARS momentum": 2, "LAMB": 2}  # all-reduces a step; else one
+EXCHANGES = {"LARS momentum": 2, "LAMB": 2}  # all-reduces per step; others have one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
 class Net(nn.Module):
-    """Two layers, and tensors of which 2 or 4 ranks leave one or more without a piece."""
+    """Two layers, and tensors so small that some of 2 or 4 ranks hold no shard of them."""
 
     def __init__(self):
         super().__init__()
@@ -85,12 +85,12 @@ def take(optimizer: torch.optim.Optimizer, method: str) -> None:
 
 
 def poison(grad: Tensor) -> None:
-    """Put an inf into a gradient, or into the piece of it that lies here."""
+    """Put an inf into a gradient, or into its local shard."""
     (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[:1] = torch.inf
 
 
 def train(model, optimizer, method: str, *, poisoned: bool = True, steps=range(STEPS)) -> int:
-    """Train on the same samples on every rank. Returns how many all-reduces the last optimizer step made."""
+    """Train on the same samples on every rank, and return the number of all-reduces of the last optimizer step."""
     for step in steps:
         optimizer.zero_grad()
         loss_of(model, step).backward()
@@ -120,11 +120,11 @@ def check(model, optimizer, method: str, exchanges: int | None = None, *, poison
     close(optimizer.grad_norm, reference.grad_norm)
 
 
-# ---------------------------------------------------------------- the ways to split a model
+# ---------------------------------------------------------------- ways to shard a model
 
 
 def last() -> bool:
-    """Whether this is the rank with the fewest elements."""
+    """Return whether this is the last rank, which has the fewest elements."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
@@ -188,9 +188,9 @@ def tensor_parallel_in_ddp(method: str) -> None:
 
 def fsdp1(method: str) -> None:
     model = Net()
-    del model.unused  # FSDP1 would give it a gradient of zeros, and weight decay move it
+    del model.unused  # FSDP1 would give it a zero gradient, and weight decay would change it
     model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
-    adapt = {} if method.startswith(("SNGM", "block")) else {"adapt": True}  # every piece has one dimension
+    adapt = {} if method.startswith(("SNGM", "block")) else {"adapt": True}  # every shard is one-dimensional
     optimizer = make(method, grouped(model, **adapt), norm_group=dist.group.WORLD)
     made = train(model, optimizer, method, poisoned=last())
     assert made == EXCHANGES.get(method, 1)
@@ -203,7 +203,7 @@ def fsdp1(method: str) -> None:
 
 
 def zero(method: str) -> None:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # warns when imported
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import warns
 
     model = Net()
     name, settings = METHODS[method]
@@ -219,7 +219,7 @@ def zero(method: str) -> None:
 
 
 def pipeline(method: str, stages: int, norm_group, mesh=None, exchanges: int = 1) -> None:
-    """Each stage steps what it owns; the gradient comes from a whole model that is kept up to date by hand."""
+    """Step each stage's own parameters; gradients come from a whole model that is updated by hand."""
 
     def piece(t: Tensor) -> Tensor:
         return t.clone() if mesh is None else distribute_tensor(t, mesh, [Shard(0), *[Replicate()] * (mesh.ndim - 1)])
@@ -243,7 +243,7 @@ def pipeline(method: str, stages: int, norm_group, mesh=None, exchanges: int = 1
         with CommDebugMode() as traffic:
             take(optimizer, method)
         assert traffic.get_total_counts() == exchanges
-        for name in names:  # what the next stage would send
+        for name in names:  # instead of communication between stages
             mine = pieces.get(name)
             value = torch.zeros_like(whole.get_parameter(name)) if mine is None else mine.detach()
             value = (value.full_tensor() if isinstance(value, DTensor) else value).clone()
@@ -255,7 +255,7 @@ def pipeline(method: str, stages: int, norm_group, mesh=None, exchanges: int = 1
     for name, p in whole.named_parameters():
         close(p.detach(), expected[name], msg=name)
     assert optimizer.skipped == 1
-    if owned:  # else the norm is kept in float32
+    if owned:  # without parameters the norm is in float32
         close(optimizer.grad_norm, reference.grad_norm)
 
 
@@ -269,7 +269,7 @@ def stages_of_fsdp2(method: str) -> None:
 
 
 def stages_of_a_square_mesh(method: str) -> None:
-    """A mesh of two dimensions that is not the world needs a group of its own."""
+    """Use a two-dimensional mesh smaller than the world, which needs its own process group."""
     mesh = init_device_mesh("cpu", (2, 2, 1), mesh_dim_names=("pp", "dp", "tp"))
     pipeline(method, 2, mesh["pp"].get_group(), mesh["dp", "tp"], exchanges=2)
 
@@ -279,17 +279,17 @@ def stages_of_fsdp2_in_one_group(method: str) -> None:
     pipeline(method, 2, dist.group.WORLD, mesh["dp"])
 
 
-# ---------------------------------------------------------------- single facts
+# ---------------------------------------------------------------- single cases
 
 
 def compare(method: str, share, whole=torch.clone, **more) -> None:
-    """Steps on what `share` makes of every tensor for this rank equal its share of those on whole tensors."""
+    """Compare steps on this rank's share of every tensor with the share of steps on whole tensors."""
     generator = torch.Generator().manual_seed(0)
     start, *grads = [
         [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in [(8, 4), (9,), (1, 2, 2)]]
         for _ in range(STEPS + 1)
     ]
-    grads[POISONED][0][0, 0] = torch.inf  # in the share of the first rank alone
+    grads[POISONED][0][0, 0] = torch.inf  # only in the share of the first rank
 
     def run(share, **more):
         params = [nn.Parameter(share(p)) for p in start]
@@ -310,20 +310,20 @@ def compare(method: str, share, whole=torch.clone, **more) -> None:
 
 
 def slices_under_norm_group(method: str) -> None:
-    """Rank r holds the r-th slice of every tensor, as a plain tensor."""
+    """Give rank r the r-th slice of every tensor, as a plain tensor."""
     world, rank = dist.get_world_size(), dist.get_rank()
     compare(method, lambda t: t.tensor_split(world)[rank].clone(), norm_group=dist.group.WORLD)
 
 
 def on_a_gpu() -> None:
-    torch.cuda.set_device(0)  # all ranks on one
+    torch.cuda.set_device(0)  # all ranks share one GPU
     mesh = line("cuda")
     for method in METHODS:
         compare(method, lambda t: distribute_tensor(t.cuda(), mesh, [Shard(0)], src_data_rank=None), torch.Tensor.cuda)
 
 
 def partial_gradients() -> None:
-    """A gradient that is still in parts is added up first."""
+    """Check that gradients of partial sums are reduced first."""
     world = dist.get_world_size()
     mesh = line()
     value, grad = torch.arange(1.0, 7.0).double(), torch.arange(6.0).double()
@@ -371,7 +371,7 @@ def extrapolation() -> None:
 
 
 def scaled_loss() -> None:
-    """A GradScaler that leaves unscaling to step(), and an overflow on the last rank alone."""
+    """Use a GradScaler that leaves unscaling to step(), with an overflow on the last rank only."""
     model = Net()
     fully_shard(model, mesh=line())
     optimizer = make("SNGM", grouped(model), fused=True)
@@ -391,7 +391,7 @@ def scaled_loss() -> None:
 
 
 def scaled_loss_over_a_group() -> None:
-    """A scaler that asks the other ranks for overflows, which it does when it unscales, and one on the last rank."""
+    """Use a sharded scaler, which exchanges overflows when it unscales, with an overflow on the last rank."""
     p = nn.Parameter(torch.ones(4, dtype=torch.float64))
     optimizer = sngm.SNGM([p], lr=0.1, fused=True, norm_group=dist.group.WORLD)
     scaler = ShardedGradScaler(device="cpu", init_scale=64.0, process_group=dist.group.WORLD)
@@ -405,7 +405,7 @@ def scaled_loss_over_a_group() -> None:
 
 
 def copies_and_saved_state() -> None:
-    """A deep copy, a pickle, and state that was whole or sharded in another way go on as the original does."""
+    """Check that deep copies, pickles, and whole or otherwise sharded state continue as the original does."""
     for method in ("SNGM", "LAMB"):
         model = Net()
         fully_shard(model, mesh=line())
@@ -433,12 +433,12 @@ def copies_and_saved_state() -> None:
                     assert key == "step" or there.placements == b.placements
                     assert torch.equal(*(t.to_local() if key != "step" else t for t in (there, b)))
         plain = make(method, grouped(Net()))
-        plain.load_state_dict(saved)  # sharded state into whole parameters
+        plain.load_state_dict(saved)  # sharded state into plain parameters
         for p, q in zip(params, (q for g in plain.param_groups for q in g["params"]), strict=True):
             for key in plain.BUFFERS:
                 assert torch.equal(plain.state[q][key], optimizer.state[p][key].full_tensor())
         grads = [p.grad for p in params]
-        optimizer.zero_grad()  # torch cannot copy all gradients that FSDP2 makes
+        optimizer.zero_grad()  # torch cannot copy all gradients of FSDP2
         twin = copy.deepcopy(optimizer)
         twins = [p for group in twin.param_groups for p in group["params"]]
         for old, new, grad in zip(params, twins, grads, strict=True):
@@ -460,7 +460,7 @@ def a_fresh_optimizer_asked_for_its_state() -> None:
 
 
 def parameters_put_in_place_of_others() -> None:
-    """Trainers that shard a model after its optimizer was made swap the parameters inside the groups."""
+    """Replace parameters in the groups, as trainers do that shard a model after the optimizer was created."""
     model = Net()
     optimizer = make("SNGM", grouped(model))
     train(model, optimizer, "SNGM", steps=range(1))
@@ -509,13 +509,13 @@ def by_halves(t: Tensor, i: int) -> Tensor:
 
 
 def by_dtensors(t: Tensor, i: int) -> Tensor:
-    """Sharded, the third with nothing on the last rank; whole on every rank; and a plain copy on every rank."""
+    """Return sharded tensors, the third empty on the last rank; replicated ones; and plain copies on every rank."""
     placement, t = [Shard(0), Shard(-1), Shard(0), Replicate(), None][i], t.clone()
     return t if placement is None else distribute_tensor(t, line(), [placement], src_data_rank=None)
 
 
 def steps_by(method: str, share, grads: list[list], path: dict, **more) -> tuple[list[Tensor], torch.optim.Optimizer]:
-    """Steps on what `share` makes of tensors, from the first of `grads` with the others as gradients."""
+    """Take steps on shares of tensors: the first of `grads` are the parameters, the others the gradients."""
     params = [nn.Parameter(share(p, i)) for i, p in enumerate(grads[0])]
     name, settings = METHODS[method]
     groups = [{"params": params[:2]}, {"params": params[2:], "weight_decay": 0.1}]
@@ -528,13 +528,13 @@ def steps_by(method: str, share, grads: list[list], path: dict, **more) -> tuple
 
 
 def kernels_exchange(split, method: str) -> None:
-    """The kernels on pieces take the steps of foreach on whole tensors, and of foreach on the same pieces."""
+    """Compare kernels on shards with foreach on whole tensors, and with foreach on the same shards."""
     more = {"norm_group": dist.group.WORLD} if split is by_halves else {}
     generator = torch.Generator().manual_seed(0)
     shapes = [(8, 4), (9,), (1, 2, 2), (3, 5), (4, 2)]
     grads = [[torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes] for _ in range(4)]
     grads[1][1] = grads[3][3] = None
-    grads[2][0][0, 0] = torch.nan  # in the piece of the first rank alone
+    grads[2][0][0, 0] = torch.nan  # only in the shard of the first rank
     pieces, ours = steps_by(method, split, grads, {}, **more)
     assert ours._plan.exchanges
     whole, theirs = steps_by(method, lambda t, i: t.clone(), grads, {"foreach": True})
@@ -544,8 +544,8 @@ def kernels_exchange(split, method: str) -> None:
         close(*(local(t.detach()) for t in (p, split(q.detach(), i))), msg=f"{i}")
     grads[2][0].nan_to_num_(1.0)
     for at_step in grads[1:]:
-        at_step[2] = None  # an empty gradient on the last rank would make a new plan
-    if last():  # alone without these gradients: sums of the step before must not count
+        at_step[2] = None  # an empty gradient on the last rank would cause a new plan
+    if last():  # the only rank without these gradients: sums of the previous step must not count
         grads[2][0] = grads[3][0] = grads[3][4] = None
     (pieces, ours), (others, theirs) = (
         steps_by(method, split, grads, path, **more) for path in ({}, {"foreach": True})
@@ -633,7 +633,7 @@ def work(rank: int, world: int, folder: str, chosen: list[str]) -> None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         from triton.runtime import interpreter
 
-        # as in the kernels' own tests: once for each function, not at each call
+        # as in the tests of the kernels: once per function, not at each call
         interpreter._patch_lang = functools.cache(interpreter._patch_lang)
         interpreter._LangPatchScope.restore = lambda self: None
     with joined(rank, world, folder):
@@ -643,7 +643,7 @@ def work(rank: int, world: int, folder: str, chosen: list[str]) -> None:
                     case()
                 except Exception:
                     failures[name] = traceback.format_exc()
-                    break  # the ranks may be out of step, and wait for each other in all that follows
+                    break  # ranks may be out of sync, and would deadlock in later cases
     torch.save(failures, f"{folder}/{rank}.pt")
 
 
@@ -664,7 +664,7 @@ def test_fsdp2_on_two_processes_takes_the_steps_of_one(tmp_path):
 )
 def test_kernels_on_two_processes_take_the_steps_of_one(chosen, tmp_path, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the processes that are started
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the child processes
     run(2, tmp_path, chosen)
 
 
@@ -685,7 +685,7 @@ def test_every_way_to_split_a_model_takes_the_steps_of_one_process(world, tmp_pa
 
 def go_on(method: str, folder: str, steps: range, *, sharded: bool, load: bool, save: bool) -> dict[str, Tensor]:
     model = Net()
-    if load:  # what is not loaded shows
+    if load:  # NaN remains in what is not loaded
         for p in model.parameters():
             p.data.fill_(torch.nan)
     if sharded:
@@ -715,7 +715,7 @@ def part(rank: int, world: int, folder: str, steps: range, load: bool) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch's, on loading in a single process
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about a single process
 def test_a_checkpoint_of_four_processes_goes_on_in_two_and_in_one(tmp_path):
     before, after = range(4), range(4, 8)
     mp.spawn(part, (4, str(tmp_path), before, False), nprocs=4)

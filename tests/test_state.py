@@ -1,4 +1,4 @@
-"""State: there from the start, in float32 or better, and the same after any way of saving and copying it."""
+"""Optimizer state: exists from the start, in float32 or better, and is unchanged by saving, loading and copying."""
 
 import copy
 import pickle
@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
 from sngm.optim import reference
 
-HEAVY_BALL = {  # the methods that share torch SGD's state
+HEAVY_BALL = {  # methods with the state of torch's SGD
     "sngm": SNGM,
     "lars": LARS,
     "clars": CLARS,
@@ -41,7 +41,7 @@ HEAVY_BALL = {  # the methods that share torch SGD's state
 }
 
 
-SAVED = [  # every path in the usual dtypes, and the default in all
+SAVED = [  # every path in the usual dtypes, and the default path in all
     *combinations(dtypes=[torch.float32, torch.bfloat16]),
     *((rule, "default", dtype) for rule in RULES for dtype in (torch.float64, torch.float16)),
 ]
@@ -53,7 +53,7 @@ def keys(rule):
 
 
 def split(params):
-    """Two groups, so that a checkpoint has more than one."""
+    """Split parameters into two groups, so that a checkpoint has more than one."""
     return [{"params": params[:2]}, {"params": params[2:], "lr": 0.05}]
 
 
@@ -66,14 +66,14 @@ def resumed(rule, path, optimizer, params, state_dict):
 
 @pytest.fixture
 def group(tmp_path):
-    """A process group of one."""
+    """Return a process group with one rank."""
     store = dist.FileStore(str(tmp_path / "store"), 1)
     dist.init_process_group("gloo", store=store, rank=0, world_size=1)
     yield dist.group.WORLD
     dist.destroy_process_group()
 
 
-# -------------------------------------------------------------------- from the start
+# -------------------------------------------------------------------- initial state
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -102,7 +102,7 @@ def test_state_of_low_precision_parameters_stays_float32_while_training(rule, pa
     for p in params:
         for buffer in keys(rule):
             assert optimizer.state[p][buffer].dtype == torch.float32
-            # and it is used as such: rounded to the parameter's dtype it would be something else
+            # and it is used in float32: rounded to the parameter's dtype it would differ
             assert p.numel() < 9 or not torch.equal(
                 optimizer.state[p][buffer].to(dtype).float(), optimizer.state[p][buffer]
             )
@@ -120,7 +120,7 @@ def test_a_frozen_parameter_has_no_state_until_it_thaws_and_then_trains(rule):
     assert optimizer.state[frozen] == {}
     assert torch.equal(frozen, before)
 
-    # the same from an optimizer that knew the parameter as trainable and never saw a gradient of it
+    # the same for an optimizer created while the parameter was trainable, without a gradient
     twins = make_params()
     twin = build(rule, twins)
     for t in range(2):
@@ -190,7 +190,7 @@ def test_named_parameters_train_alike_and_their_names_are_saved(rule):
     run(named, twins)
     assert same(optimizer, params, named, twins)
     assert named.state_dict()["param_groups"][0]["param_names"] == labels
-    named.load_state_dict(optimizer.state_dict())  # a checkpoint without names leaves them
+    named.load_state_dict(optimizer.state_dict())  # a checkpoint without names keeps them
     assert named.param_groups[0]["param_names"] == labels
 
 
@@ -202,7 +202,7 @@ def test_a_model_built_on_the_meta_device_trains_once_it_is_materialised(rule, p
     params = make_params()
     twin = build(rule, params, path)
     for late, real in zip(meta, params, strict=True):
-        # as modules do when they are moved and their parameters must stay the same objects
+        # as modules do when they are moved, so that parameters stay the same objects
         torch.utils.swap_tensors(late, torch.nn.Parameter(real.detach().clone()))
     run(optimizer, meta)
     run(twin, params)
@@ -331,7 +331,7 @@ def test_a_checkpoint_lacking_newer_settings_takes_this_optimizers_values(rule):
     twin.load_state_dict(saved)
     expected = {**changes, "maximize": True, "lr": 0.03, "weight_decay": RULES[rule][1].get("weight_decay", 0.0)}
     assert {k: twin.param_groups[0][k] for k in expected} == expected
-    # and it is those it steps with
+    # and steps use them
     other = build(rule, others, maximize=True, **{**changes, "lr": 0.03})
     for p, q in zip(params, others, strict=True):
         for key, value in optimizer.state[p].items():
@@ -379,7 +379,7 @@ def test_the_users_own_load_hooks_see_and_change_plain_tensors(rule):
     optimizer.register_load_state_dict_pre_hook(halve)
     optimizer.register_load_state_dict_post_hook(look)
     expected = [source.state[p][key] * 0.5 for p in params]
-    for count in (1, 2):  # a second time: nothing of ours stays registered
+    for count in (1, 2):  # twice: no hook of ours remains registered
         optimizer.load_state_dict(source.state_dict())
         assert len(seen) == count * len(params)
         assert same_tensors(seen[-len(params) :], expected)
@@ -541,7 +541,7 @@ def test_a_torch_checkpoint_without_momentum_trains_without_until_it_is_turned_o
     assert all(optimizer.state[p]["momentum_buffer"].any() for p in ours)
 
 
-@pytest.mark.parametrize("path", [p for p in PATHS if p != "capturable"])  # which torch's Adam refuses on the CPU
+@pytest.mark.parametrize("path", [p for p in PATHS if p != "capturable"])  # torch's Adam does not support it on the CPU
 def test_adam_and_lamb_continue_from_each_others_checkpoints(path):
     params = make_params(torch.float64)
     adam = torch.optim.Adam(params, lr=0.05, betas=(0.8, 0.95), weight_decay=0.02)
@@ -566,7 +566,7 @@ def test_adam_and_lamb_continue_from_each_others_checkpoints(path):
     twins = clone_params(ours)
     twin = torch.optim.Adam(twins, lr=0.05, betas=(0.8, 0.95), weight_decay=0.02, foreach=False)
     run(twin, clone_params(ours), 0)
-    step(twin, twins, [torch.zeros_like(p) for p in twins])  # makes the state we overwrite
+    step(twin, twins, [torch.zeros_like(p) for p in twins])  # creates the state to be overwritten
     for p, q, s in zip(ours, twins, lamb.state.values(), strict=True):
         q.data.copy_(p)
         for key, value in s.items():
@@ -582,7 +582,7 @@ def test_adam_and_lamb_continue_from_each_others_checkpoints(path):
 
 
 class Net(torch.nn.Module):
-    """In bfloat16, whose state is of another dtype, and partly frozen."""
+    """A network in bfloat16, whose state has another dtype, and partly frozen."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""One step: what it may read, what it must leave alone, and where many of them lead."""
+"""Single steps: gradients, norms, layouts, groups and learning rates; and convergence of many steps."""
 
 import itertools
 import math
@@ -39,7 +39,7 @@ def total_norm(tensors):
     return math.sqrt(sum(float(t.detach().abs().double().square().sum()) for t in tensors))
 
 
-# -------------------------------------------------------------------- gradients are the user's
+# -------------------------------------------------------------------- gradients are not modified
 
 
 @pytest.mark.parametrize(("rule", "path", "dtype"), combinations(rules=OWN_GRADS, dtypes=[torch.float64]))
@@ -158,7 +158,7 @@ def test_one_inf_or_nan_anywhere_skips_the_step_and_the_next_one_is_taken(rule, 
     params, twins = make_params(dtype), make_params(dtype)
     optimizer, twin = build(rule, params, path), build(rule, twins, path)
     skips = 0
-    # the very first step, then each tensor in turn
+    # the first step, then each tensor in turn
     for t, (where, bad) in enumerate(zip(range(len(params)), itertools.cycle([math.nan, math.inf, -math.inf]))):
         before, state = weights(params), states(optimizer)
         grads = gradients(params, t)
@@ -211,7 +211,7 @@ def test_a_mean_norm_that_is_not_finite_skips_the_step_of_clars(bad, path):
     assert same_tensors(params, before)
     assert same_states(states(optimizer), state)
     assert optimizer.skipped.item() == 1
-    params[2].grad = None  # whose value is then not read
+    params[2].grad = None  # its mean norm is not read then
     optimizer.step(mean_norms=[1.0, 1.0, bad, 1.0, 1.0])
     assert optimizer.skipped.item() == 1
     assert torch.equal(params[2], before[2])
@@ -277,7 +277,7 @@ def test_grad_norm_of_the_other_methods_is_that_of_the_whole_gradient(rule, path
 def test_the_norm_spans_parameters_of_several_dtypes_and_does_not_overflow_in_half_precision(rule, path):
     params = [p for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64) for p in make_params(d)]
     optimizer = build(rule, params, path, weight_decay=0.0)
-    grads = [torch.full_like(p, 3e4) for p in params]  # of which two have a norm that float16 cannot hold
+    grads = [torch.full_like(p, 3e4) for p in params]  # the norm of two elements overflows float16
     step(optimizer, params, grads)
     assert optimizer.grad_norm.item() == pytest.approx(total_norm(grads), rel=1e-6)
     assert optimizer.skipped.item() == 0
@@ -490,7 +490,7 @@ SCHEDULERS = {
 
 
 def replay(rule, path, settings):
-    """The run in which every step is the first of a new optimizer that was built with the settings of that step."""
+    """Repeat a run with a new optimizer for every step, built with the settings of that step."""
     params = make_params(torch.float64)
     before = None
     for t, chosen in enumerate(settings):
@@ -523,7 +523,7 @@ def test_schedules_set_the_rate_of_each_step_whether_lr_is_a_number_or_a_tensor(
         if shape is None:
             expected, first = replay(rule, path, used), used
         else:
-            assert optimizer.param_groups[0]["lr"] is lr  # changed in place, as a captured graph needs it
+            assert optimizer.param_groups[0]["lr"] is lr  # changed in place, as CUDA graphs need
             assert [one["lr"] for one in used] == pytest.approx([one["lr"] for one in first], rel=1e-14)
         close(params, expected, 1e-13)
 
@@ -602,7 +602,7 @@ def test_maximizing_is_minimizing_the_negated_loss(rule, path):
 
 
 def peak_bytes(work):
-    """How much more memory than before `work` holds at its fullest."""
+    """Return the peak memory of `work` in bytes, beyond what was allocated before."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as recorded:
         work()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]
@@ -635,9 +635,9 @@ def test_a_step_needs_next_to_no_memory_of_its_own(cls, settings, limit, path):
     assert peak_bytes(optimizer.step) < limit * sum(p.numel() * 4 for p in params)
 
 
-# -------------------------------------------------------------------- where it leads
+# -------------------------------------------------------------------- convergence
 
-CONVERGENCE = {  # class, settings, decay of the rate per step, distance left of the distance at the start
+CONVERGENCE = {  # class, settings, decay of lr per step, final distance relative to the initial one
     "sngm": (SNGM, {"lr": 0.3}, 0.95, 1e-5),
     "sngm nesterov": (SNGM, {"lr": 0.3, "nesterov": True}, 0.95, 1e-5),
     "sngm coupled": (SNGM, {"lr": 0.1, "weight_decay": 0.5}, 0.95, 1e-5),
@@ -675,7 +675,7 @@ def test_every_method_settles_in_the_optimum_of_a_strongly_convex_quadratic(case
     optimizer = cls(params, **settings)
     schedule = lr_scheduler.ExponentialLR(optimizer, factor)
     for _ in range(200):
-        if cls is ExtrapSGD:  # workers that disagree: their mean is right
+        if cls is ExtrapSGD:  # workers with different losses, whose mean is correct
             optimizer.step([lambda: gradient(1.0), lambda: gradient(-1.0)])
         else:
             gradient()
@@ -836,10 +836,10 @@ def test_a_norm_is_shown_as_infinite_only_where_the_step_was_skipped(rule, path)
     assert (optimizer.grad_norm, optimizer.skipped) == (math.inf, 1)
 
 
-@pytest.mark.parametrize("size", [1.0, 1e-12])  # the smaller have squares that float32 cannot hold
+@pytest.mark.parametrize("size", [1.0, 1e-12])  # squares of the smaller underflow float32
 @pytest.mark.parametrize(("rule", "path", "dtype"), combinations(KINDS, [torch.float32, torch.bfloat16]))
 def test_a_default_device_has_no_part_in_a_step(rule, path, dtype, size):
-    shapes = [(5, 13), (3000,)]  # one of them long enough to be summed in pieces
+    shapes = [(5, 13), (3000,)]  # one is long enough to be summed in pieces
     params, others = make_params(dtype, shapes), make_params(dtype, shapes)
     ours, theirs = build(rule, params, path), build(rule, others, path)
     for t in range(2):

@@ -1,4 +1,4 @@
-"""Studies: which runs are made, how rates are chosen, and that nothing done is lost or done twice."""
+"""Studies: which runs they make, how learning rates are selected, and that no run is lost or repeated."""
 
 import itertools
 import json
@@ -31,7 +31,7 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def results(folder: str | Path) -> dict[str, dict]:
-    """What each run came to, by the name of its folder."""
+    """Return the result of each run, by the name of its folder."""
     records = {path.parent.name: json.loads(path.read_text()) for path in Path(folder).glob("runs/*/run.json")}
     return {name: {key: record.get(key) for key in ("status", "result", "config")} for name, record in records.items()}
 
@@ -40,7 +40,7 @@ def cells_of(folder: str | Path) -> list[dict]:
     return json.loads(Path(folder, "study.json").read_text())["cells"]
 
 
-# ---------------------------------------------------------------- choosing a rate
+# ---------------------------------------------------------------- selecting a learning rate
 
 
 def test_the_best_rate_has_the_best_metric():
@@ -259,7 +259,7 @@ def test_a_dry_run_reads_the_data_once(monkeypatch):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> tuple[Path, Result]:
-    """A tiny study and what it printed."""
+    """Run a tiny study, and return it with its output."""
     folder = tmp_path_factory.mktemp("studies") / "tiny"
     return folder, sngm(f"{TINY} --out {folder}")
 
@@ -447,7 +447,7 @@ def test_a_loss_that_fails_in_a_worker_shows_its_own_traceback():
 
 
 def living(mark: str) -> list[int]:
-    """The processes that have the mark in their environment."""
+    """Return the processes that have the mark in their environment."""
     found = []
     for place in Path("/proc").iterdir():
         try:
@@ -463,7 +463,7 @@ def parent_of(pid: int) -> int:
 
 
 def running(folder: str):
-    """Started, and one run has an epoch done."""
+    """Start a study, and wait until one run has finished an epoch."""
     return lambda: any(path.stat().st_size for path in Path(folder).glob("runs/*/metrics.jsonl"))
 
 
@@ -509,7 +509,7 @@ def test_a_study_interrupted_at_its_start_says_no_more_than_that(when, how):
     if when == "workers start":
         until(process, Path("study/study.json").exists)
     else:
-        until(process, lambda: hears_ctrl_c(process.pid))  # not while it starts the server, which imports torch now
+        until(process, lambda: hears_ctrl_c(process.pid))  # not while it starts the fork server, which imports torch
     if how == "ctrl-c":
         os.killpg(process.pid, signal.SIGINT)
     else:
@@ -569,7 +569,7 @@ def test_a_killed_worker_is_one_line_and_the_study_goes_on(uninterrupted):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """A file system of 120 kB, and a way to make it larger."""
+    """Mount a file system of 120 kB; return its path and a function to enlarge it."""
     place = tmp_path / "disk"
     place.mkdir()
 

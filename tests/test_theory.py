@@ -1,4 +1,4 @@
-"""The theory's functions beside the paper's formulas, typed in here once more and evaluated in exact fractions."""
+"""Functions of sngm.theory compared with the paper's formulas, written again here and evaluated in exact fractions."""
 
 import inspect
 import math
@@ -16,7 +16,7 @@ from scipy.optimize import minimize_scalar
 
 from sngm import theory
 
-# The paper, line by line. Square roots are the only numbers that are rounded.
+# The paper's formulas. Only square roots are rounded.
 
 
 def sqrt(x):
@@ -41,7 +41,7 @@ def theorem_3(gap, eta, T, B, L, sigma, beta, lam, S, rho):
 
 
 def lars_remark(gap, eta, T, B, L, sigma, beta, lam, S, rho, low, high):
-    """The proof of Theorem 3 with eta * high where eta is added and eta * low where it is taken away."""
+    """Return the bound of Theorem 3's proof with eta * high where eta is added and eta * low where it is subtracted."""
     noise = 2 * sigma * (1 + rho * sqrt(S) * high / low) / sqrt(B)
     return 2 * rho * (1 - beta) * gap / (low * eta * T) + 8 * L * k(beta) * rho * S * eta * high**2 / low + noise
 
@@ -52,7 +52,7 @@ def section_3(gap, eta, T, B, L, sigma, beta):
 
 
 def per_eta(name, a):
-    """The factor c of the statement's condition ``c * eta <= 1``."""
+    """Return the factor c of the statement's condition ``c * eta <= 1``."""
     if name == "smooth":
         return 0
     if name == "msgd":
@@ -100,7 +100,7 @@ def or_zero(strategy):
 
 @st.composite
 def arguments_of(draw, name, zeros=True):
-    """Admissible ones: eta anywhere up to the condition's limit, and often on it."""
+    """Draw admissible arguments: eta up to the condition's limit, and often equal to it."""
     or_zero = st.just(0.0).__or__ if zeros else lambda strategy: strategy
     a = {
         "gap": draw(or_zero(st.floats(1e-3, 1e3))),
@@ -123,7 +123,7 @@ def arguments_of(draw, name, zeros=True):
     return {key: a[key] for key in NAMES[name].split()}
 
 
-# What the functions return.
+# Return values.
 
 
 @every_statement
@@ -154,7 +154,7 @@ def test_the_best_bound_is_that_of_a_numeric_minimisation(name, data):
     def a_with(eta):
         return {key: Fraction(eta if key == "eta" else value) for key, value in a.items()}
 
-    bottom = -100.0  # where nothing but the rate is left of a bound, its factor may be as large as 1e14
+    bottom = -100.0  # if only eta remains of a bound, its factor may be as large as 1e14
     lowest = minimize_scalar(at, bounds=(bottom, top), method="bounded", options={"xatol": 1e-9})
     numeric = min(lowest.fun, at(top))
     assert found.bound == pytest.approx(numeric, rel=1e-6, abs=1e-12)
@@ -180,7 +180,7 @@ def test_the_best_eta_is_right_to_six_digits(name, data):
 
 
 def one(name, **changed):
-    """Plain arguments, with some of them changed."""
+    """Return valid arguments, with some of them changed."""
     plain = {"gap": 2.0, "eta": 1e-3, "steps": 100, "batch": 16, "L": 3.0, "sigma": 0.5, "beta": 0.5, "lam": 0.0}
     plain |= {"blocks": 4, "rho": 0.75, "gamma_l": 0.5, "gamma_u": 2.0}
     return {key: (plain | changed)[key] for key in NAMES[name].split()}
@@ -241,7 +241,7 @@ def test_arrays_broadcast_over_every_argument(name):
         if key != "eta":
             eta, lowest = best(name, {**a, key: column})
             assert eta.shape == lowest.shape == (2, 1), key
-            eta[0] = 1.0  # the caller's to change
+            eta[0] = 1.0  # the caller may change its array
 
 
 @every_statement
@@ -252,7 +252,7 @@ def test_the_arguments_have_these_names_in_this_order(name):
     assert list(inspect.signature(getattr(theory, f"{name}_best")).parameters) == names
 
 
-# What they refuse.
+# Errors.
 
 
 @pytest.mark.parametrize("name", ["relaxed", "block", "lars", "msgd"])
@@ -331,7 +331,7 @@ def test_rho_must_suit_the_number_of_blocks():
         theory.lars_bound(**one("lars", gamma_l=2.0, gamma_u=1.0))
 
 
-# How the statements hang together.
+# Relations between the statements.
 
 
 @drawn
@@ -370,15 +370,15 @@ def test_lars_with_a_constant_phi_is_block_wise_sngm_with_another_eta(data, gamm
 
 
 def test_a_run_of_lars_can_need_the_spread_of_phi_in_the_noise_term():
-    """The check `lars-bound` has functions that need each other gamma; this run is too long for it.
+    """The check `lars-bound` tests every other gamma of the bound; the run for this one is too long for it.
 
     Noise hides the sign of a gradient, so that long steps (phi = 64) climb a slope of 64. Beyond its top, phi is 1, and
-    what was climbed is lost in short steps at gradients of up to 4900. The curvature is at most 1.
+    the loss falls again in short steps at gradients of up to 4900. The curvature is at most 1.
     """
     draw = random.Random(0).random
     slope, top, spread, steps = 64.0, 1e6, 64, 1_260_000
-    foot = top + 0.6 * steps / 2  # half of the steps climb; 0.8 of those go up and 0.2 down
-    peak = math.sqrt(slope * (foot - top))  # of the gradient beyond the top, for a fall of that height
+    foot = top + 0.6 * steps / 2  # half of the steps climb: 0.8 of those go up and 0.2 down
+    peak = math.sqrt(slope * (foot - top))  # largest gradient beyond the top, for a fall of that height
     x, total = foot, 0.0
     for _ in range(steps):
         beyond = top - x

@@ -1,4 +1,4 @@
-"""A torch without the private names that sngm uses: steps take other paths, and compute the same."""
+"""Without the private names of torch that sngm uses, steps use fallbacks with the same results."""
 
 import importlib
 
@@ -13,7 +13,7 @@ USERS = {"fused_sgd_": heavy_ball, "fused_adam_": lamb, "profiler_enabled": hook
 
 @pytest.fixture
 def poorer_torch(monkeypatch):
-    """Take private names from torch, and load what uses them anew; all is put back at the end."""
+    """Remove private names from torch and reload the modules that use them; restore everything at the end."""
     with monkeypatch.context() as patch:
         patch.delattr(torch, "_fused_sgd_")
         patch.delattr(torch, "_fused_adam_")
@@ -28,7 +28,7 @@ def poorer_torch(monkeypatch):
 
 
 def trained(cls):
-    """Parameters after three steps, and how often a hook was called."""
+    """Return the parameters after three steps, and the number of calls of a hook."""
     torch.manual_seed(0)
     params = [torch.nn.Parameter(torch.randn(40, 7)), torch.nn.Parameter(torch.randn(40))]
     optimizer, calls = cls(params, lr=0.1, weight_decay=0.01), []

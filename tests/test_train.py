@@ -1,4 +1,4 @@
-"""One run: its gradients and statistics against loops written by hand, its samples, its records, its ends."""
+"""Single runs: gradients and statistics compared with plain loops, samples, records and ways to end."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ def first_model(wanted: RunConfig) -> nn.Module:
 
 
 def batches_of(wanted: RunConfig):
-    """The global batches of a run in order, as it takes them."""
+    """Return the global batches of a run in order."""
     samples = wanted.build_task().data().train
     for epoch in range(wanted.epochs):
         order = rng.permutation(len(samples), wanted.seed, rng.ORDER, epoch)
@@ -65,7 +65,7 @@ def test_accumulation_equals_one_pass_over_the_batch(method, workers, micro, tmp
 
 
 def gradients_at(model: nn.Module, weights: list, x, y) -> list:
-    """Of the mean loss of these samples, at these weights."""
+    """Return the gradients of the mean loss of these samples at these weights."""
     leaves = [w.detach().clone().requires_grad_() for w in weights]
     names = [name for name, _ in model.named_parameters()]
     output = functional_call(model, dict(zip(names, leaves, strict=True)), x)
@@ -73,7 +73,7 @@ def gradients_at(model: nn.Module, weights: list, x, y) -> list:
 
 
 def by_hand(wanted: RunConfig, step) -> dict[str, torch.Tensor]:
-    """The weights after all steps of ``step(model, weights, momenta, x, y)``, which gives new weights and momenta."""
+    """Return the weights after all steps; ``step(model, weights, momenta, x, y)`` returns new weights and momenta."""
     model = first_model(wanted)
     weights = [p.detach().clone() for p in model.parameters()]
     momenta = [torch.zeros_like(w) for w in weights]
@@ -230,7 +230,7 @@ def test_plateau_without_a_validation_set_is_refused(tmp_path):
 
 @pytest.fixture
 def seen(monkeypatch):
-    """What each micro-batch held: a row of inputs a sample."""
+    """Return the inputs of each micro-batch, a row per sample."""
     taken: list[list[tuple[float, ...]]] = []
     batch = Blobs.batch
 
@@ -244,7 +244,7 @@ def seen(monkeypatch):
 
 
 def draws_and_order(folder: Path, seen: list, monkeypatch, seed: int, **given):
-    """Random numbers that the loss could draw, and the samples in order."""
+    """Return random numbers drawn in the loss, and the samples in order."""
     seen.clear()
     drawn = []
     monkeypatch.setattr(
@@ -297,7 +297,7 @@ def test_full_runs_train_on_everything_once_an_epoch(tmp_path, seen):
 
 
 class Sealed:
-    """Samples that nobody may look at."""
+    """A dataset that raises an error when a sample is read."""
 
     def __len__(self) -> int:
         return 32
@@ -610,7 +610,7 @@ def test_samples_must_have_as_many_rows_as_each_other():
         Tensors(torch.zeros(3), torch.zeros(4))
 
 
-# ---------------------------------------------------------------- what must not be taken for something else
+# ---------------------------------------------------------------- mistakes that must be detected
 
 
 def test_clars_is_refused_a_single_pass_where_it_would_be_lars(tmp_path):

@@ -1,4 +1,4 @@
-"""WikiText-2: words and streams as word_language_model has them, its LSTM, and the loss that keeps no logits."""
+"""WikiText-2: words, streams and LSTM as in word_language_model, and the loss that does not store logits."""
 
 import copy
 import time
@@ -19,7 +19,7 @@ from sngm.training import rng
 from sngm.training.batch_plan import BatchPlan
 from sngm.training.batchnorm_stats import draws
 
-# a CPU without bfloat16 says so, once
+# a CPU without bfloat16 warns once
 pytestmark = pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
 small = pytest.mark.filterwarnings("ignore:.*does not hold the official words")
 NAMES = ("train.txt", "valid.txt", "test.txt")
@@ -47,7 +47,7 @@ def windows(rows, bptt=BPTT):
 
 
 def as_defined(folder, names=NAMES):
-    """Words and their numbers by word_language_model's definition, one word at a time."""
+    """Return words and their indices by word_language_model's definition, one word at a time."""
     numbers, splits = {}, []
     for name in names:
         split = []
@@ -79,17 +79,17 @@ def test_words_are_numbered_in_order_of_appearance_over_all_splits():
 
 
 HOSTILE = [
-    "a b\nc",  # no line end at the end
+    "a b\nc",  # no final line break
     "a\n",
     "\n\n\na\n\n",
     "a\r\nb\r\n\r\nc\r\n",  # Windows
-    "a\rb\r\rc",  # a Mac of long ago
+    "a\rb\r\rc",  # classic Mac OS
     "a\r\r\nb\n\r c",
-    "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\x1fj\n",  # white space that ends no line
-    "a\u00a0b\u3000c\u2009d\te\n",  # white space that is no space
-    "a\u200bb\ufeffc \x00 \x00d\n",  # looks like space, is none
-    "é e\u0301 \U0001f600 中文 ﷽ \u202eabc\n",  # composed and not: two words
-    "<eos> a <eos>\n <eos>\n",  # the mark as a word of the text
+    "a\u2028b\u2029c\x85d\x0be\x0cf\x1cg\x1dh\x1ei\x1fj\n",  # white space that does not end a line
+    "a\u00a0b\u3000c\u2009d\te\n",  # white space other than the space
+    "a\u200bb\ufeffc \x00 \x00d\n",  # looks like white space, but is not
+    "é e\u0301 \U0001f600 中文 ﷽ \u202eabc\n",  # composed and decomposed: two words
+    "<eos> a <eos>\n <eos>\n",  # the end mark as a word of the text
     "a " * 5000 + "\n" * 5000,
     "x" * 100_000,
 ]
@@ -155,7 +155,7 @@ def test_what_is_not_there_is_named_with_what_to_put_where():
         load_wikitext2(Path("data"))
     make("other", NAMES[:2], TEXTS[:2])
     with pytest.raises(DataMissing, match="no WikiText-2 in other"):
-        load_wikitext2(Path("other"))  # which may hold any dataset
+        load_wikitext2(Path("other"))  # may hold any dataset
 
 
 @pytest.mark.parametrize(
@@ -198,19 +198,19 @@ def test_the_real_files_have_the_published_counts_and_load_fast():
 
 
 def batchify(data, batch):
-    """word_language_model's, with its columns for streams."""
+    """Return streams as columns, as in word_language_model."""
     length = data.size(0) // batch
     return data.narrow(0, 0, length * batch).view(batch, -1).t().contiguous()
 
 
 def get_batch(source, i, bptt):
-    """word_language_model's, where i is a place in the text."""
+    """Return inputs and targets from position i, as in word_language_model."""
     length = min(bptt, len(source) - 1 - i)
     return source[i : i + length], source[i + 1 : i + 1 + length].view(-1)
 
 
 def window(rows, i, bptt=35):
-    """The i-th step's inputs and targets, without what the last window is filled up with."""
+    """Return the i-th step's inputs and targets, without the padding of the last window."""
     inputs, targets = Windows(rows, bptt)[torch.arange(i * len(rows), (i + 1) * len(rows))]
     assert inputs.shape == targets.shape == (len(rows), bptt)
     seen = int((targets[0] >= 0).sum())
@@ -284,7 +284,7 @@ def example(n=13, width=5, words=11, dtype=torch.float64, scale=1.0, seed=0):
 
 
 def both(tensors, reduction="mean", chunk=None, factor=1.0):
-    """Loss and gradients by torch and by ours."""
+    """Return loss and gradients by torch and by our function."""
     features, weight, bias, targets = tensors
     found = []
     for loss in (
@@ -366,7 +366,7 @@ def test_views_and_shared_weights():
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation gives."""
+    """A dispatch mode that records the bytes of the largest tensor any operation returns."""
 
     bytes = 0
 
@@ -392,7 +392,7 @@ def test_no_logits_are_kept_nor_ever_all_there():
             loss = vocabulary_loss(*tensors, chunk=chunk)
             loss.backward()
     assert by_torch >= 4 * n * words
-    # 84 KB, where the logits take 4 MB; and the number of targets
+    # 84 KB, while the logits take 4 MB; and the number of targets
     assert sum(kept) <= 4 * (n * width + words * width + words) + 8
     assert largest.bytes <= 4 * max(chunk * words, n * width, words * width)
 
@@ -403,12 +403,12 @@ def test_the_default_chunk_bounds_the_logits(monkeypatch):
     with Largest() as largest:
         vocabulary_loss(*tensors)
     assert largest.bytes <= 8 * 130
-    monkeypatch.setattr("sngm.models.vocabulary_loss.MAX_LOGITS", 1)  # fewer than words: a row at a time
+    monkeypatch.setattr("sngm.models.vocabulary_loss.MAX_LOGITS", 1)  # fewer than the words: one row at a time
     assert worst(both(tensors)) < 1e-12
 
 
 class Products(TorchDispatchMode):
-    """The dtypes in which products and softmax are taken."""
+    """A dispatch mode that records the dtypes of products and softmax."""
 
     def __init__(self):
         super().__init__()
@@ -463,7 +463,7 @@ def test_parameters_of_bfloat16_have_gradients_of_bfloat16_summed_in_float32():
         assert found.grad.dtype == torch.bfloat16
         assert (
             found.grad - wanted.grad
-        ).norm() < 0.01 * wanted.grad.norm()  # 512 sums in bfloat16 would be off by more
+        ).norm() < 0.01 * wanted.grad.norm()  # 512 sums in bfloat16 would have a larger error
 
 
 @pytest.mark.parametrize(
@@ -532,7 +532,7 @@ def test_the_paper_s_lstm_has_this_many_parameters():
 
 
 class Example(nn.Module):
-    """word_language_model's RNNModel with its LSTM, in its own layout: time first."""
+    """RNNModel of word_language_model with an LSTM, in its layout: time first."""
 
     def __init__(self, words, embedding, width, layers, dropout):
         super().__init__()
@@ -560,7 +560,7 @@ def test_first_weights_and_outputs_are_word_language_model_s():
     assert ours.decoder.bias.abs().max() == 0
     tokens = torch.randint(50, (4, 9))
     hidden = tuple(torch.randn(3, 4, 6) for _ in range(2))
-    for mode in (False, True):  # dropout too: on a CPU the same numbers are drawn in the same order
+    for mode in (False, True):  # with dropout too: a CPU draws the same numbers in the same order
         theirs.train(mode)
         ours.train(mode)
         torch.manual_seed(5)
@@ -570,7 +570,7 @@ def test_first_weights_and_outputs_are_word_language_model_s():
         assert features.shape == (4, 9, 6)
         assert torch.allclose(ours.logits(features), logits.transpose(0, 1), atol=1e-6)
         assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(after, ours_after, strict=True))
-    # nn.LSTM's own dropout on a GPU is cuDNN's, which no seed reaches
+    # on a GPU nn.LSTM uses cuDNN's dropout, which ignores the seed
     assert all(layer.dropout == 0 for layer in ours.rnn)
 
 
@@ -593,7 +593,7 @@ def test_hidden_state_carried_over_windows_is_one_long_pass():
     assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(hidden, last, strict=True))
     whole = cross_entropy(model.logits(features).flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
     assert torch.allclose(losses, whole, rtol=1e-12)
-    # nothing was detached: gradients reach through all windows too
+    # nothing was detached: gradients flow through all windows too
     wanted, found = (torch.autograd.grad(loss, list(model.parameters())) for loss in (whole, losses))
     assert all(torch.allclose(a, b, rtol=0, atol=1e-11) for a, b in zip(wanted, found, strict=True))
 
@@ -602,7 +602,7 @@ def test_detached_hidden_states_end_gradients_and_streams_are_computed_apart():
     model, tokens = tiny(), torch.randint(23, (6, 4))
     hidden = model(tokens)[1]
     features, after = model(tokens, tuple(h.detach() for h in hidden))
-    for rows in (slice(0, 2), slice(2, 6)):  # as two workers hold them
+    for rows in (slice(0, 2), slice(2, 6)):  # as for two workers
         part, part_after = model(tokens[rows], tuple(h[:, rows] for h in hidden))
         assert torch.allclose(part, features[rows], rtol=0, atol=1e-14)
         assert all(torch.allclose(a, b[:, rows], rtol=0, atol=1e-14) for a, b in zip(part_after, after, strict=True))
@@ -656,9 +656,9 @@ def test_the_loss_of_a_model_is_the_mean_over_its_targets():
 def test_wrong_hidden_states_are_refused():
     model, tokens = tiny(), torch.zeros(3, 2, dtype=torch.int64)
     with pytest.raises(ValueError, match="argument 2"):
-        model(tokens, tuple(torch.zeros(1, 3, 5).double() for _ in range(2)))  # of one layer, not two
+        model(tokens, tuple(torch.zeros(1, 3, 5).double() for _ in range(2)))  # one layer, not two
     with pytest.raises(RuntimeError, match="Expected hidden"):
-        model(tokens, tuple(torch.zeros(2, 4, 5).double() for _ in range(2)))  # of four streams, not three
+        model(tokens, tuple(torch.zeros(2, 4, 5).double() for _ in range(2)))  # four streams, not three
     with pytest.raises(IndexError):
         model(tokens + 23)
 
@@ -690,7 +690,7 @@ def test_it_learns_a_text_that_repeats():
             loss = model.loss(features, targets)
             loss.backward()
             optimizer.step()
-    assert loss < 1.5  # a guess has 3.1
+    assert loss < 1.5  # guessing gives 3.1
 
 
 # ---------------------------------------------------------------- on a GPU

@@ -1,4 +1,4 @@
-"""The language model's task through the command line: streams, hidden states that are carried, and exact resumption."""
+"""The language model's task through the command line: streams, recurrent state, and exact resumption."""
 
 import math
 import random
@@ -26,7 +26,7 @@ METHODS = ("msgd", "sngm", "lars-unscaled", "lamb", "extrap-sgd", "clars")
 
 @pytest.fixture(autouse=True)
 def _in_a_folder_of_its_own(tmp_path, monkeypatch):
-    """A text of 21 words in which the next one depends on the last."""
+    """Write a text of 21 words in which each word depends on the previous one."""
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "data" / "wikitext-2"
     folder.mkdir(parents=True)
@@ -46,7 +46,7 @@ def config(method="msgd", **given):
 
 
 def made(folder, wanted, stop_at=None, **options):
-    """Train here; `stop_at`: as if asked to stop after that step."""
+    """Train in this process; `stop_at` simulates a request to stop after that step."""
     reached = [0]
 
     def progress(step, steps, metrics):
@@ -58,11 +58,11 @@ def made(folder, wanted, stop_at=None, **options):
     )  # fmt: skip
 
 
-# ---------------------------------------------------------------- the trainer against word_language_model's loop
+# ---------------------------------------------------------------- comparison with word_language_model's loop
 
 
 def plain_loop(wanted, clip):
-    """Weights after training, and the loss of each step, by a loop over text with torch's own layers."""
+    """Return the weights after training and the loss of each step, by a plain loop with torch's own layers."""
     corpus = load_wikitext2()
     rng.seed_torch(wanted.seed, rng.MODEL)
     model = WordLSTM(len(corpus.words), 6, 6, dropout=0.0).double()
@@ -145,7 +145,7 @@ def test_processes_equal_virtual_workers_and_finish_what_one_began(tmp_path):
         assert ranks(2, *line.split(), "--out", name, log=tmp_path / "log") == [0, 0]
         assert_near_end(tmp_path / name, tmp_path / "one", 1e-11)
         for ours, theirs in zip(*(end_of(tmp_path / run)["carried"] for run in (name, "one")), strict=True):
-            torch.testing.assert_close(ours, theirs)  # of both processes
+            torch.testing.assert_close(ours, theirs)  # in both processes
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -170,7 +170,7 @@ def test_carried_rows_lie_as_an_exchange_between_gpus_wants_them():
 
 
 def checkpoints_all_the_time(folder):
-    """In one of several processes, each with a clock of its own."""
+    """Train in one of several processes, each with its own clock, with frequent checkpoints."""
     timing.SECONDS_BETWEEN_CHECKPOINTS = 0.0
     made(Path(folder) / "often", config("sngm", workers=2), data_dir=Path(folder) / "data")
 
@@ -227,7 +227,7 @@ def test_hidden_states_matter_and_begin_anew_with_each_epoch(tmp_path, monkeypat
 
 
 def test_an_extrapolation_without_length_is_msgd(tmp_path):
-    """Both looks begin from the same hidden states and draw the same dropout; the second one's are handed on."""
+    """Both gradients start from the same recurrent state and dropout; the state of the second is kept."""
     made(tmp_path / "msgd", config(workers=2, clip=math.inf), data_dir=tmp_path / "data")
     wanted = config("extrap-sgd", workers=2, method_settings={"inner_lr": 0.0})
     made(tmp_path / "extrap", wanted, data_dir=tmp_path / "data")
@@ -235,7 +235,7 @@ def test_an_extrapolation_without_length_is_msgd(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler makes an object of an autograd function
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler instantiates an autograd function
 def test_compiled_steps_compute_the_same(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
     compiled_step._compile.cache_clear()
@@ -257,7 +257,7 @@ def test_it_learns_and_its_result_is_of_the_best_epoch(tmp_path):
     lines = metrics(tmp_path / "run")
     best = min(lines, key=lambda line: line["validation_perplexity"])
     assert found.json["result_epoch"] == best["epoch"]
-    assert found.json["result"]["test_perplexity"] == best["test_perplexity"] < 8  # of 21 words
+    assert found.json["result"]["test_perplexity"] == best["test_perplexity"] < 8  # out of 21 words
     rates = [line["lr"] for line in lines]
     assert rates[0] == 0.05
     assert rates[-1] < 0.05 / 3, "divided where an epoch brings nothing"
@@ -271,11 +271,11 @@ def test_a_dry_run_shows_the_words():
 
 
 def test_the_model_of_the_best_epoch_is_kept_and_tested_again(tmp_path):
-    """By a task that takes the most perplexity for the best: that of its first epoch."""
+    """Use a task for which the highest perplexity, that of the first epoch, is the best."""
     (tmp_path / "own.py").write_text(WORST)
     line = "train own.py:Worst --device cpu --data-dir data --set width=6 --set bptt=7"
     wanted = resolve("own.py:Worst", "adam", lr=0.05, batch=4, epochs=3, schedule="constant", task_settings=SMALL)
-    with pytest.raises(Interrupted):  # after the best epoch, which must not be forgotten
+    with pytest.raises(Interrupted):  # after the best epoch, which must be kept
         made(tmp_path / "run", wanted, stop_at=60, data_dir=tmp_path / "data")
     assert sngm(f"{line} --method adam --lr 0.05 --batch 4 --epochs 3 --schedule constant --out run").code == 0
     assert record(tmp_path / "run")["result_epoch"] == 1
@@ -333,7 +333,7 @@ def test_what_is_wrong_is_said(tmp_path):
 needs_gpu = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.filterwarnings("ignore"),  # of the compiler
+    pytest.mark.filterwarnings("ignore"),  # warnings of the compiler
 ]
 
 
@@ -355,14 +355,14 @@ def on_gpu(folder, wanted, step, stop_at=None):
     ("other", "step", "dropout"),
     [
         pytest.param("eager", "captured", 0.2, marks=needs_gpu),
-        pytest.param("eager", "compiled", 0.0, marks=needs_gpu),  # compiled, dropout draws other numbers on a GPU
+        pytest.param("eager", "compiled", 0.0, marks=needs_gpu),  # compiled dropout draws other numbers on a GPU
         pytest.param("compiled", "compiled+captured", 0.2, marks=needs_gpu),
     ],
 )
 @pytest.mark.parametrize(("precision", "tolerance"), [("float64", 1e-9), ("float32", 1e-4)])
 @pytest.mark.parametrize("method", ["msgd", "sngm", "lars-unscaled"])
 def test_kinds_of_steps_on_a_gpu_agree(tmp_path, method, precision, tolerance, other, step, dropout):
-    # in a graph the rate of torch's own methods is a float32, which this one is exactly
+    # in a CUDA graph torch's own methods use a float32 learning rate; this one is exact in float32
     wanted = config(method, lr=0.0625, precision=precision, settings={"dropout": dropout})
     for how in (other, step):
         on_gpu(tmp_path / how, wanted, how)
@@ -381,7 +381,7 @@ def test_a_captured_run_goes_on_in_the_middle_of_an_epoch(tmp_path, precision):
 
 @pytest.mark.parametrize("precision", [pytest.param(p, marks=needs_gpu) for p in ("float32", "bfloat16")])
 def test_the_paper_s_widths_train_on_a_gpu_as_on_a_cpu(tmp_path, precision):
-    """By our kernels there, and torch's operations here; without dropout, whose numbers differ."""
+    """The GPU uses our kernels, the CPU torch's operations; without dropout, whose random numbers differ."""
     wanted = config("sngm", lr=0.05, epochs=1, precision=precision, settings={"width": 200, "dropout": 0.0})
     on_gpu(tmp_path / "cuda", wanted, "captured")
     made(tmp_path / "cpu", config("sngm", lr=0.05, epochs=1, settings={"width": 200, "dropout": 0.0}),

@@ -1,4 +1,4 @@
-"""Waiting for other processes: as long as a busy machine may need, and no longer than they live."""
+"""Helpers to wait for other processes: long enough for a busy machine, but only while they are alive."""
 
 import contextlib
 import os
@@ -12,13 +12,13 @@ from typing import Any, TextIO, TypeVar
 
 Found = TypeVar("Found")
 
-PATIENCE = 300.0  # seconds until a test that hangs fails; what takes 15 alone has taken over 60 on a busy machine
+PATIENCE = 300.0  # seconds until a hanging test fails; a busy machine has taken over 60 for what takes 15
 
-endings: list[Callable[[], None]] = []  # each ends a process that the current test has started, if it still runs
+endings: list[Callable[[], None]] = []  # each ends a process of the current test, if it is still running
 
 
 def launch(words: Sequence[Any], **options: Any) -> "subprocess.Popen[str]":
-    """A process with a group of its own, which ends with the test."""
+    """Start a process in its own process group, which ends with the test."""
     process = subprocess.Popen(
         [str(word) for word in words],
         stdout=subprocess.PIPE,
@@ -32,13 +32,13 @@ def launch(words: Sequence[Any], **options: Any) -> "subprocess.Popen[str]":
 
 
 def kill_group(process: "subprocess.Popen[str]") -> None:
-    """Kill a launched process and what it has started, which may live on where it does not."""
+    """Kill a launched process and its children, which may outlive it."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def end(process: "subprocess.Popen[str]") -> None:
-    """Leave nothing of a launched process."""
+    """End a launched process and its children."""
     kill_group(process)
     process.wait()
     process.stdout.close()
@@ -46,22 +46,22 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def end_all() -> None:
-    """End what a test has left running: one that failed takes no cores from those that follow."""
+    """End all processes that a test has left running, so that they do not slow down later tests."""
     while endings:
         endings.pop()()
 
 
 def next_line(stream: TextIO) -> str:
-    """What a launched process says next. Not for two lines that may come at once: the second would be missed."""
+    """Return the next line of a launched process. If two lines may come at once, the second would be lost."""
     assert select.select([stream], [], [], PATIENCE)[0], "it says nothing"
     return stream.readline()
 
 
 def wait_for(condition: Callable[[], Found], alive: Callable[[], bool] = lambda: True, pause: float = 0.02) -> Found:
-    """What the condition gives, once that is true; an error as soon as nobody is alive who could make it so."""
+    """Wait until the condition is true and return its value; raise an error when the processes are no longer alive."""
     end = time.monotonic() + PATIENCE
     while True:
-        lives = alive() and time.monotonic() < end  # asked first: what ended may have done it before
+        lives = alive() and time.monotonic() < end  # checked first: a process may fulfil the condition and end
         if found := condition():
             return found
         assert lives, "not in time" if alive() else "ended before what was waited for"

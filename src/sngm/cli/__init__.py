@@ -1,6 +1,6 @@
-"""The command line: verbs over the functions of :mod:`sngm.api`.
+"""The command line: commands that call the functions of :mod:`sngm.api`.
 
-Torch is imported when a verb needs it, so that ``--help`` answers at once.
+Commands import torch only when they need it, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ app = typer.Typer(
 def top(
     version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
 ) -> None:
-    """Handle what comes before any verb."""
+    """Handle options that come before a command."""
     if version:
         print(f"sngm {__version__}")
         raise typer.Exit

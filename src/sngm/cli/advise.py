@@ -1,4 +1,4 @@
-"""The verb `sngm advise`: a batch size and a learning rate, from a pilot run or from numbers."""
+"""The command `sngm advise`: suggest a batch size and a learning rate, from a pilot run or from given numbers."""
 
 from __future__ import annotations
 

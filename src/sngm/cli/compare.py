@@ -1,4 +1,4 @@
-"""The verbs `sngm compare` and `sngm report`."""
+"""The commands `sngm compare` and `sngm report`."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def report(
     from .. import report as reports
 
     summary = reports.summarise(folder)
-    if not as_json:  # first, so that a folder that cannot be written to has shown what is in it
+    if not as_json:  # printed first, in case the folder is not writable
         print(f"{reports.table(summary)}\n\n{summary.answer()}\n")
     page = reports.write(folder)
     print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2) if as_json else f"Report: {page}")

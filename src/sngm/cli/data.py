@@ -1,4 +1,4 @@
-"""The verbs of `sngm data`: list which datasets are present, download them, and check them."""
+"""The commands of `sngm data`: list which datasets are present, download them, and check them."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ app = typer.Typer(
 )
 verb = verbs(app)
 
-# for a verb after `data`: SNGM_DATA was read before, and must not override a --data-dir given there
+# for the commands of `sngm data`, without SNGM_DATA: it was read before and must not override a --data-dir given there
 OWN_DATA = Annotated[
     Path | None, typer.Option("--data-dir", help="Folder that holds datasets. Default: that of SNGM_DATA.")
 ]
-MAX_SHOWN = 10  # problems in one message; --json has all
+MAX_SHOWN = 10  # problems in one message; --json lists all
 INTERVAL = 5.0  # seconds between two lines of progress
 
 
@@ -39,7 +39,7 @@ INTERVAL = 5.0  # seconds between two lines of progress
     + "\n\nList which datasets the tasks need, and which are present."
 )
 def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = False) -> None:
-    """List the datasets of all tasks; options given before a verb of `sngm data` apply to that verb."""
+    """List the datasets of all tasks; options given before a command of `sngm data` apply to that command."""
     context.obj = (data_dir, as_json)
     if context.invoked_subcommand is not None:
         return
@@ -50,7 +50,7 @@ def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = Fals
     for name in tasks.names():
         dataset = getattr(tasks.find(name), "dataset", None)
         try:
-            if dataset is not None:  # a large one is not read merely to be listed
+            if dataset is not None:  # listed without reading it, since it may be large
                 found.append({"task": name, "ready": True, "dataset": dataset, "folder": str(find(dataset, data_dir))})
             else:
                 splits = tasks.build(name, data_dir=data_dir).data()
@@ -137,7 +137,7 @@ def check(
             if finding.doubtful:
                 doubt = f"{len(finding.doubtful):,} files do not end as images do and may be truncated"
                 tell(f"{finding.folder}: {doubt}: {_first(finding.doubtful, ', ')}")
-            if not finding.wrong and not as_json:  # at once: the next dataset may take long
+            if not finding.wrong and not as_json:  # immediately: the next dataset may take long
                 print(f"{finding.dataset}: {finding.folder}: {finding.seen}", flush=True)
     if not found:
         raise DataMissing(f"no dataset in {' and '.join(map(str, data_roots(root)))}; run 'sngm data get cifar10'")
@@ -156,7 +156,7 @@ def _first(items: list[str], separator: str) -> str:
 def _progress(unit: str) -> Iterator[tuple[Show, Say]]:
     """Yield a function that shows progress, in bytes for "MB" or in "files", and one that prints a message.
 
-    On a terminal that is a bar, which appears with the first call, else a line every few seconds.
+    On a terminal it shows a progress bar from the first call on, else it prints a line every few seconds.
     """
     if not sys.stderr.isatty():
         from ..data.fetch import tell

@@ -1,4 +1,4 @@
-"""The verb `sngm eval`."""
+"""The command `sngm eval`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the command line ends: from errors to one clear line and an exit code."""
+"""Error handling of the command line: turn errors into a one-line message and an exit code."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing or broken,
 4 diverged, 130 interrupted."""
 
-PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException, of the click that typer came with
+PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException of typer's own click
 
 
 def leave(code: int, text: str) -> NoReturn:
@@ -37,7 +37,7 @@ def leave(code: int, text: str) -> NoReturn:
 
 
 def one_line(text: str) -> str:
-    r"""Return a message with control characters escaped, but for line breaks before the lines of a list.
+    r"""Return a message with control characters escaped, except line breaks before indented lines.
 
     >>> one_line("a\nb differ in\n  lr: 1")
     'a\\nb differ in\n  lr: 1'
@@ -49,7 +49,7 @@ SPELLED = {"±": "+-", "×": "x", "–": "-", "—": "-", "…": "...", "’": "
 
 
 def spell(error: UnicodeError) -> tuple[str, int]:
-    r"""Replace what an encoding lacks, as an error handler of codecs: ± by +-, and others by their numbers.
+    r"""Replace characters that an encoding lacks, as a codecs error handler: ± by +-, others by escape sequences.
 
     >>> codecs.register_error("sngm.spell", spell)
     >>> "0.97 ± 0.01, \u03c3".encode("ascii", "sngm.spell")
@@ -65,29 +65,29 @@ def spell(error: UnicodeError) -> tuple[str, int]:
 def secure_streams() -> None:
     """Make stdout and stderr safe to print any text to.
 
-    A closed descriptor is replaced by the null device, so that no file that is opened later gets its number. Characters
-    that the encoding of a stream lacks are spelled out.
+    A closed descriptor is replaced by the null device, so that no file opened later gets its number. Characters that
+    the encoding of a stream lacks are replaced.
     """
     codecs.register_error("sngm.spell", spell)
     width = os.environ.get("COLUMNS", "")
     if not (width.isascii() and width.isdigit() and len(width) < 5 and 20 <= int(width) <= 1000):
-        os.environ.pop("COLUMNS", None)  # rich pads every line to it
+        os.environ.pop("COLUMNS", None)  # rich would pad every line to this width
     for descriptor, name in enumerate(("stdin", "stdout", "stderr")):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free, which is this one
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
             setattr(sys, name, os.fdopen(descriptor, mode, encoding="utf-8", closefd=False))
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):  # tests put others in their place
+        if isinstance(stream, io.TextIOWrapper):  # tests replace the streams
             stream.reconfigure(errors="sngm.spell")
 
 
 def show_warning_once() -> Callable[..., None]:
-    """Warnings as lines for people: each once, and of several processes from the first."""
+    """Return a `warnings.showwarning` that prints each warning once, in the first process only."""
     told: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -99,7 +99,7 @@ def show_warning_once() -> Callable[..., None]:
 
 
 def refuse_empty(words: list[str]) -> None:
-    """An empty path would be the current folder, and is often a variable that is not set."""
+    """Raise UsageError for an empty argument: often an unset variable, and as a path the current folder."""
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
         if not word:
@@ -109,7 +109,7 @@ def refuse_empty(words: list[str]) -> None:
 
 
 def run_verb(app: typer.Typer) -> None:
-    """Run a verb. Every error the user can mend is one clear line and its own exit code."""
+    """Run a command. Errors that the user can fix end with a one-line message and their own exit code."""
     secure_streams()
     warnings.showwarning = show_warning_once()
     interrupted: list[int] = []
@@ -122,9 +122,9 @@ def run_verb(app: typer.Typer) -> None:
         signal.signal(signal.SIGINT, interrupt)
     try:
         refuse_empty(sys.argv[1:])
-        if app(standalone_mode=False) == INTERRUPTED:  # what typer makes of Ctrl-C
+        if app(standalone_mode=False) == INTERRUPTED:  # typer's result for Ctrl-C
             raise KeyboardInterrupt
-        sys.stdout.flush()  # here, where a reader that has gone away is dealt with
+        sys.stdout.flush()  # here, where BrokenPipeError is handled
     except PARSER_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
             error.show()
@@ -135,7 +135,7 @@ def run_verb(app: typer.Typer) -> None:
     except DataMissing as error:
         leave(NO_DATA, str(error))
     except UsageError as error:
-        if getattr(error, "of_first_process", False):  # which prints it
+        if getattr(error, "of_first_process", False):  # the first process prints it
             sys.exit(USAGE)
         leave(USAGE, with_flags(str(error)))
     except Failed as error:
@@ -161,11 +161,11 @@ def run_verb(app: typer.Typer) -> None:
         fail(error)
 
 
-FLAGS = {"settings": "--set", "tracker": "--track"}  # where they differ from the name of the argument
+FLAGS = {"settings": "--set", "tracker": "--track"}  # flags that differ from the argument's name
 
 
 def with_flags(text: str) -> str:
-    """Return a message of the library with arguments, which stand in backticks, as flags.
+    """Return a message of the library with arguments in backticks replaced by command-line flags.
 
     >>> with_flags("`bn_group` must be at least 1, got 0")
     '--bn-group must be at least 1, got 0'
@@ -174,7 +174,7 @@ def with_flags(text: str) -> str:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return whether an allocation failed; without importing torch, if nothing has."""
+    """Return whether the error is a failed allocation, without importing torch."""
     if isinstance(error, MemoryError) or "torch" not in sys.modules:
         return isinstance(error, MemoryError)
     from ..memory import is_out_of_memory
@@ -183,13 +183,13 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def fail(error: Exception) -> NoReturn:
-    """Show where an error came from that is ours, or that of a task somebody wrote."""
+    """Print the traceback of an unexpected error in sngm or in a user's task, and exit."""
     traceback.print_exception(error.with_traceback(within_verb(error.__traceback__)))
     sys.exit(FAILED)
 
 
 def within_verb(trace: TracebackType | None) -> TracebackType | None:
-    """A trace from the verb on: how the command line came to it helps nobody."""
+    """Return the traceback from the command's function on, without the frames of the command line."""
     frame, verb = trace, trace
     while frame is not None:
         name = frame.tb_frame.f_globals.get("__name__", "")

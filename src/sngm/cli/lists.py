@@ -1,4 +1,4 @@
-"""The verbs that say what there is: `sngm tasks`, `sngm methods` and `sngm doctor`."""
+"""The commands `sngm tasks`, `sngm methods` and `sngm doctor`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from .options import JSON
 
-HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")  # not what is computed
+HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")  # do not change the method
 
 
 def tasks(as_json: JSON = False) -> None:
@@ -84,7 +84,7 @@ def doctor(as_json: JSON = False) -> None:
 
 
 def _gpu_kernels() -> str:
-    """Whether steps on a GPU can take the kernels, and how the host looks at tensors then."""
+    """Return whether steps on a GPU can use the kernels, and whether their tensor look-ups run in C or Python."""
     from ..optim import kernels
 
     if not kernels.installed():

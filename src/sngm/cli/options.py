@@ -1,4 +1,4 @@
-"""What the verbs of the command line share: help pages, common options, and flags generated from dataclasses."""
+"""Shared parts of the commands: help pages, common options, and flags generated from dataclasses."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ Verb = Callable[..., None]
 
 
 def examples(*lines: str) -> str:
-    """Return the first part of a help page."""
+    """Return the examples at the top of a help page."""
     return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in lines)
 
 
 def verbs(app: typer.Typer) -> Callable[..., Callable[[Verb], Verb]]:
-    """Return a decorator that makes functions verbs of an application."""
+    """Return a decorator that adds functions to an application as commands."""
 
     def verb(*lines: str, name: str | None = None) -> Callable[[Verb], Verb]:
-        """Show these examples above the function's docstring."""
+        """Add a function as a command, whose help shows these examples above the function's docstring."""
 
         def decorate(function: Verb) -> Verb:
             about = " ".join((function.__doc__ or "").split())
@@ -78,7 +78,7 @@ def with_flags(function: Verb) -> Verb:
 
 
 def _flag(parameter: inspect.Parameter, group: Any) -> inspect.Parameter:
-    """Return a field as a parameter that typer understands; a tuple of numbers is written with commas."""
+    """Return a dataclass field as a typer parameter; a tuple of numbers becomes comma-separated text."""
     (field,) = [f for f in dataclasses.fields(group) if f.name == parameter.name]
     kind, default = parameter.annotation, parameter.default
     if isinstance(default, tuple):

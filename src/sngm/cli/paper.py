@@ -1,4 +1,4 @@
-"""The commands of `sngm paper`: the paper's tables, our results beside them, and the runs behind those."""
+"""The commands of `sngm paper`: compare the paper's tables with our results, and make the runs behind them."""
 
 from __future__ import annotations
 

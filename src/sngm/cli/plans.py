@@ -1,4 +1,4 @@
-"""What a run or a study would do (``--dry-run``), and the line that a run ends with."""
+"""Plans of runs and studies (``--dry-run``), and the final line of a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def warn_of_slow(execution: Execution, precision: str | None) -> None:
-    """Warn of options that are made for GPUs, on a CPU."""
+    """Warn if options made for GPUs are used on a CPU."""
     from ..training.distributed import choose_device
 
     asked = {"--precision bfloat16": precision == "bfloat16", "--step compiled": execution.step == "compiled"}
@@ -32,7 +32,7 @@ def warn_of_slow(execution: Execution, precision: str | None) -> None:
 
 
 def outcome(record: dict[str, Any], folder: Path) -> str:
-    """What a run came to, in a line."""
+    """Return the outcome of a run as one line of text."""
     if record["status"] == "diverged":
         step = record["diverged_at_step"]
         from ..training.loop import CHECK_EVERY
@@ -48,7 +48,7 @@ def outcome(record: dict[str, Any], folder: Path) -> str:
 def plan_of(
     config: RunConfig, options: Options, *, measured: bool = False, splits: Splits | None = None
 ) -> dict[str, Any]:
-    """What a run would do, and with `measured` what time and memory it would take. What could not be run is refused."""
+    """Return what a run would do, with `measured` also its time and memory; raise an error if it could not run."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from ..tasks import Moment
@@ -85,7 +85,7 @@ def plan_of(
 
 
 def _measured(config: RunConfig, setup: Setup, device: torch.device, options: Options) -> dict[str, Any]:
-    """Time and memory, or why they are not known. A plan is of use without them."""
+    """Return time and memory, or why they could not be measured: a plan is useful without them."""
     from ..training.cost import measure
 
     try:
@@ -100,7 +100,7 @@ def _measured(config: RunConfig, setup: Setup, device: torch.device, options: Op
 
 
 def show_plan(config: RunConfig, folder: Path, options: Options, as_json: bool) -> None:
-    """Say what a run would do."""
+    """Print what a run would do."""
     plan = plan_of(config, options, measured=True)
     found = {"config": config.as_dict(), "hash": config.hash, **plan, "folder": str(folder)}
     if as_json:
@@ -155,7 +155,7 @@ IN_WORDS: dict[str, Callable[[Any, dict[str, Any]], str]] = {
 
 
 def size(count: int) -> str:
-    """Bytes, for people.
+    """Return a number of bytes as readable text.
 
     >>> size(512), size(40_000), size(3_210_000_000)
     ('0.001 MB', '0.04 MB', '3.21 GB')
@@ -164,7 +164,7 @@ def size(count: int) -> str:
 
 
 def show_study(study: StudyConfig, folder: Path, options: Options, as_json: bool, jobs: int | None = None) -> None:
-    """Say what a study would do."""
+    """Print what a study would do."""
     from ..study.launch import check, load_data
 
     cells = study.cells()
@@ -191,22 +191,23 @@ def show_study(study: StudyConfig, folder: Path, options: Options, as_json: bool
 
 
 def _runs(cell: Cell) -> int:
-    """That it takes at least: a seed each, and a rate each where there is something to choose."""
+    """Return the least number of runs of a cell: one per seed, and one per learning rate if there are several."""
     return cell.study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0)
 
 
 def _study_time(
     study: StudyConfig, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
 ) -> dict[str, dict[str, Any] | str]:
-    """Seconds of training, or why they are not known: as for one run, measured at each batch with the first method.
+    """Estimate the seconds of training from one measurement per batch size with the first method, or say why not.
 
-    Every method at every batch would take too long. Runs on a GPU are counted one after another, whatever shares it.
+    Measuring every method at every batch size would take too long. Runs on a GPU count as sequential, even if they
+    share it.
     """
     from ..study.launch import default_jobs, one_thread
     from ..training.distributed import choose_device, cores
 
     device = choose_device(options.device)
-    one: dict[int, float] = {}  # seconds of a run, by batch
+    one: dict[int, float] = {}  # seconds of a run, by batch size
     for cell in cells[: len(study.batches)]:  # those of the first method
         with one_thread():
             plan = plan_of(cell.config(cell.grid[0], "full", 0), options, measured=True, splits=splits)

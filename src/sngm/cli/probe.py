@@ -1,4 +1,4 @@
-"""The verb `sngm probe`: sigma, L, lambda, rho and cos of a task along a short run, or of finished runs."""
+"""The command `sngm probe`: measure sigma, L, lambda, rho and cos along a short run of a task, or of finished runs."""
 
 from __future__ import annotations
 

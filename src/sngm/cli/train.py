@@ -1,4 +1,4 @@
-"""The verb `sngm train`."""
+"""The command `sngm train`."""
 
 from __future__ import annotations
 

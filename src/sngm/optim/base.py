@@ -1,4 +1,4 @@
-"""What every method here shares: checked groups, gathering a step's tensors, and skipping a non-finite step."""
+"""Base class of the optimizers: validates groups, gathers the tensors of a step, skips steps with non-finite norms."""
 
 from __future__ import annotations
 
@@ -14,58 +14,58 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, kernels
 from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
-from .hooks import unwatched
+from .hooks import with_hooks_if_any
 from .sharded_norms import local, local_gradient
-from .state import KeepsState
+from .state import StatefulOptimizer
 
 grad_of = attrgetter("grad")
 
 
-class LargeBatchOptimizer(KeepsState):
-    """Base of the methods. Subclasses say which buffers they keep and write `_step`.
+class LargeBatchOptimizer(StatefulOptimizer):
+    """Base class of the optimizers. Subclasses declare their buffers and implement `_step`.
 
     Attributes:
-        norm_group: process group over whose ranks norms are summed, or None; DTensors need none. Not part of
-            saved state.
+        norm_group: process group over whose ranks norms are summed, or None; DTensors need none. Not saved in
+            checkpoints.
     """
 
     FUSED_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
-    KERNEL: ClassVar[str | None] = None  # the rule our own kernels know this method by
+    KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if they support it
 
-    _watched = False  # while hooks and profilers see a step
-    _captured: tuple[Any, ...] = ()  # plans that CUDA graphs were made of
+    _inside_hooks = False  # True while a step runs under hooks or a profiler
+    _captured_plans: tuple[Any, ...] = ()  # plans whose memory captured CUDA graphs use
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         if "step" in cls.__dict__:
-            cls.step = unwatched(cls.__dict__["step"])  # type: ignore[method-assign]
+            cls.step = with_hooks_if_any(cls.__dict__["step"])  # type: ignore[method-assign]
 
     def __init__(self, params: ParamsT, defaults: dict[str, Any], *, norm_group: Any = None) -> None:
         if norm_group is not None and not (dist.is_available() and isinstance(norm_group, dist.ProcessGroup)):
             raise TypeError(f"norm_group must be None or a torch.distributed process group, got {norm_group!r}")
         self.norm_group = norm_group
-        checks.plain(defaults)
+        checks.numpy_to_python(defaults)
         self._check_group(defaults)
         if not isinstance(params, Iterable):
             raise TypeError(
                 f"params must be an iterable of parameters or groups, got {type(params).__name__}"
                 + ("; pass module.parameters()" if isinstance(params, torch.nn.Module) else "")
             )
-        if not isinstance(params, Tensor):  # torch refuses a lone tensor by itself
+        if not isinstance(params, Tensor):  # torch rejects a single tensor itself
             params = cast(ParamsT, list(params))
             if not params:
                 raise ValueError("params must hold at least one parameter, got an empty iterable")
-        super().__init__(params, {**defaults, **self.FOREIGN})
+        super().__init__(params, {**defaults, **self.TORCH_KEYS})
         owners = [p for group in self.param_groups for p in group["params"]]
         if not owners and norm_group is None:
             raise ValueError("params must hold at least one parameter, got only empty groups")
         home = torch.device("cpu")
         if owners:
             home = owners[0].device
-        elif dist.get_backend(norm_group) == "nccl":  # which exchanges nothing that is on the host
+        elif dist.get_backend(norm_group) == "nccl":  # NCCL needs tensors on a GPU
             home = torch.device("cuda", torch.cuda.current_device())
-        if home.type == "meta":  # the model will be materialised later, these are read from the start
+        if home.type == "meta":  # the counters need real memory before the model is materialised
             home = torch.device("cpu")
         exact = any(p.dtype in (torch.float64, torch.complex128) for p in owners)
         self._grad_norm = torch.zeros((), dtype=torch.float64 if exact else torch.float32, device=home)
@@ -73,22 +73,22 @@ class LargeBatchOptimizer(KeepsState):
 
     @property
     def grad_norm(self) -> Tensor:
-        """0-d tensor on the device: the norm the last step divided by.
+        """The norm that the last step divided by, as a 0-d tensor on the device.
 
-        For methods and scopes with many norms, or another one, that of the whole gradient. Reading it does not
-        wait for the device.
+        Methods and scopes with several norms, or another kind of norm, report that of the whole gradient. Reading
+        this property does not synchronise with the device.
         """
-        return self._grad_norm.clone()  # steps write into the one we keep
+        return self._grad_norm.clone()  # steps update the original in place
 
     @property
     def skipped(self) -> Tensor:
-        """0-d tensor on the device: how many steps were skipped because that norm was not finite."""
+        """The number of steps skipped because the norm was not finite, as a 0-d tensor on the device."""
         return self._skipped.clone()
 
     # ---------------------------------------------------------------- groups
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse bad hyper-parameters. Subclasses add their own."""
+        """Raise an error for invalid hyper-parameters. Subclasses check their own too."""
         checks.rate("lr", group["lr"])
         checks.number("weight_decay", group["weight_decay"], 0.0)
         checks.flag("maximize", group["maximize"])
@@ -100,19 +100,19 @@ class LargeBatchOptimizer(KeepsState):
             raise ValueError("foreach and fused must not both be True")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. A refused group leaves the optimizer as it was."""
+        """Add a parameter group. If the group is invalid, raise an error and leave the optimizer unchanged."""
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group must be a dict with a 'params' entry, got {param_group!r}")
         params = param_group["params"]
-        if not isinstance(params, (Tensor, set)):  # a generator can be gone through only once
+        if not isinstance(params, (Tensor, set)):  # a generator can be consumed only once
             params = list(params)
         tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
         checks.parameters(tensors)
         checks.keys(param_group, [*self.defaults, "params", "param_names"])
-        checks.plain(param_group)
+        checks.numpy_to_python(param_group)
         filled = {**self.defaults, **param_group}
         self._check_group(filled)
-        for key, known in self.FOREIGN.items():
+        for key, known in self.TORCH_KEYS.items():
             if filled.get(key, known) != known:
                 raise ValueError(f"{type(self).__name__} has no {key}; a group may only hold {known!r} for it")
         if filled["fused"]:
@@ -123,7 +123,7 @@ class LargeBatchOptimizer(KeepsState):
             self._make_state(p, param_group)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
         if param_group.get("stochastic_rounding") and param_group["params"]:
-            self._rounding_step(param_group["params"][0].device)  # from the start, so that every checkpoint has it
+            self._rounding_step(param_group["params"][0].device)  # now, so that every checkpoint contains it
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
@@ -141,16 +141,16 @@ class LargeBatchOptimizer(KeepsState):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # torch.amp.GradScaler then leaves unscaling and skipping to step(); only where fused is asked for,
-        # because trainers refuse to clip gradients of optimizers that say so. Not with a norm_group: scalers that ask
-        # other ranks for overflows ask when they unscale, and with scales that differ there is no common norm.
+        # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). Only with fused=True, because trainers
+        # refuse to clip the gradients of such optimizers. Not with a norm_group: sharded scalers exchange overflows
+        # when they unscale, and ranks with different scales have no common norm.
         return self.norm_group is None and all(group["fused"] for group in self.param_groups)
 
     # ---------------------------------------------------------------- one step
 
-    @unwatched
+    @with_hooks_if_any
     def step(self, closure: Closure | None = None) -> Any:
-        """Take one step; with a closure, compute and return its loss first."""
+        """Take one step. With a closure, first compute its loss, and return it."""
         loss = evaluate(closure)
         self._take_step()
         return loss
@@ -160,7 +160,7 @@ class LargeBatchOptimizer(KeepsState):
         if plan is not None:
             try:
                 plan.step(self, *given)
-            except BaseException:  # kernels that did not run left counters behind
+            except BaseException:  # kernels that did not run leave counters in a wrong state
                 self._plan = None
                 raise
         else:
@@ -168,16 +168,16 @@ class LargeBatchOptimizer(KeepsState):
                 self._step(*given)
 
     def _step(self, *given: Any) -> None:
-        """The step in torch's own operations, for tensors on any device."""
+        """Take a step with torch operations, for tensors on any device."""
         raise NotImplementedError
 
     def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Whether the step of `p` is scaled by a ratio of norms."""
+        """Return whether the step of `p` is scaled by a ratio of norms."""
         adapt: bool | None = group.get("adapt", False)
         return p.ndim > 1 if adapt is None else adapt
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
-        """A group's settings as `kernels.layout` names them."""
+        """Return a group's settings under the names of `kernels.layout`."""
         return {
             "momentum": group.get("momentum", 0.0),
             "weight_decay": group["weight_decay"],
@@ -186,30 +186,30 @@ class LargeBatchOptimizer(KeepsState):
         }
 
     def _rounding_step(self, device: torch.device) -> Tensor:
-        """The number of steps so far with stochastic rounding, on the device where it is to be counted.
+        """Return the counter of steps with stochastic rounding, as a tensor on `device`.
 
-        It is kept with the first group, to be saved with it.
+        It is stored in the first group, and so in checkpoints.
         """
         group = self.param_groups[0]
         step = group.get("rounding_step")
-        if not isinstance(step, Tensor) or step.device != device:  # the first time, loaded, or the model was moved
+        if not isinstance(step, Tensor) or step.device != device:  # first step, or just loaded, or the model was moved
             there = 0 if step is None else step
             step = group["rounding_step"] = torch.as_tensor(there, dtype=torch.int64, device=device)
         return step
 
     def _wants_kernels(self) -> bool:
-        """Whether the groups leave the choice to us, or ask for fused steps."""
+        """Return whether every group has fused=True or leaves the implementation open."""
         return self.KERNEL is not None and all(
             group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
         )
 
     def _plan_step(self) -> Any:
-        """A plan of this step for our own kernels, or None where they do not serve."""
+        """Return a plan of this step for the Triton kernels, or None if they cannot be used."""
         if torch.compiler.is_compiling():
             return None
         try:
             return self._make_plan()
-        except BufferError as error:  # a tensor wraps others, which kernels know nothing of
+        except BufferError as error:  # a tensor subclass that wraps other tensors
             if any(group["fused"] for group in self.param_groups):
                 raise ValueError(f"fused=True, but {error}; use fused=None") from error
             return None
@@ -220,30 +220,33 @@ class LargeBatchOptimizer(KeepsState):
             params = [p for group in self.param_groups for p in group["params"]]
         plan, self._plan = self._plan, None
         if plan is not None:
-            grads = pieces_of_gradients(params, plan.sharded)
+            grads = local_gradients(params, plan.sharded)
             if plan.ready(self, params, grads):
                 self._plan = plan
                 if not plan.capturing():
                     return plan
                 plan = plan.for_capture()
-                self._captured += (plan,)  # a graph needs its memory for as long as it may be replayed
+                self._captured_plans += (plan,)  # a graph uses this memory whenever it is replayed
                 return plan
         if not (self._wants_kernels() and params and kernels.serve(params)):
             return None
-        from .kernels.plan import Plan  # not before a GPU is used: it needs Triton
+        from .kernels.plan import Plan  # imported late: needs Triton
 
         self._find_shards(params)
         if plan is None or plan.sharded != self._shards.sharded:
-            grads = pieces_of_gradients(params, self._shards.sharded)
+            grads = local_gradients(params, self._shards.sharded)
         plan = Plan(self, params, grads)
-        if plan.capturing():  # its tables are filled when the graph runs, and are nothing to go by until then
-            self._captured += (plan,)
+        if plan.capturing():  # its tables are filled only when the graph runs
+            self._captured_plans += (plan,)
         else:
             self._plan = plan
         return plan
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
-        """Everything with a gradient (its own, or one in `grads`), in buckets; of DTensors the pieces here."""
+        """Return all parameters that have a gradient (`.grad`, or an entry of `grads`), in buckets.
+
+        DTensors are replaced by their local shards.
+        """
         checks.rates(self.param_groups)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
         sharded = self._shards.sharded
@@ -273,7 +276,7 @@ class LargeBatchOptimizer(KeepsState):
                         buffer is None
                         or buffer.dtype is not wanted
                         or buffer.device != device
-                        or buffer.shape != shape  # torch's fused kernels would go past its end
+                        or buffer.shape != shape  # torch's fused kernels would read past its end
                     ):
                         buffer = self._make_state(p, group)[key]
                     bucket.buffers[key].append(local(buffer) if sharded else buffer)
@@ -282,7 +285,7 @@ class LargeBatchOptimizer(KeepsState):
                 bucket.owners.append(p)
                 bucket.params.append(local(p) if sharded else p)
                 bucket.indices.append(index)
-                # inline, because it is asked once a tensor; the compiler cannot ask for signs left to be changed
+                # inlined because it runs for every tensor; torch.compile does not support is_neg()
                 if grad.layout is not strided or (eager and grad.is_neg()):
                     grad = as_dense(grad)
                 bucket.grads.append(grad)
@@ -297,7 +300,7 @@ class LargeBatchOptimizer(KeepsState):
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
         on_host = eager and all(b.device.type == "cpu" and not b.group["capturable"] for b in parts)
-        # torch.amp.GradScaler sets these for the time of a step, as tensors of one element
+        # torch.amp.GradScaler sets these during a step, as one-element tensors
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             scale = float(scale) if on_host else scale.reshape(()).to(home, self._grad_norm.dtype)
@@ -305,26 +308,27 @@ class LargeBatchOptimizer(KeepsState):
         return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf, self._shards, lengths)
 
     def _skip(self, work: Work, total: Tensor) -> bool | Tensor:
-        """Record the norm whose square is `total`; say whether this step must change nothing.
+        """Record the norm whose square is `total`, and return whether this step must be skipped.
 
-        A bool where the host may know, else a 0-d bool tensor, for steps that never wait for the device.
+        Returns:
+            A bool if the value may be read on the host, else a 0-d bool tensor, to avoid a device synchronisation.
         """
         if self._grad_norm.device != work.home and not torch.compiler.is_compiling():  # the model was moved since
             self._grad_norm, self._skipped = self._grad_norm.to(work.home), self._skipped.to(work.home)
-        # in place: what a CUDA graph or a compiled step assigns to an optimizer's attributes is lost
-        # (and so is what copy_ writes into a 0-d float64 tensor on the CPU, in a step compiled by torch 2.13)
+        # in place: attributes assigned in a CUDA graph or a compiled step are lost (and torch 2.13 loses what a
+        # compiled step writes by copy_ into a 0-d float64 tensor on the CPU)
         norm = total.sqrt() / work.scale
-        # shown as not finite only where the step is skipped
+        # the reported norm is infinite only if the step is skipped
         shown = torch.where(norm.isinf(), norm, norm.clamp_max(torch.finfo(self._grad_norm.dtype).max))
         torch._foreach_copy_([self._grad_norm], [shown])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(total) or work.scale == 0.0  # 0: halved until nothing was left
+            skip = overflow or not math.isfinite(total) or work.scale == 0.0  # scale 0: halved until it underflowed
             if skip:
                 self._skipped += 1
             return skip
         bad = ~torch.isfinite(total)
-        if work.found_inf is not None:  # a sum over devices: any value but zero is an overflow
+        if work.found_inf is not None:  # a sum over devices: any non-zero value is an overflow
             bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
         if isinstance(work.scale, Tensor):
             bad = bad | (work.scale.to(total.device) == 0)
@@ -332,8 +336,8 @@ class LargeBatchOptimizer(KeepsState):
         return bad
 
 
-def pieces_of_gradients(params: list[Tensor], sharded: bool) -> list[Any]:
-    """The gradients, of DTensors the pieces here; None where there is none."""
+def local_gradients(params: list[Tensor], sharded: bool) -> list[Any]:
+    """Return the gradient of each parameter, or None; of DTensors the local shard."""
     grads = list(map(grad_of, params))
     if sharded:
         return [None if g is None else local_gradient(p, g) for p, g in zip(params, grads, strict=True)]

@@ -1,4 +1,4 @@
-"""What one step works on: tensors gathered from the parameter groups, ready for arithmetic."""
+"""Inputs of one step: the tensors of the parameter groups, sorted into buckets."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ Closure = Callable[[], Any]
 
 @dataclass(slots=True)
 class Bucket:
-    """The tensors of one parameter group that share a device and a dtype; complex ones viewed as real."""
+    """The tensors of one parameter group with the same device and dtype; complex ones are viewed as real."""
 
     group: dict[str, Any]
-    position: int  # the group's place among the groups
+    position: int  # index of the group
     device: torch.device
-    dtype: torch.dtype  # of the parameters as the user knows them
-    owners: list[Tensor] = field(default_factory=list)  # the parameters as the user knows them
-    indices: list[int] = field(default_factory=list)  # their places among all parameters
+    dtype: torch.dtype  # of `owners`
+    owners: list[Tensor] = field(default_factory=list)  # the user's parameters, before view_as_real and local()
+    indices: list[int] = field(default_factory=list)  # their indices among all parameters
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
-    rounding: Tensor | None = None  # the step, where the parameters are rounded at random
+    rounding: Tensor | None = None  # step counter, if rounding is stochastic
 
     def view_as_real(self) -> None:
-        """Complex tensors as pairs of reals: every rule here is linear in them, and norms agree."""
+        """View complex tensors as pairs of reals. Norms are the same, and update rules are linear in the tensors."""
         self.params = [torch.view_as_real(p) for p in self.params]
         self.grads = [torch.view_as_real(g.resolve_conj()) for g in self.grads]  # autograd conjugates lazily
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
@@ -42,13 +42,13 @@ class Bucket:
         return self.dtype in LOW_PRECISION
 
     def rounded(self, values: list[Tensor]) -> list[Tensor]:
-        """New values of the parameters, as they may be copied there."""
+        """Return new parameter values, stochastically rounded if the group enables it."""
         if self.rounding is None:
             return values
         return [rounded(value, i, self.rounding) for value, i in zip(values, self.indices, strict=True)]
 
-    def some(self, which: Iterable[int]) -> Bucket:
-        """The bucket of some of these tensors."""
+    def select(self, which: Iterable[int]) -> Bucket:
+        """Return a bucket with the tensors at these indices."""
 
         def pick(tensors: list[Any]) -> list[Any]:
             return [tensors[i] for i in which]
@@ -64,48 +64,54 @@ class Bucket:
         )
 
     def slices(self, elements: int) -> Iterator[Bucket]:
-        """This bucket in runs of neighbours of at most `elements` elements (or one tensor), to bound copies."""
+        """Yield consecutive parts of at most `elements` elements (or one tensor), to bound the size of copies."""
         run: list[int] = []
         size = 0
         for i, p in enumerate(self.params):
             if run and size + p.numel() > elements:
-                yield self.some(run)
+                yield self.select(run)
                 run, size = [], 0
             run.append(i)
             size += p.numel()
         if run:
-            yield self.some(run)
+            yield self.select(run)
 
 
 @dataclass(slots=True)
 class Work:
-    """One step's input. `scale` is what the gradients were multiplied by (a GradScaler's loss scale)."""
+    """Inputs of one step. `scale` is the factor of the gradients, such as a GradScaler's loss scale."""
 
     buckets: list[Bucket]
-    home: torch.device  # where norms that span devices meet
-    on_host: bool  # values may be read without waiting for a device
+    home: torch.device  # where sums over several devices are computed
+    on_host: bool  # values can be read without synchronising with a device
     scale: float | Tensor
     found_inf: Tensor | None
-    shards: Shards  # of all parameters, with a gradient or without
-    lengths: list[int]  # how many parameters each group has
+    shards: Shards  # of all parameters, with or without a gradient
+    lengths: list[int]  # number of parameters of each group
 
-    def whole(
+    def tensor_squares(
         self, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """Squares of whole tensors, parts[i] being (kinds, pieces of bucket i); and the sum of the first kind."""
+        """Return the squared norms of whole tensors for each bucket, and the sum of the first kind.
+
+        Args:
+            parts: parts[i] holds the squares of the local shards of bucket i, of shape (kinds, tensors).
+            kinds: number of rows, such as 2 for gradients and parameters.
+            buckets: the buckets of `parts`; all by default.
+        """
         if not self.shards.active:
             return parts, self._total([part[0] for part in parts])
         buckets = self.buckets if buckets is None else buckets
         packed = self.shards.tensors(self._packed(buckets, parts, kinds))
         columns = packed.unbind(1)
         whole = [torch.stack([columns[i] for i in bucket.indices], 1).to(bucket.device) for bucket in buckets]
-        # over all columns: a tensor without a gradient here may have one on another rank, which must not decide alone
+        # over all columns: a tensor without a gradient here may have one on another rank, and all ranks must agree
         return whole, packed[0].sum()
 
     def sums(self, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
-        """Squares summed over all ranks: one sum, or one for each group. parts[i] is of bucket i.
+        """Return the sum of squares over all ranks: one sum, or one for each group. parts[i] belongs to bucket i.
 
-        Where shards are active each part must hold the square of each piece, else it may be their sum.
+        If shards are active, each part must hold the square of each local shard; else it may be their sum.
         """
         count = len(self.lengths) if by_group else 1
         if self.shards.active:
@@ -120,13 +126,13 @@ class Work:
         return sums
 
     def _packed(self, buckets: list[Bucket], parts: list[Tensor], kinds: int) -> Tensor:
-        """A column a parameter, with or without a gradient here, so that all ranks agree on the places."""
+        """Return one column per parameter, with or without a gradient, so that the order is the same on all ranks."""
         zero = torch.zeros(kinds, dtype=sum_dtype(self.home), device=self.home)
         columns = [zero] * len(self.shards.params)
         for bucket, part in zip(buckets, parts, strict=True):
             for i, column in zip(bucket.indices, part.to(self.home).unbind(1), strict=True):
                 columns[i] = column
-        # stacked, not written to places in a list: copying that list to a device would wait for it
+        # stacked instead of indexed: copying an index list to a device would synchronise with it
         return torch.stack(columns, 1) if columns else zero[:, None][:, :0]
 
     def _total(self, parts: list[Tensor]) -> Tensor:
@@ -139,7 +145,7 @@ class Work:
 
 
 def evaluate(closure: Closure | None) -> Any:
-    """The closure's loss, computed with gradients on."""
+    """Return the closure's loss, computed with gradients enabled."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -147,7 +153,7 @@ def evaluate(closure: Closure | None) -> Any:
 
 
 def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
-    """The group's learning rate: a number, or a 0-d tensor where only a device knows it."""
+    """Return the group's learning rate: a number, or a 0-d tensor if its value is on a device."""
     lr: float | Tensor = group[key]
     if not isinstance(lr, Tensor):
         return lr
@@ -155,10 +161,10 @@ def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
 
 
 def state_dtype(p: Tensor) -> torch.dtype:
-    """float32 for low-precision parameters, else the parameter's own dtype."""
+    """Return the dtype of the state: float32 for low-precision parameters, else the parameter's own dtype."""
     return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
 
 
 def as_dense(grad: Tensor) -> Tensor:
-    """Sparse gradients as dense ones, because the buffers they meet are, and with the sign they are yet to get."""
+    """Return the gradient as a dense tensor, with lazy negation resolved."""
     return (grad if grad.layout == torch.strided else grad.to_dense()).resolve_neg()

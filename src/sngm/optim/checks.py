@@ -1,4 +1,4 @@
-"""Argument checks: every refusal names the argument, the value and what is allowed."""
+"""Argument checks. Every error names the argument, its value and the allowed values."""
 
 import difflib
 import math
@@ -19,20 +19,20 @@ PARAMETER_DTYPES = (
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
-    """Refuse `value` unless it is a finite real number in [low, high) (or (low, high))."""
+    """Raise an error unless `value` is a finite real number in [low, high), or in (low, high)."""
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
     try:
         x = float(value)
-    except OverflowError:  # an int no float can hold
+    except OverflowError:  # an int beyond the range of float
         x = math.inf
     if not (math.isfinite(x) and (x >= low if include_low else x > low) and x < high):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
 def rate(name: str, value: Any) -> None:
-    """Refuse a learning rate unless it is a number >= 0 or a tensor holding one such number."""
+    """Raise an error unless a learning rate is a number >= 0 or a one-element tensor with such a number."""
     if not isinstance(value, Tensor):
         number(name, value, 0.0)
     elif value.numel() != 1 or not value.is_floating_point():
@@ -40,20 +40,20 @@ def rate(name: str, value: Any) -> None:
             f"{name} must be a number >= 0 or a floating-point tensor with one element, "
             f"got a {value.dtype} tensor of shape {tuple(value.shape)}"
         )
-    elif value.device.type == "cpu":  # reading a GPU's value would wait for it
+    elif value.device.type == "cpu":  # reading it from a GPU would synchronise
         number(name, value.item(), 0.0)
 
 
 def rates(groups: list[dict[str, Any]]) -> None:
-    """Refuse to step with a learning rate that is none, before anything has changed."""
+    """Raise TypeError if a group's learning rate is neither a number nor a tensor, before the step changes anything."""
     for i, group in enumerate(groups):
         lr = group["lr"]
-        if not isinstance(lr, (float, Tensor, int)) and not isinstance(lr, Real):  # the latter is slow to ask
+        if not isinstance(lr, (float, Tensor, int)) and not isinstance(lr, Real):  # Real is slow to check
             raise TypeError(f"lr in param_groups[{i}] must be a number or a tensor, got {lr!r}")
 
 
 def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Refuse a gradient of another shape or place than its parameter has by now: kernels would go past its end."""
+    """Raise ValueError unless a gradient has the parameter's shape and device: kernels would read past its end."""
     if grad.size() != shape:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "
@@ -65,27 +65,27 @@ def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None
         )
 
 
-def plain(settings: dict[str, Any]) -> None:
-    """Turn numpy's numbers into Python's, in place: torch.load refuses checkpoints that hold the former."""
+def numpy_to_python(settings: dict[str, Any]) -> None:
+    """Convert NumPy scalars to Python numbers, in place: torch.load rejects checkpoints with NumPy scalars."""
     for key, value in settings.items():
         if type(value).__module__ == "numpy" and hasattr(value, "item"):
             settings[key] = value.item()
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> None:
-    """Refuse `value` unless it is a bool (or None, where that means "choose for me")."""
+    """Raise TypeError unless `value` is a bool, or None if `none` is true."""
     if not (isinstance(value, bool) or (none and value is None)):
         raise TypeError(f"{name} must be True{', False or None' if none else ' or False'}, got {value!r}")
 
 
 def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Refuse `value` unless it is one of `allowed`."""
+    """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
 
 
 def bounds(name: str, value: Any) -> None:
-    """Refuse `value` unless it is None or a pair (low, high) with 0 < low <= high."""
+    """Raise an error unless `value` is None or a pair (low, high) with 0 < low <= high."""
     if value is None:
         return
     if not (isinstance(value, (tuple, list)) and len(value) == 2):
@@ -97,7 +97,10 @@ def bounds(name: str, value: Any) -> None:
 
 
 def keys(group: dict[str, Any], known: list[str]) -> None:
-    """Refuse a group key that is nearly one we know. Others pass: schedulers and trainers keep notes in groups."""
+    """Raise ValueError for a group key that looks like a misspelt known key.
+
+    Other unknown keys are allowed: schedulers and trainers store values in groups.
+    """
     for key in group:
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
         if key not in known and near:
@@ -105,7 +108,7 @@ def keys(group: dict[str, Any], known: list[str]) -> None:
 
 
 def parameters(params: list[Any]) -> None:
-    """Refuse duplicates and dtypes no rule here is defined for. Non-tensors are torch's to refuse."""
+    """Raise an error for duplicate or unsupported parameters. torch itself rejects what is not a tensor."""
     seen: set[int] = set()
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):

@@ -17,7 +17,7 @@ from . import checks, norms
 from .base import LargeBatchOptimizer
 from .buckets import Closure, Work, evaluate
 from .heavy_ball import heavy_ball
-from .lars import adapted_rate, most_ratio, plain_momentum
+from .lars import adapted_rate, plain_momentum, ratio_limit
 
 
 class CLARS(LargeBatchOptimizer):
@@ -41,7 +41,7 @@ class CLARS(LargeBatchOptimizer):
         max_ratio: :math:`r_{\max}`, or None for no limit.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
 
-    The group key `adapt` works as in :class:`LARS`. A tensor that is all zero, or whose mean norm is, has
+    The group key `adapt` works as in :class:`LARS`. A tensor that is all zero, or whose mean norm is zero, has the
     ratio :math:`\min(1, r_{\max})`.
 
     Example:
@@ -55,16 +55,16 @@ class CLARS(LargeBatchOptimizer):
         tensor([[0.9900, 0.9900],
                 [0.9900, 0.9900]])
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused one on the CPU, moves 28 bytes
-    a parameter (SGD: 20). Measuring the mean norms is extra: nothing but their norms if the micro-batches of gradient
-    accumulation are used.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, moves 28 bytes
+    per parameter (SGD: 20). Measuring the mean norms costs extra: with the micro-batches of gradient accumulation, only
+    the computation of their norms.
 
     Reference: Huo, Gu and Huang, "Large Batch Optimization for Deep Learning Using New Complete Layer-Wise
-    Adaptive Rate Scaling", AAAI 2021; the limit 0.1, c = 0.01 and the place of momentum follow its public code.
+    Adaptive Rate Scaling", AAAI 2021; the limit 0.1, c = 0.01 and the position of momentum follow its public code.
     """
 
     KERNEL = "clars"
-    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
+    TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
         self,
@@ -109,19 +109,19 @@ class CLARS(LargeBatchOptimizer):
         return {
             **super()._kernel_settings(group),
             "trust": group["trust_coefficient"],
-            "max_ratio": most_ratio(group),
+            "max_ratio": ratio_limit(group),
         }
 
     def step(
         self, closure: Closure | None = None, *, mean_norms: Sequence[float | Tensor] | Tensor | None = None
     ) -> Any:
-        """Take one step; with a closure, compute and return its loss first.
+        """Take one step. With a closure, first compute its loss, and return it.
 
         Args:
             closure: computes the loss and its gradients.
             mean_norms: for each parameter, in the order of the parameter groups, the mean over micro-batches
-                of the norm of its (unscaled) gradient. Values for parameters without a gradient are not read.
-                One that is not finite skips the step. Where tensors are sharded these are norms of the whole
+                of the norm of its (unscaled) gradient. Values of parameters without a gradient are not read.
+                If a value is not finite, the step is skipped. For sharded tensors, pass the norms of the whole
                 tensors, the same on every rank, such as ``p.grad.norm().full_tensor()`` of a DTensor.
         """
         given = self._check_norms(mean_norms)
@@ -134,10 +134,10 @@ class CLARS(LargeBatchOptimizer):
         means = [self._means(given, bucket.indices, work, bucket.device) for bucket in work.buckets]
         parts = []
         for bucket, mean in zip(work.buckets, means, strict=True):
-            # a mean norm that overflowed tells of a gradient that did
+            # a mean norm that overflowed means that a gradient did
             g_square = torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)
             parts.append(torch.stack([g_square, norms.squares(bucket.params)]))
-        parts, total = work.whole(parts, kinds=2)
+        parts, total = work.tensor_squares(parts, kinds=2)
         skip = self._skip(work, total)
         if skip is True:
             return

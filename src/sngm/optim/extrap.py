@@ -1,4 +1,4 @@
-"""EXTRAP-SGD: every worker looks one small step ahead along its own gradient before it speaks."""
+"""EXTRAP-SGD: every worker computes its gradient at a point extrapolated along its own gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .base import LargeBatchOptimizer
 from .buckets import as_dense, evaluate, lr_of, state_dtype
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
-from .norms import wide
+from .norms import upcast
 from .sharded_norms import aligned, local
 
 
@@ -30,16 +30,16 @@ class ExtrapSGD(LargeBatchOptimizer):
         v = \beta v + \bar g + \lambda w, \qquad w = w - \eta v
 
     This follows the published description of the method; its authors' code was not available to compare with.
-    Both gradients of a worker come from the same samples, weight decay stays out of the inner step, and the
-    momentum is heavy-ball unless `nesterov` is set.
+    Both gradients of a worker come from the same samples, the inner step has no weight decay, and the momentum is
+    heavy-ball unless `nesterov` is set.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
         lr: learning rate :math:`\eta`, a number or a one-element tensor.
-        inner_lr: length factor :math:`\hat\eta` of the look-ahead; of the size of ``lr / K``.
+        inner_lr: learning rate :math:`\hat\eta` of the extrapolation, of the order of ``lr / K``.
         momentum: :math:`\beta`, in [0, 1).
         weight_decay: :math:`\lambda`, at least 0.
-        nesterov: step by :math:`\beta v + \bar g + \lambda w` in place of :math:`v`.
+        nesterov: step by :math:`\beta v + \bar g + \lambda w` instead of :math:`v`.
         maximize, foreach, fused, capturable, norm_group: as in :class:`SNGM`.
 
     Example:
@@ -56,8 +56,8 @@ class ExtrapSGD(LargeBatchOptimizer):
         >>> w.data
         tensor(1.4375)
 
-    Cost: 4 bytes of state per float32 parameter, two gradients a worker and step, and during the step a copy
-    of the parameters and a sum of the gradients. A GradScaler cannot be used: it would see neither gradient.
+    Cost: 4 bytes of state per float32 parameter, two gradients per worker and step, and during the step a copy
+    of the parameters and a sum of the gradients. A GradScaler cannot be used, since step() computes the gradients.
 
     Reference: Lin, Kong, Stich and Jaggi, "Extrapolation for Large-batch Training in Deep Learning", ICML 2020.
     """
@@ -100,36 +100,36 @@ class ExtrapSGD(LargeBatchOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        return True  # so that a GradScaler hands its scale to step(), which can then refuse it
+        return True  # so that a GradScaler passes its scale to step(), which raises an error
 
     @torch.no_grad()
     def step(  # type: ignore[override]
         self, closures: Sequence[Callable[[], Any]] = (), group: dist.ProcessGroup | None = None
     ) -> Any:
-        """Take one step. Each parameter's `.grad` is put back as it was.
+        """Take one step. Each parameter's `.grad` is restored afterwards.
 
         Args:
-            closures: one for each worker, which computes the loss of that worker's samples and calls
+            closures: one function for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each is called twice.
-            group: process group whose other ranks run as many further workers each; gradients are averaged
-                over all of them. A parameter that has no gradient on any rank is left alone.
+            group: process group in which every rank runs as many workers; gradients are averaged over all of
+                them. A parameter without a gradient on any rank is not changed.
 
         Returns:
-            The mean of the losses at w, or None if the closures return none.
+            The mean of the losses at w, or None if a closure returns None.
         """
         if "found_inf" in self.__dict__:
-            for name in ("found_inf", "grad_scale"):  # the scaler takes them back only from a step that returns
+            for name in ("found_inf", "grad_scale"):  # the scaler removes them only after a step that returns
                 delattr(self, name)
             raise TypeError("ExtrapSGD cannot be stepped by a GradScaler: it takes its gradients inside step(closures)")
         if isinstance(closures, (str, bytes)) or not isinstance(closures, Sequence) or not all(map(callable, closures)):
             raise TypeError(f"closures must be a list of functions, one for each worker, got {closures!r}")
         if not closures:
             raise ValueError("step() needs closures=[a function for each worker], got none")
-        losses, sums = self._look_ahead(closures)
+        losses, sums = self._extrapolated_gradients(closures)
         ranks = 1
         if group is not None:
             ranks = dist.get_world_size(group)
-            places = [p for g in self.param_groups for p in g["params"] if p.requires_grad]  # alike on every rank
+            places = [p for g in self.param_groups for p in g["params"] if p.requires_grad]  # the same on every rank
             found = torch.tensor([p in sums for p in places], dtype=torch.int32, device=self._grad_norm.device)
             dist.all_reduce(found, group=group)
             for p in (p for p, ranks_with in zip(places, found.tolist(), strict=True) if ranks_with):
@@ -144,8 +144,8 @@ class ExtrapSGD(LargeBatchOptimizer):
                 heavy_ball(bucket, replace(rule, rate=lr_of(bucket.group), nesterov=bucket.group["nesterov"]), skip)
         return None if any(loss is None for loss in losses) else sum(losses) / len(losses)
 
-    def _look_ahead(self, closures: Sequence[Callable[[], Any]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
-        """The loss of each worker at w, and the sum over workers of the gradients at their own look-ahead."""
+    def _extrapolated_gradients(self, closures: Sequence[Callable[[], Any]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
+        """Return the loss of each worker at w, and the sum of the workers' gradients at their extrapolated points."""
         grads = {p: p.grad for group in self.param_groups for p in group["params"]}
         places = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         start = {p: p.clone() for p, _ in places}
@@ -158,13 +158,13 @@ class ExtrapSGD(LargeBatchOptimizer):
                 for p, group in places:
                     if p.grad is not None:
                         inner_lr = lr_of(group, "inner_lr")
-                        ahead = wide(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
-                        p.copy_(wide(p) + ahead)  # one rounding
+                        ahead = upcast(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
+                        p.copy_(upcast(p) + ahead)  # one rounding
                 clear(grads)
                 evaluate(closure)
                 for p, _ in places:
                     if p.grad is not None:
-                        grad = wide(as_dense(aligned(p, p.grad)))
+                        grad = upcast(as_dense(aligned(p, p.grad)))
                         sums[p] = sums[p].add_(grad) if p in sums else grad.clone()
                 for p, there in start.items():
                     p.copy_(there)
@@ -177,11 +177,11 @@ class ExtrapSGD(LargeBatchOptimizer):
 
 
 def clear(params: Iterable[Tensor]) -> None:
-    """Forget all gradients, so that the next backward starts from nothing."""
+    """Set all gradients to None."""
     for p in params:
         p.grad = None
 
 
 def detached(loss: Any) -> Any:
-    """The loss without the graph that made it."""
+    """Return the loss detached from its autograd graph."""
     return loss.detach() if isinstance(loss, Tensor) else loss

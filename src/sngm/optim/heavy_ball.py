@@ -1,8 +1,8 @@
-"""The one update that all momentum methods here share, in three speeds.
+"""The momentum update that all methods share: single-tensor, foreach and fused.
 
-    x = gain * g + decay * w            (g with its sign turned for `maximize`)
+    x = gain * g + decay * w            (-g for `maximize`)
     v = momentum * v + x
-    w = w - rate * (v + pull * w)       (`nesterov`: momentum * v + x in place of v)
+    w = w - rate * (v + decoupled_decay * w)       (`nesterov`: momentum * v + x instead of v)
 
 Methods differ only in the coefficients: SNGM has gain = 1/norm, LARS has lr * ratio as gain or as rate. The gain does
 not multiply the decay, because for small gains g + decay / gain * w overflows float32.
@@ -18,39 +18,39 @@ import torch
 from torch import Tensor
 
 from .buckets import Bucket
-from .norms import wide
+from .norms import upcast
 from .torch_internals import fused_sgd_
 
 Coefficient = float | Tensor
 Tensors = list[Tensor]
 
-# torch's fused kernel takes the gain as 1 - dampening, which in double precision is off by up to 2**-53.
-# A gain below these would lose more than the dtype can show, and goes through foreach.
+# torch's fused kernel takes the gain as 1 - dampening, which in double precision has an error of up to 2**-53.
+# For a gain below these limits that error exceeds the precision of the dtype, so foreach is used.
 LEAST_FUSED_GAIN = {torch.float32: 2.0**-26, torch.float64: 2.0**-8}
 BUFFER = "momentum_buffer"
-SLICE = 1 << 24  # low-precision parameters are worked on as float32 copies, about this many elements at a time
+SLICE = 1 << 24  # elements of low-precision parameters that are copied to float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The coefficients of one step. `rate` None: update the buffers only."""
+    """The coefficients of one step. With rate=None only the buffers are updated."""
 
     momentum: Coefficient
     gain: Coefficient = 1.0
     rate: Coefficient | None = 1.0
     decay: Coefficient = 0.0
-    pull: float = 0.0
+    decoupled_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-    skip: Tensor | None = None  # 0-d bool: where only the device knows whether the step may be taken
+    skip: Tensor | None = None  # 0-d bool tensor on the device: the step must be skipped
 
-    def unless(self, skip: Tensor, dtype: torch.dtype) -> Rule:
-        """Return this rule with coefficients on the device of `skip`, to change nothing where `skip` is true."""
+    def with_skip(self, skip: Tensor, dtype: torch.dtype) -> Rule:
+        """Return this rule with coefficients on the device of `skip`; it changes nothing if `skip` is true."""
 
         def there(value: Any) -> Any:
             return value.to(skip.device) if isinstance(value, Tensor) else value
 
-        # filled on the device: a copy from the host would wait, and could not be captured
+        # filled on the device: a copy from the host would synchronise, and could not be captured
         momentum = torch.full((), float(self.momentum), dtype=dtype, device=skip.device)
         return replace(
             self,
@@ -62,19 +62,19 @@ class Rule:
         )
 
     def times(self, factor: Coefficient) -> Rule:
-        """Return this rule with `factor` times the gradient and the decay."""
+        """Return this rule with gradient and decay multiplied by `factor`."""
         return replace(self, gain=self.gain * factor, decay=self.decay * factor if self.decays else 0.0)
 
-    def of(self, which: int | slice | list[int]) -> Rule:
-        """This rule for one, or some, of the bucket's tensors."""
+    def select(self, which: int | slice | list[int]) -> Rule:
+        """Return this rule for the tensors of the bucket at these indices."""
 
         def pick(c: Any) -> Any:
             return c[which] if isinstance(c, Tensor) and c.ndim else c
 
         return replace(self, gain=pick(self.gain), rate=pick(self.rate), decay=pick(self.decay))
 
-    def known(self, coefficient: Coefficient) -> Any:
-        """`coefficient` as the number, or list of numbers, that a kernel can be called with."""
+    def as_numbers(self, coefficient: Coefficient) -> Any:
+        """Return a coefficient as a number or a list of numbers, unless `skip` keeps it on the device."""
         return coefficient.tolist() if self.skip is None and isinstance(coefficient, Tensor) else coefficient
 
     @property
@@ -87,14 +87,14 @@ class Rule:
 
 
 def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
-    """Take one step of `rule` in the way the group's flags ask for.
+    """Take one step of `rule`, with the implementation that the group's `foreach` and `fused` select.
 
-    `skip` is a 0-d bool tensor where only the device knows whether the step may be taken.
+    `skip` is a 0-d bool tensor if only the device knows whether the step must be skipped.
     """
     foreach, fused = bucket.group["foreach"], bucket.group["fused"]
     if isinstance(skip, Tensor):
         skip = skip.to(bucket.device)
-        rule = rule.unless(skip, torch.float64 if bucket.params[0].dtype == torch.float64 else torch.float32)
+        rule = rule.with_skip(skip, torch.float64 if bucket.params[0].dtype == torch.float64 else torch.float32)
     elif (fused or (fused is None and foreach is None)) and not bucket.low_precision and rule.rate is not None:
         return _fused(bucket, rule)
     one_by_one = foreach is False and not fused
@@ -103,65 +103,65 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
     start = 0
     for part in bucket.slices(1 if one_by_one else SLICE):
         stop = start + len(part.params)
-        copies = [wide(p) for p in part.params]  # the parameters themselves where they are wide
-        _foreach(replace(part, params=copies), rule.of(slice(start, stop)))
+        copies = [upcast(p) for p in part.params]  # the parameters themselves if in float32 or better
+        _foreach(replace(part, params=copies), rule.select(slice(start, stop)))
         if bucket.low_precision and rule.rate is not None:
             torch._foreach_copy_(part.params, part.rounded(copies))  # the one rounding
         start = stop
 
 
 def _foreach(bucket: Bucket, rule: Rule) -> None:
-    params, grads, buffers = bucket.params, [wide(g) for g in bucket.grads], bucket.buffers.get(BUFFER)
+    params, grads, buffers = bucket.params, [upcast(g) for g in bucket.grads], bucket.buffers.get(BUFFER)
     gain, rate, decay, skip = -rule.gain if rule.maximize else rule.gain, rule.rate, rule.decay, rule.skip
     if buffers is None:
         assert rate is not None, "without buffers there is nothing but the parameters to update"
-        if rule.decays or rule.pull:
-            axpy_(params, rule.known(-rate * (decay + rule.pull)), params, skip)
-        axpy_(params, rule.known(-rate * gain), grads, skip)
+        if rule.decays or rule.decoupled_decay:
+            axpy_(params, rule.as_numbers(-rate * (decay + rule.decoupled_decay)), params, skip)
+        axpy_(params, rule.as_numbers(-rate * gain), grads, skip)
         return
     torch._foreach_mul_(buffers, rule.momentum)
-    axpy_(buffers, rule.known(gain), grads, skip)
+    axpy_(buffers, rule.as_numbers(gain), grads, skip)
     if rule.decays:
-        axpy_(buffers, rule.known(decay), params, skip)
+        axpy_(buffers, rule.as_numbers(decay), params, skip)
     if rate is None:
         return
     steps: Tensors = buffers
     if rule.nesterov:
         steps = list(torch._foreach_mul(buffers, rule.momentum))
-        axpy_(steps, rule.known(gain), grads, skip)
+        axpy_(steps, rule.as_numbers(gain), grads, skip)
         if rule.decays:
-            axpy_(steps, rule.known(decay), params, skip)
-    if rule.pull:  # w - c * w, not (1 - c) * w: rounding 1 - c would bias the decay the same way every step
-        axpy_(params, rule.known(-rate * rule.pull), params, skip)
-    axpy_(params, rule.known(-rate), steps, skip)
+            axpy_(steps, rule.as_numbers(decay), params, skip)
+    if rule.decoupled_decay:  # w - c * w, not (1 - c) * w: rounding 1 - c would bias the decay in every step
+        axpy_(params, rule.as_numbers(-rate * rule.decoupled_decay), params, skip)
+    axpy_(params, rule.as_numbers(-rate), steps, skip)
 
 
 def _fused(bucket: Bucket, rule: Rule) -> None:
-    """torch's CPU kernel for SGD where its arithmetic is ours; foreach for the rest.
+    """Step with torch's fused CPU kernel for SGD where it computes the same update, else with foreach.
 
-    The kernel walks memory in order without checking that all tensors lie alike, so we do. Its nesterov step
-    would use the raw gradient, and its gain is 1 - dampening (see LEAST_FUSED_GAIN). It adds decay / gain * w to the
-    gradient, which a small gain would make too large.
+    The kernel goes through memory in order and does not check that all tensors have the same layout, so this function
+    does. Its nesterov step uses the gradient without the gain, and its gain is 1 - dampening (see LEAST_FUSED_GAIN).
+    It adds decay / gain * w to the gradient, which overflows for a small gain.
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
     if not rule.nesterov and fused_sgd_ is not None:
-        gains, count = rule.known(rule.gain), len(bucket.params)
+        gains, count = rule.as_numbers(rule.gain), len(bucket.params)
         gains = gains if isinstance(gains, list) else [gains] * count
         least = LEAST_FUSED_GAIN[bucket.params[0].dtype]
-        alike = all_lie_alike(bucket.params, bucket.grads, buffers or bucket.params)
+        alike = matching_layouts(bucket.params, bucket.grads, buffers or bucket.params)
         served = [i for i, fits in enumerate(alike) if fits and gains[i] >= least]
     if len(served) < len(bucket.params):
         rest = sorted(set(range(len(bucket.params))) - set(served))
-        _foreach(bucket.some(rest), rule.of(rest))
+        _foreach(bucket.select(rest), rule.select(rest))
         if not served:
             return
-        bucket, rule = bucket.some(served), rule.of(served)
+        bucket, rule = bucket.select(served), rule.select(served)
         buffers = bucket.buffers.get(BUFFER)
     assert rule.rate is not None
-    if rule.pull:
-        axpy_(bucket.params, rule.known(-rule.rate * rule.pull), bucket.params)
-    coefficients = [rule.known(c) for c in (rule.gain, rule.rate, rule.decay)]
+    if rule.decoupled_decay:
+        axpy_(bucket.params, rule.as_numbers(-rule.rate * rule.decoupled_decay), bucket.params)
+    coefficients = [rule.as_numbers(c) for c in (rule.gain, rule.rate, rule.decay)]
     runs = [(bucket.params, bucket.grads, buffers or [], *coefficients)]
     if rule.per_tensor:
         count = len(bucket.params)
@@ -183,35 +183,35 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
         )
 
 
-def all_lie_alike(params: Tensors, grads: Tensors, buffers: Tensors) -> list[bool]:
-    """For each parameter, whether gradient and buffer have its dtype and all are dense in memory in the same order."""
+def matching_layouts(params: Tensors, grads: Tensors, buffers: Tensors) -> list[bool]:
+    """Return for each parameter whether its gradient has the same dtype, and gradient and buffer the same layout."""
     if all(map(Tensor.is_contiguous, [*params, *grads, *buffers])) and {g.dtype for g in grads} == {params[0].dtype}:
         return [True] * len(params)
-    return [g.dtype == p.dtype and lie_alike(p, g, v) for p, g, v in zip(params, grads, buffers, strict=True)]
+    return [g.dtype == p.dtype and same_layout(p, g, v) for p, g, v in zip(params, grads, buffers, strict=True)]
 
 
-def lie_alike(a: Tensor, b: Tensor, c: Tensor) -> bool:
-    """Whether all are dense in memory in the same order."""
+def same_layout(a: Tensor, b: Tensor, c: Tensor) -> bool:
+    """Return whether all three tensors are contiguous, or all are channels-last."""
     if a.is_contiguous() and b.is_contiguous() and c.is_contiguous():
         return True
     form = {4: torch.channels_last, 5: torch.channels_last_3d}.get(a.ndim)
     return form is not None and all(t.is_contiguous(memory_format=form) for t in (a, b, c))
 
 
-def move(bucket: Bucket, rates: list[float] | Tensor, directions: Tensors, skip: Tensor | None = None) -> None:
-    """Step each parameter by ``rates[i] * directions[i]``, with one rounding; leave all as they are where `skip`."""
+def update_params(bucket: Bucket, rates: list[float] | Tensor, directions: Tensors, skip: Tensor | None = None) -> None:
+    """Add ``rates[i] * directions[i]`` to each parameter, with one rounding; change nothing if `skip` is true."""
     if bucket.rounding is None:
         axpy_(bucket.params, rates, directions, skip)
     else:
-        copies = [wide(p) for p in bucket.params]
+        copies = [upcast(p) for p in bucket.params]
         axpy_(copies, rates, directions, skip)
         torch._foreach_copy_(bucket.params, bucket.rounded(copies))
 
 
 def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors, skip: Tensor | None = None) -> None:
-    """``ys[i] += alpha[i] * xs[i]`` for all i; nothing where `skip`, a 0-d bool tensor, is true.
+    """Compute ``ys[i] += alpha[i] * xs[i]`` for all i, unless `skip`, a 0-d bool tensor, is true.
 
-    An alpha that the dtype cannot hold is replaced by the largest number that it can.
+    An alpha outside the range of the dtype is clamped to it.
     """
     most = torch.finfo(xs[0].dtype).max
     if isinstance(alpha, list):
@@ -227,5 +227,5 @@ def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors, skip: T
     products = torch._foreach_mul(xs, list(alpha.unbind()) if isinstance(alpha, Tensor) and alpha.ndim else alpha)
     if skip is not None:
         for product in products:
-            product.masked_fill_(skip, 0.0)  # not a product with 0, which for inf and NaN is NaN
+            product.masked_fill_(skip, 0.0)  # not multiplied by 0, which would turn inf into NaN
     torch._foreach_add_(ys, products)

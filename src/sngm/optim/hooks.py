@@ -1,4 +1,4 @@
-"""torch's hooks and marks for profilers around a step, at no cost to steps that nobody watches."""
+"""torch's step hooks and profiler ranges, at no cost to steps without hooks or an active profiler."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .torch_internals import GLOBAL_HOOKS, profiler_enabled
 Step = TypeVar("Step", bound=Callable[..., Any])
 
 
-def unwatched(step: Step) -> Step:
-    """`step` with torch's hooks and its mark for profilers, which take 15 us, only where someone looks."""
-    watched = Optimizer.profile_hook_step(step)
+def with_hooks_if_any(step: Step) -> Step:
+    """Wrap `step` so that torch's hooks and profiler range, which take 15 us, run only if a hook or profiler exists."""
+    with_hooks = Optimizer.profile_hook_step(step)
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -28,14 +28,14 @@ def unwatched(step: Step) -> Step:
             or any(GLOBAL_HOOKS)
         ):
             if torch.compiler.is_compiling():
-                return watched(self, *args, **kwargs)
-            if not self._watched:  # a subclass's step may call this one
-                self._watched = True
+                return with_hooks(self, *args, **kwargs)
+            if not self._inside_hooks:  # a subclass's step may call this one
+                self._inside_hooks = True
                 try:
-                    return watched(self, *args, **kwargs)
+                    return with_hooks(self, *args, **kwargs)
                 finally:
-                    self._watched = False
+                    self._inside_hooks = False
         return step(self, *args, **kwargs)
 
-    wrapper.hooked = True  # type: ignore[attr-defined]  # or torch would wrap it again
+    wrapper.hooked = True  # type: ignore[attr-defined]  # else torch would wrap it again
     return wrapper  # type: ignore[return-value]

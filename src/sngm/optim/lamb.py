@@ -1,4 +1,4 @@
-"""LAMB: layer-wise adaptive rates for Adam."""
+"""LAMB: layer-wise adaptive learning rates for Adam."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from torch.optim.optimizer import ParamsT
 from . import checks, norms
 from .base import LargeBatchOptimizer
 from .buckets import Bucket, lr_of
-from .heavy_ball import Coefficient, axpy_, lie_alike, move
+from .heavy_ball import Coefficient, axpy_, same_layout, update_params
 from .lars import bounds, clip
-from .norms import wide
+from .norms import upcast
 from .torch_internals import fused_adam_
 
-SLICE = 1 << 22  # elements whose direction is held at a time, to bound the memory of a step
+SLICE = 1 << 22  # elements whose direction is computed at a time, to bound the memory of a step
 
 
 class LAMB(LargeBatchOptimizer):
@@ -31,8 +31,9 @@ class LAMB(LargeBatchOptimizer):
         q = \frac{m/(1-\beta_1^t)}{\sqrt{v/(1-\beta_2^t)} + \epsilon} + \lambda w, \quad
         w = w - \eta \frac{\phi(\|w\|)}{\|q\|} q
 
-    A tensor for which :math:`\phi(\|w\|)` or :math:`\|q\|` is zero takes the step :math:`\eta q`.
-    The group key `adapt` (None or True: every tensor, as published; False: none) turns the ratio off for a group.
+    If :math:`\phi(\|w\|)` or :math:`\|q\|` is zero, the ratio is 1 and the step is :math:`\eta q`.
+    The group key ``adapt=False`` turns the ratio off for all tensors of a group; None or True apply it to every tensor,
+    as published.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -42,8 +43,8 @@ class LAMB(LargeBatchOptimizer):
         weight_decay: :math:`\lambda`, at least 0.
         bias_correction: divide the moments by :math:`1-\beta^t`.
         phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
-        max_grad_norm: scale the gradients of all parameters down to this global norm first, or None. Some
-            libraries do so by default, to 1.
+        max_grad_norm: clip the gradients of all parameters to this global norm first, or None. Some libraries clip
+            to 1 by default.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
 
     Example:
@@ -54,8 +55,8 @@ class LAMB(LargeBatchOptimizer):
         >>> w.data
         tensor([[2.6464, 4.3536]])
 
-    Cost: 8 bytes of state per float32 parameter. A step of the CUDA kernels moves 44 bytes a parameter (Adam: 28), a
-    fused one on the CPU 56.
+    Cost: 8 bytes of state per float32 parameter. A step of the CUDA kernels moves 44 bytes per parameter (Adam: 28), a
+    fused step on the CPU 56.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
     Algorithm 2.
@@ -64,7 +65,7 @@ class LAMB(LargeBatchOptimizer):
     KERNEL = "lamb"
     BUFFERS = ("exp_avg", "exp_avg_sq")
     COUNTS = ("step",)
-    FOREIGN: ClassVar[dict[str, Any]] = {}  # torch's Adam fills in what our checkpoints lack
+    TORCH_KEYS: ClassVar[dict[str, Any]] = {}  # torch's Adam fills in missing keys
 
     def __init__(
         self,
@@ -108,7 +109,7 @@ class LAMB(LargeBatchOptimizer):
             raise TypeError(f"betas must be a pair (beta1, beta2), got {betas!r}")
         for i, beta in enumerate(betas):
             checks.number(f"betas[{i}]", beta, 0.0, 1.0)
-        # without it, an element that never had a gradient would be 0 / 0
+        # eps = 0 would give 0 / 0 for an element that never had a gradient
         checks.number("eps", group["eps"], torch.finfo(torch.float32).tiny)
         checks.flag("bias_correction", group["bias_correction"])
         checks.bounds("phi", group["phi"])
@@ -122,7 +123,7 @@ class LAMB(LargeBatchOptimizer):
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._make_state(p, group)
         if "exp_avg" in state:
-            # on the parameter's device: only there is it known whether a step was skipped
+            # on the parameter's device, where it is known whether a step was skipped
             step = state.get("step", 0.0)
             if isinstance(step, Tensor) and step.is_meta:
                 step = 0.0
@@ -130,7 +131,7 @@ class LAMB(LargeBatchOptimizer):
         return state
 
     def _count(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Of the steps of `p`, also where something else was put in its place."""
+        """Return the step counter of `p`, converted if it has another type, dtype or device."""
         step: Tensor | None = self.state[p].get("step")
         if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
             step = self._make_state(p, group)["step"]
@@ -158,18 +159,18 @@ class LAMB(LargeBatchOptimizer):
             return
         norm = total.sqrt() / work.scale
         slices = [part for bucket in work.buckets for part in bucket.slices(SLICE)]
-        # norms over shards take one exchange for all tensors; without shards a few tensors at a time will do
+        # with shards, one all-reduce for the norms of all tensors; else slice by slice, to save memory
         for round in [work.buckets] if work.shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
             squares = [
                 torch.stack([norms.squares(q), norms.squares(b.params)]) for b, q in zip(round, directions, strict=True)
             ]
-            squares, _ = work.whole(squares, kinds=2, buckets=round)
+            squares, _ = work.tensor_squares(squares, kinds=2, buckets=round)
             for bucket, q, (q_square, w_square) in zip(round, directions, squares, strict=True):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
-        """Of each tensor; not finite where exp_avg_sq could not hold them, which would stop the tensor for good."""
+        """Return the squared norm of each tensor; inf, which skips the step, if exp_avg_sq would overflow."""
         squares = norms.squares(bucket.grads)
         if bucket.group["max_grad_norm"] is not None:
             return squares
@@ -179,7 +180,7 @@ class LAMB(LargeBatchOptimizer):
         return torch.where(squares.sqrt() / scale > most, math.inf, squares)
 
     def _direction(self, bucket: Bucket, norm: Tensor, scale: float | Tensor, skip: Tensor | bool) -> list[Tensor]:
-        """q for each tensor, after updating its moments."""
+        """Update the moments and return q for each tensor."""
         group = bucket.group
         grads = [g.to(m.dtype) for g, m in zip(bucket.grads, bucket.buffers["exp_avg"], strict=True)]
         factor: Coefficient = 1.0 / scale
@@ -207,7 +208,7 @@ class LAMB(LargeBatchOptimizer):
 
 def _single_tensor(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
     group = bucket.group
-    keep1, keep2 = _keep(group["betas"], skip, bucket)
+    keep1, keep2 = _decay_factors(group["betas"], skip, bucket)
     directions = []
     for p, g, m, v, t in zip(
         bucket.params, grads, bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"], steps, strict=True
@@ -217,14 +218,14 @@ def _single_tensor(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], ski
         v.mul_(keep2).add_(g * g, alpha=1.0 - group["betas"][1])
         correction1, correction2 = (c.to(m.dtype) for c in _corrections(group, t))
         q = (m / correction1) / ((v / correction2).sqrt() + group["eps"])
-        directions.append(q + group["weight_decay"] * wide(p))
+        directions.append(q + group["weight_decay"] * upcast(p))
     return directions
 
 
 def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
-    keep1, keep2 = _keep(group["betas"], skip, bucket)
+    keep1, keep2 = _decay_factors(group["betas"], skip, bucket)
     torch._foreach_mul_(ms, keep1)
     torch._foreach_add_(ms, grads, alpha=(group["betas"][0] - 1.0) if group["maximize"] else 1.0 - group["betas"][0])
     torch._foreach_mul_(vs, keep2)
@@ -237,25 +238,25 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
     torch._foreach_mul_(qs, ms)
     _scale_(qs, 1.0 / correction1)
     if group["weight_decay"]:
-        axpy_(qs, group["weight_decay"], [wide(p) for p in bucket.params])
+        axpy_(qs, group["weight_decay"], [upcast(p) for p in bucket.params])
     return qs
 
 
 def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """torch's CPU kernel for Adam, let loose on weight_decay * w at a rate of -1, leaves q there."""
+    """Compute q with torch's fused CPU kernel for Adam: run with lr=-1 on weight_decay * w, it leaves q."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
     served = [
-        fused_adam_ is not None and g.dtype == p.dtype and lie_alike(p, g, m) and lie_alike(p, m, v)
+        fused_adam_ is not None and g.dtype == p.dtype and same_layout(p, g, m) and same_layout(p, m, v)
         for p, g, m, v in quads
     ]
-    if not all(served):  # each kind by itself, put together in the old order
+    if not all(served):  # split by support, results in the original order
         out: dict[int, Tensor] = {}
         for native in (True, False):
             which = [i for i, serve in enumerate(served) if serve is native]
             if which:
-                part = bucket.some(which), [grads[i] for i in which], [steps[i] for i in which]
+                part = bucket.select(which), [grads[i] for i in which], [steps[i] for i in which]
                 out.update(zip(which, _fused(*part) if native else _foreach(*part, False), strict=True))
         return [out[i] for i in range(len(served))]
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
@@ -280,20 +281,20 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
 
 
 def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip: Tensor | bool) -> None:
-    """Step by lr * phi(||w||) / ||q|| along -q."""
+    """Update the parameters by -lr * phi(||w||) / ||q|| * q."""
     size = clip(w_norm, bucket.group["phi"])
     ratio = torch.where((size > 0) & (q_norm > 0), size / q_norm, 1.0)
     if bucket.group["adapt"] is False:
         ratio = torch.ones_like(ratio)
     rate = -lr_of(bucket.group) * ratio
     if isinstance(skip, Tensor):
-        move(bucket, rate, qs, skip.to(bucket.device))
+        update_params(bucket, rate, qs, skip.to(bucket.device))
     else:
-        move(bucket, rate.tolist(), qs)
+        update_params(bucket, rate.tolist(), qs)
 
 
-def _keep(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:
-    """What the moments are multiplied by: the betas, or 1 where the step is skipped."""
+def _decay_factors(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:
+    """Return the factors of the moments: the betas, or 1 if the step is skipped."""
     if not isinstance(skip, Tensor):
         return betas
     there, like = skip.to(bucket.device), bucket.buffers["exp_avg"][0]
@@ -302,15 +303,15 @@ def _keep(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tu
 
 
 def _corrections(group: dict[str, Any], step: Tensor) -> tuple[Tensor, Tensor]:
-    """1 - beta**step for both betas, or ones."""
+    """Return 1 - beta**step for both betas, or ones without bias correction."""
     if not group["bias_correction"]:
         return torch.ones_like(step), torch.ones_like(step)
-    step = step.to(norms.sum_dtype(step.device)).clamp_min(1.0)  # 0 only if every step so far was skipped
+    step = step.to(norms.sum_dtype(step.device)).clamp_min(1.0)  # 0 if every step so far was skipped
     return 1.0 - group["betas"][0] ** step, 1.0 - group["betas"][1] ** step
 
 
 def _scale_(tensors: list[Tensor], by: Tensor) -> None:
-    """tensors[i] *= by[i]."""
+    """Multiply tensors[i] by by[i], in place."""
     if by.device.type == "cpu" and not torch.compiler.is_compiling():
         torch._foreach_mul_(tensors, by.tolist())
     else:

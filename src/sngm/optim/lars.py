@@ -1,4 +1,4 @@
-"""LARS in the three versions in use: layer-wise adaptive rates for momentum SGD."""
+"""LARS in its three published versions: layer-wise adaptive learning rates for momentum SGD."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from torch.optim.optimizer import ParamsT
 from . import checks, norms
 from .base import LargeBatchOptimizer
 from .buckets import Bucket, Work, lr_of
-from .heavy_ball import Rule, heavy_ball, move
+from .heavy_ball import Rule, heavy_ball, update_params
 from .kernels.layout import VARIANTS
 
-LARGEST = 1e35  # a ratio that leaves room in float32 for a learning rate beside it
+MAX_RATIO = 1e35  # largest ratio; its product with a learning rate must not overflow float32
 
 
 class LARS(LargeBatchOptimizer):
@@ -26,7 +26,7 @@ class LARS(LargeBatchOptimizer):
     Per tensor, with :math:`d = g + \lambda w` and :math:`r = c\,\phi(\|w\|) / (\|g\| + \lambda\|w\| + \epsilon)`:
 
     =============  =====================================================  =======================================
-    variant        rule                                                   where it is from
+    variant        rule                                                   source
     =============  =====================================================  =======================================
     "you2017"      :math:`v = mv + \eta r d,\; w = w - v`                 You, Gitman and Ginsburg, 2017
     "unscaled"     :math:`v = mv + d,\; w = w - \eta r v`                 the code the SNGM paper ran, with
@@ -35,13 +35,13 @@ class LARS(LargeBatchOptimizer):
                    w = w - \eta c\,\phi(\|w\|)/\|v\|\; v`                 LAMB); no :math:`\epsilon`
     =============  =====================================================  =======================================
 
-    The group key `adapt` says which tensors get the ratio: True all, False none, None (the default) those of
-    more than one dimension. The others take plain momentum steps at the group's `lr`, with the group's decay.
-    Mind that `lr` is then a thousand times the usual one for them at the usual c = 0.001: give them a group
-    with a smaller `lr` if that is not what you want.
-    Where :math:`\phi(\|w\|)` or the denominator is zero the ratio is 1, as in the published code: a tensor of
-    zeros would never move otherwise. (Published code takes 1 for a zero gradient with decay as well, where the
-    formula has a ratio.)
+    The group key `adapt` selects the tensors that the ratio applies to: True all, False none, None (the default) those
+    of more than one dimension. The others take plain momentum steps with the group's `lr` and weight decay. With the
+    usual c = 0.001 this `lr` is a thousand times what is usual for them: put them into a group with a smaller `lr` if
+    that is not what you want.
+    If :math:`\phi(\|w\|)` or the denominator is zero, the ratio is 1, as in the published code: a tensor of
+    zeros would never move otherwise. (The published code also uses 1 for a zero gradient with weight decay, where the
+    formula defines a ratio.)
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -50,12 +50,12 @@ class LARS(LargeBatchOptimizer):
         weight_decay: :math:`\lambda`, at least 0.
         variant: "you2017", "unscaled" or "momentum".
         trust_coefficient: c; None is 0.001, and 1.0 for variant "momentum".
-        phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
+        phi: None for :math:`\phi(z) = z`, or a pair (low, high) that z is clipped to.
         eps: added to the denominator of r.
         max_ratio: upper limit of the ratio (of :math:`c\,\phi(\|w\|)/\|v\|` for "momentum"), or None.
-        clamp_grad: d is clamped to [-clamp_grad, clamp_grad] element by element, or None.
-        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. On a CPU
-            "momentum" has no fused form and is computed with foreach.
+        clamp_grad: clamp each element of d to [-clamp_grad, clamp_grad], or None.
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. On a CPU variant
+            "momentum" has no fused step and uses foreach.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 2))
@@ -66,15 +66,15 @@ class LARS(LargeBatchOptimizer):
         tensor([[0.9000, 0.9000],
                 [0.9000, 0.9000]])
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused one on the CPU, moves 28 bytes
-    a parameter (SGD: 20); of variant "momentum" 36, and on the CPU it has no fused step.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, moves 28 bytes
+    per parameter (SGD: 20); variant "momentum" moves 36, and has no fused step on the CPU.
 
     References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
     """
 
     KERNEL = "lars"
-    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
+    TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
         self,
@@ -136,14 +136,14 @@ class LARS(LargeBatchOptimizer):
             "eps": group["eps"],
             "mode": VARIANTS.index(group["variant"]),
             "trust": trust(group),
-            "max_ratio": most_ratio(group),
+            "max_ratio": ratio_limit(group),
             "clamp": math.inf if group["clamp_grad"] is None else group["clamp_grad"],
         }
 
     def _step(self) -> None:
         work = self._gather()
         parts = [torch.stack([norms.squares(b.grads), norms.squares(b.params)]) for b in work.buckets]
-        parts, total = work.whole(parts, kinds=2)
+        parts, total = work.tensor_squares(parts, kinds=2)
         skip = self._skip(work, total)
         if skip is True:
             return
@@ -159,31 +159,31 @@ class LARS(LargeBatchOptimizer):
             size = clip(w_norm, group["phi"])
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
             rate = adapted_rate(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
-            inside = group["variant"] == "you2017"  # the buffer, or outside it
+            inside = group["variant"] == "you2017"  # the ratio multiplies what enters the buffer, or the step
             rule = rule.times(rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
         self._step_along_average(work, averaged, skip)
 
     def _step_along_average(self, work: Work, averaged: list[tuple[Bucket, Tensor]], skip: Tensor | bool) -> None:
-        """The second half of variant "momentum", whose ratio needs the norm of the new buffers."""
+        """Update the parameters for variant "momentum", whose ratio needs the norms of the new buffers."""
         if not any(group["variant"] == "momentum" for group in self.param_groups):
             return
         buckets = [bucket for bucket, _ in averaged]
         parts = [norms.squares(b.buffers["momentum_buffer"])[None] for b in buckets]
-        parts, _ = work.whole(parts, kinds=1, buckets=buckets)
+        parts, _ = work.tensor_squares(parts, kinds=1, buckets=buckets)
         for (bucket, w_square), (v_square,) in zip(averaged, parts, strict=True):
             size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
             ratio = trust(bucket.group) * size / v_norm
             rate = adapted_rate(self, bucket, ratio, (size > 0) & (v_norm > 0))
             buffers = bucket.buffers["momentum_buffer"]
             if isinstance(skip, Tensor):
-                move(bucket, -rate, buffers, skip.to(bucket.device))
+                update_params(bucket, -rate, buffers, skip.to(bucket.device))
             else:
-                move(bucket, (-rate).tolist(), buffers)
+                update_params(bucket, (-rate).tolist(), buffers)
 
 
 def trust(group: dict[str, Any]) -> float:
-    """The trust coefficient, or its default for the variant."""
+    """Return the trust coefficient, or its default for the variant."""
     given: float | None = group["trust_coefficient"]
     if given is not None:
         return given
@@ -191,41 +191,43 @@ def trust(group: dict[str, Any]) -> float:
 
 
 def clip(norm: Tensor, phi: tuple[float, float] | None) -> Tensor:
-    """phi(norm): the norm itself, or clipped to (low, high)."""
+    """Return phi(norm): the norm, or the norm clipped to (low, high)."""
     return norm if phi is None else norm.clamp(*phi)
 
 
 def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
-    """The limits of phi, as the kernels know them."""
+    """Return the limits of phi as settings of the kernels."""
     return {} if phi is None else {"phi_low": phi[0], "phi_high": phi[1]}
 
 
 def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
-    """lr times the ratio of each tensor: 1 where it is not defined, at most max_ratio, and 1 where not adapted."""
-    ratio = torch.where(defined, ratio, 1.0).clamp_max(most_ratio(bucket.group))
+    """Return lr * ratio of each tensor: ratio 1 if undefined, at most max_ratio, and 1 for tensors not adapted."""
+    ratio = torch.where(defined, ratio, 1.0).clamp_max(ratio_limit(bucket.group))
     chosen = [optimizer._adapts(p, bucket.group) for p in bucket.owners]
     if not all(chosen):
         if ratio.device.type == "cpu":
             ratio = torch.where(torch.tensor(chosen, device="cpu"), ratio, 1.0)
         else:
-            one = torch.ones_like(ratio[0])  # put together on the device: copying a mask there would wait for it
+            one = torch.ones_like(ratio[0])  # selected on the device: copying a mask there would synchronise
             ratio = torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])
     return lr_of(bucket.group) * ratio
 
 
-def most_ratio(group: dict[str, Any]) -> float:
-    """The group's `max_ratio`, or one that only gradients next to nothing reach, whose ratio no float32 can hold."""
+def ratio_limit(group: dict[str, Any]) -> float:
+    """Return the group's `max_ratio`, at most MAX_RATIO, which only tiny gradients reach."""
     given: float | None = group["max_ratio"]
-    return LARGEST if given is None else min(given, LARGEST)
+    return MAX_RATIO if given is None else min(given, MAX_RATIO)
 
 
 def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = None) -> tuple[Bucket, Rule]:
-    """The bucket and the rule of momentum SGD at rate 1, for gradients that are `scale` times too large."""
+    """Return the bucket and the rule of momentum SGD with rate 1, for gradients scaled by `scale`."""
     group = bucket.group
     wd = group["weight_decay"]
     if clamp is None:
         return bucket, Rule(group["momentum"], 1.0 / scale, decay=wd, maximize=group["maximize"])
     sign = -1.0 if group["maximize"] else 1.0
     pairs = zip(bucket.grads, bucket.params, strict=True)
-    clamped = [(norms.wide(g) * (sign / scale)).add_(norms.wide(w), alpha=wd).clamp_(-clamp, clamp) for g, w in pairs]
+    clamped = [
+        (norms.upcast(g) * (sign / scale)).add_(norms.upcast(w), alpha=wd).clamp_(-clamp, clamp) for g, w in pairs
+    ]
     return replace(bucket, grads=clamped), Rule(group["momentum"])

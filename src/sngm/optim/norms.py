@@ -1,8 +1,8 @@
-"""Euclidean norms that can be trusted: float32 or better for any dtype, size and values.
+"""Accurate Euclidean norms: float32 precision or better for any dtype, size and values.
 
-torch's CPU norm of a float32 tensor adds all its squares up in float32, on one core: 4e-3 off at 25M random
-elements, 1e-4 at 1M equal ones. Rows of 512 squares added in float32, and the rows in float64, were right to 1e-7
-for random values, 1e-6 for equal ones and 4e-6 for the worst pattern tried, and use every core.
+torch's CPU norm of a float32 tensor sums all squares in float32, on one core: its relative error is 4e-3 for 25M random
+elements and 1e-4 for 1M equal ones. Here rows of 512 squares are summed in float32 and the rows in float64, on every
+core: the error was 1e-7 for random values, 1e-6 for equal ones and 4e-6 for the worst pattern tried.
 """
 
 import functools
@@ -14,20 +14,20 @@ from torch import Tensor
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 ROW = 512
-SHORT = 2048  # up to this many elements are squared and added in float64 as they are
-LEAST = 1e-20  # of a sum of squares: of less than that, squares below float32's range may be a part
-PIECE = 1 << 20  # elements of a temporary sum or copy: few enough to stay in the cache
+SHORT = 2048  # tensors of up to this many elements are summed in float64 directly
+MIN_EXACT = 1e-20  # smallest reliable sum of squares: below it, squares may have underflowed in float32
+PIECE = 1 << 20  # elements of a temporary sum or copy: small enough for the cache
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """The dtype sums of squares are kept in: float64 wherever the device has it."""
+    """Return the dtype of sums of squares: float64 if the device supports it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
-    """Squared norm of each tensor of a list on one device, as a 1-d float64 tensor.
+    """Return the squared norm of each tensor of a list on one device, as a 1-d float64 tensor.
 
-    With `others`: of each ``tensors[i] + alpha * others[i]``.
+    With `others`, return those of ``tensors[i] + alpha * others[i]``.
 
     >>> squares([torch.tensor([3.0, 4.0]), torch.ones(2, 2)]).tolist()
     [25.0, 4.0]
@@ -37,16 +37,16 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
     parts, counts = _reduced(tensors, others, alpha)
     values = torch.cat(parts).double().square_()
     found = torch.segment_reduce(values, "sum", lengths=torch.tensor(counts, device="cpu"), initial=0.0, unsafe=True)
-    if torch.compiler.is_compiling():  # it cannot look, and takes them as they are
+    if torch.compiler.is_compiling():  # values cannot be read while compiling
         return found
     for i, (t, value) in enumerate(zip(tensors, found.tolist(), strict=True)):
-        if not LEAST <= value < math.inf and t.numel() > SHORT and t.dtype != torch.float64:
+        if not MIN_EXACT <= value < math.inf and t.numel() > SHORT and t.dtype != torch.float64:
             found[i] = _in_float64(t, others[i] if others else None, alpha)
     return found
 
 
 def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
-    """The sum of `squares`, as a 0-d tensor.
+    """Return the sum of `squares`, as a 0-d tensor.
 
     >>> round(square([torch.tensor([3.0, 4.0]), torch.ones(2, 2)]).item(), 9)
     29.0
@@ -55,19 +55,19 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
         return _squares_on_device(tensors, others, alpha).sum()
     parts, _ = _reduced(tensors, others, alpha)
     found: Tensor = torch.linalg.vector_norm(torch.cat(parts), dtype=torch.float64).square()
-    if torch.compiler.is_compiling() or LEAST <= found.item() < math.inf:
+    if torch.compiler.is_compiling() or MIN_EXACT <= found.item() < math.inf:
         return found
     total = sum(_in_float64(t, others[i] if others else None, alpha) for i, t in enumerate(tensors))
     return torch.tensor(total, dtype=torch.float64, device="cpu")
 
 
 def _in_float64(t: Tensor, other: Tensor | None, alpha: float | Tensor) -> float:
-    """The square of one norm: slow, and right where squares are more, or less, than float32 can hold."""
+    """Return the squared norm of one tensor: slow, but correct if squares overflow or underflow float32."""
     total = 0.0
     for piece, others in _pieces(t, other):
         if others is not None:
             piece = add(piece.double(), alpha, others.double())
-        elif not torch.count_nonzero(piece):  # of zeros, which are more often met than small numbers
+        elif not torch.count_nonzero(piece):  # all zeros, which is more common than tiny values
             continue
         total += torch.linalg.vector_norm(piece, dtype=torch.float64).square().item()
     return total
@@ -75,7 +75,7 @@ def _in_float64(t: Tensor, other: Tensor | None, alpha: float | Tensor) -> float
 
 def _squares_on_device(tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor) -> Tensor:
     if others:
-        tensors = [add(wide(t), alpha, wide(o)) for t, o in zip(tensors, others, strict=True)]
+        tensors = [add(upcast(t), alpha, upcast(o)) for t, o in zip(tensors, others, strict=True)]
     dtype = torch.float64 if tensors[0].dtype == torch.float64 else torch.float32
     return torch.stack(torch._foreach_norm(list(tensors), 2, dtype)).to(sum_dtype(tensors[0].device)).square()
 
@@ -83,13 +83,17 @@ def _squares_on_device(tensors: Sequence[Tensor], others: Sequence[Tensor], alph
 def _reduced(
     tensors: Sequence[Tensor], others: Sequence[Tensor], alpha: float | Tensor
 ) -> tuple[list[Tensor], list[int]]:
-    """1-d tensors with the same norms, one after another, and how many of their values belong to each tensor."""
+    """Reduce tensors to fewer values with the same norms.
+
+    Returns:
+        1-d tensors of these values, in order, and the number of values that belong to each input tensor.
+    """
     parts: list[Tensor] = []
     counts: list[int] = []
     scratch: Tensor | None = None
     for i, t in enumerate(tensors):
         if t.numel() <= SHORT:
-            few = add(wide(t), alpha, wide(others[i])) if others else t
+            few = add(upcast(t), alpha, upcast(others[i])) if others else t
             parts.append(few if t.ndim == 1 else few.reshape(-1))
             counts.append(t.numel())
         elif others or t.dtype in LOW_PRECISION:
@@ -103,7 +107,7 @@ def _reduced(
 
 
 def _reduce(t: Tensor, parts: list[Tensor]) -> int:
-    """Append the norms of a tensor's rows, and what makes no whole row, to `parts`; return how many values."""
+    """Append the norms of a tensor's rows and the elements of the last, partial row to `parts`; return their number."""
     size = t.numel()
     rest = size % ROW
     if not rest and t.is_contiguous():
@@ -112,13 +116,13 @@ def _reduce(t: Tensor, parts: list[Tensor]) -> int:
         values = flat(t)
         rows = values[: size - rest].view(-1, ROW)
         if rest:
-            parts.append(values[-rest:].clone())  # a view would keep a whole written-out piece alive
+            parts.append(values[-rest:].clone())  # a view would keep the whole temporary alive
     parts.append(torch.linalg.vector_norm(rows, dim=1))
     return size // ROW + rest
 
 
 def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts: list[Tensor], scratch: Tensor) -> int:
-    """The same for what must first be written out, wide or as a sum: in pieces that stay in the cache."""
+    """Do the same for a tensor that must first be upcast or added to another, in pieces that fit the cache."""
     count = 0
     for piece, others in _pieces(t, other):
         out = scratch[: piece.numel()]
@@ -127,17 +131,17 @@ def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts
         elif piece.dtype == out.dtype and not isinstance(alpha, Tensor):
             torch.add(piece, others, alpha=alpha, out=out)
         else:
-            out.copy_(add(wide(piece), alpha, wide(others)))
+            out.copy_(add(upcast(piece), alpha, upcast(others)))
         count += _reduce(out, parts)
     return count
 
 
 def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """A tensor in pieces that stay in the cache, each with the same elements of another one, if there is one."""
+    """Split a tensor, and the matching elements of `other` if given, into pieces that fit the cache."""
     if other is not None and other.stride() != t.stride():
         t, other = t.contiguous(), other.contiguous()
     t, other = flat(t), None if other is None else flat(other)
-    if t.numel() <= PIECE:  # a slice takes longer than the norm of a short one
+    if t.numel() <= PIECE:  # slicing a short tensor takes longer than its norm
         return [(t, other)]
     return [
         (t[at : at + PIECE], None if other is None else other[at : at + PIECE]) for at in range(0, t.numel(), PIECE)
@@ -145,17 +149,17 @@ def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None
 
 
 def add(a: Tensor, alpha: float | Tensor, b: Tensor) -> Tensor:
-    """``a + alpha * b``, in one pass where alpha is a number."""
+    """Return ``a + alpha * b``, in one pass if alpha is a number."""
     return (a + alpha * b).to(a.dtype) if isinstance(alpha, Tensor) else torch.add(a, b, alpha=alpha)
 
 
 def flat(t: Tensor) -> Tensor:
-    """All elements in the order they lie in memory: a view where they lie without gaps, else a copy."""
+    """Return all elements in memory order, as a 1-d view if the tensor is dense, else as a copy."""
     if t.is_contiguous():
         return t.view(-1)
     return t.permute(sorted(range(t.ndim), key=t.stride, reverse=True)).reshape(-1).contiguous()
 
 
-def wide(t: Tensor) -> Tensor:
-    """`t` in float32 or better."""
+def upcast(t: Tensor) -> Tensor:
+    """Return `t` in float32 or better."""
     return t.float() if t.dtype in LOW_PRECISION else t

@@ -1,9 +1,8 @@
-"""Every method as its paper writes it: float64, plain loops, one block of parameters after the other.
+"""Reference implementations of the methods, as in their papers: float64, plain loops, one block after another.
 
-Nothing here is fast. Each fast version is held to these functions by the tests, and a reader can hold them to
-the papers. Blocks ``w[0], w[1], ...`` are the tensors of a model, ``g`` their gradients; a function takes the
-state before a step and returns the state after it. ``eta``, ``wd`` may be one number or one for each block,
-which is how parameter groups look from here.
+They are slow and easy to compare with the papers; the tests compare the fast implementations with them. Blocks
+``w[0], w[1], ...`` are the tensors of a model, ``g`` their gradients. Each function takes the state before a step and
+returns the state after it. ``eta`` and ``wd`` are one number, or one for each block, to represent parameter groups.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ PerBlock = float | Sequence[float]
 
 
 def norm(*blocks: Tensor) -> float:
-    """Euclidean norm of all blocks together."""
+    """Return the Euclidean norm of all blocks together."""
     return math.sqrt(sum(float((b.abs() ** 2).sum()) for b in blocks))
 
 
 def each(value: PerBlock, blocks: Blocks) -> list[float]:
-    """One value for each block."""
+    """Return a list with one value for each block."""
     return [value] * len(blocks) if isinstance(value, (int, float)) else list(value)
 
 
@@ -43,9 +42,9 @@ def sngm(
     eps: float = 1e-12,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """Algorithm 1 of the SNGM paper; with scope "tensor", the block-wise variant of its Section 6.
+    """Return w and u after a step of Algorithm 1 of the SNGM paper; scope "tensor" is the variant of its Section 6.
 
-    `groups` gives the group of each block, for scope "group". Returns w and u.
+    `groups` holds the index of each block's group, for scope "group".
     """
     eta, wd = each(eta, w), each(wd, w)
     spans = {"global": [0] * len(w), "group": list(groups or [0] * len(w)), "tensor": list(range(len(w)))}[scope]
@@ -69,7 +68,7 @@ def sngm(
 def msgd(
     w: Blocks, v: Blocks, g: Blocks, *, eta: PerBlock, beta: float = 0.9, wd: PerBlock = 0.0, nesterov: bool = False
 ) -> tuple[Blocks, Blocks]:
-    """Momentum SGD, equations (2) and (3) of the SNGM paper. Returns w and v."""
+    """Return w and v after a step of momentum SGD, equations (2) and (3) of the SNGM paper."""
     eta, wd = each(eta, w), each(wd, w)
     d = [g[s] + wd[s] * w[s] for s in range(len(w))]
     v = [beta * v[s] + d[s] for s in range(len(w))]
@@ -94,7 +93,7 @@ def lars(
     adapt: bool | None = None,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """LARS, its three versions (see :class:`sngm.LARS`). Returns w and v."""
+    """Return w and v after a step of LARS in one of its three versions (see :class:`sngm.LARS`)."""
     eta, wd = each(eta, w), each(wd, w)
     if c is None:
         c = 1.0 if variant == "momentum" else 1e-3
@@ -123,7 +122,7 @@ def lars(
 
 
 def trust(above: float, below: float, max_ratio: float | None, adapted: bool) -> float:
-    """above / below, 1 where either is zero; at most max_ratio; 1 for tensors that are not adapted."""
+    """Return min(above / below, max_ratio), with 1 for the ratio if either is zero; 1 for tensors not adapted."""
     if not adapted:
         return 1.0
     ratio = above / below if above > 0 and below > 0 else 1.0
@@ -144,7 +143,7 @@ def clars(
     adapt: bool | None = None,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """CLARS: `mean_norms[s]` is the mean over micro-batches of ||g_s||. Returns w and v."""
+    """Return w and v after a step of CLARS; `mean_norms[s]` is the mean over micro-batches of ||g_s||."""
     eta, wd = each(eta, w), each(wd, w)
     new_w, new_v = [], []
     for s in range(len(w)):
@@ -172,7 +171,7 @@ def lamb(
     adapt: bool | None = None,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks, Blocks]:
-    """LAMB at step t = 1, 2, ... of each block. Returns w, m and v."""
+    """Return w, m and v after step t = 1, 2, ... of LAMB; t may differ between blocks."""
     eta, wd, t = each(eta, w), each(wd, w), each(t, w)
     clip = 1.0
     if max_grad_norm is not None and norm(*g) > max_grad_norm:
@@ -204,7 +203,7 @@ def extrap_sgd(
     nesterov: bool = False,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """EXTRAP-SGD: ``workers[k](w)`` is the gradient of worker k at w. Returns w and v."""
+    """Return w and v after a step of EXTRAP-SGD; ``workers[k](w)`` is the gradient of worker k at w."""
     inner = each(inner_eta, w)
     sign = -1.0 if maximize else 1.0
     mean = [torch.zeros_like(block) for block in w]

@@ -1,4 +1,4 @@
-"""Methods by name, and the parameter groups most recipes want."""
+"""Registry of methods by name, and the usual parameter groups of a model."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from .sngm import SNGM
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """A class with the settings that make it the method of this name."""
+    """An optimizer class or function with the default settings of a registered method."""
 
     build: Callable[..., torch.optim.Optimizer]
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-MOST_PACKAGES = 50  # around a module: Python imports them by recursion
+MAX_MODULE_DEPTH = 50  # names in a module's path: Python imports packages recursively
 
 METHODS = {
     "adam": Method(torch.optim.Adam),
@@ -41,7 +41,7 @@ METHODS = {
     "lamb": Method(LAMB),
     "lars": Method(LARS),
     "lars-momentum": Method(LARS, {"variant": "momentum"}),
-    # the code the SNGM paper compared with
+    # as in the code that the SNGM paper compared with
     "lars-unscaled": Method(LARS, {"variant": "unscaled", "max_ratio": 50.0, "clamp_grad": 10.0}),
     "msgd": Method(torch.optim.SGD, {"momentum": 0.9}),
     "sngd": Method(SNGM, {"momentum": 0.0}),
@@ -50,7 +50,7 @@ METHODS = {
 
 
 def names() -> list[str]:
-    """The names :func:`create` knows.
+    """Return the names that :func:`create` accepts.
 
     >>> names()[:3]
     ['adam', 'block-sngm', 'clars']
@@ -62,13 +62,13 @@ BUILT_IN = frozenset(METHODS)
 
 
 def register(name: str, build: Callable[..., torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> Method:
-    """Add a method: afterwards its name works wherever the name of a built-in method does.
+    """Register a method: afterwards its name works wherever the name of a built-in method does.
 
     Args:
         name: letters, digits, ``-``, ``_`` and ``.``; not the name of a built-in method.
         build: an optimizer class, or a function ``(params, lr, ...) -> optimizer``. Its arguments after `params` are
             the settings of the method.
-        settings: arguments that the name stands for; users can override them.
+        settings: default arguments of the method; users can override them.
 
     >>> _ = register("rmsprop-9", torch.optim.RMSprop, {"momentum": 0.9})
     >>> create("rmsprop-9", [torch.nn.Parameter(torch.zeros(2))], lr=0.1).defaults["momentum"]
@@ -92,7 +92,7 @@ def register(name: str, build: Callable[..., torch.optim.Optimizer], settings: d
 def name_of(method: Any) -> str:
     """Return the name of a method given as a name, an optimizer class or a function ``(params, lr) -> optimizer``.
 
-    Classes and functions that no worker process could import are registered under their own name.
+    Classes and functions that worker processes cannot import are registered under their own name.
 
     >>> name_of(SNGM), name_of(torch.optim.RMSprop)
     ('sngm', 'torch.optim.rmsprop:RMSprop')
@@ -112,26 +112,26 @@ def name_of(method: Any) -> str:
 
 
 def source_of(name: str) -> str | None:
-    """Return a checksum of the source code of a registered method; None for others, which have versions."""
+    """Return a checksum of the source code of a user's registered method; None for others, which have versions."""
     return digest_of_sources(METHODS[name].build) if name in METHODS and name not in BUILT_IN else None
 
 
 def digest_of_sources(*things: Any) -> str:
-    """Return a checksum of the source code of classes and functions, and of the text of other values."""
+    """Return a checksum of the source code of classes and functions, and of the repr of other values."""
     digest = hashlib.sha256()
     for thing in things:
         text = repr(thing)
         if inspect.isclass(thing) or inspect.isroutine(thing):
             try:
                 text = inspect.getsource(thing)
-            except (OSError, TypeError):  # typed into an interpreter, or written in C
+            except (OSError, TypeError):  # defined in an interpreter, or in C
                 text = f"{thing.__module__}.{thing.__qualname__}"
         digest.update(text.encode())
     return digest.hexdigest()[:16]
 
 
 def importable(thing: Any) -> bool:
-    """Return whether another process finds a class or function under its module and name."""
+    """Return whether another process can import a class or function by its module and name."""
     found: Any = sys.modules.get(thing.__module__) if thing.__module__ != "__main__" else None
     for part in thing.__qualname__.split("."):
         found = getattr(found, part, None)
@@ -143,8 +143,8 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
 
     Args:
         name: one of :func:`names`, or any optimizer class as ``'package.module:Class'``.
-        params: what a torch optimizer takes.
-        settings: arguments of the class, `lr` first of all. They override those the name stands for.
+        params: parameters or parameter groups, as for any torch optimizer.
+        settings: arguments of the class, such as `lr`. They override the settings registered under the name.
 
     >>> w = torch.nn.Parameter(torch.zeros(2))
     >>> type(create("block-sngm", [w], lr=0.1)).__name__
@@ -168,7 +168,7 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
 
 
 def settings_of(name: str) -> list[str]:
-    """The names of the settings a method has.
+    """Return the names of a method's settings.
 
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
@@ -177,7 +177,7 @@ def settings_of(name: str) -> list[str]:
 
 
 def find(name: str) -> Method:
-    """The method of this name; refused with the nearest name there is."""
+    """Return the method of this name; raise ValueError with the closest known name if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
     if ":" not in name:
@@ -200,17 +200,17 @@ def find(name: str) -> Method:
 
 
 def is_module_name(text: str) -> bool:
-    """Return whether text can be imported as a module: names joined by dots, not too many.
+    """Return whether text is a valid module path: identifiers joined by dots, at most MAX_MODULE_DEPTH.
 
     >>> is_module_name("torch.optim"), is_module_name(".."), is_module_name("a..b")
     (True, False, False)
     """
     names = text.split(".")
-    return len(names) <= MOST_PACKAGES and all(name.isidentifier() for name in names)
+    return len(names) <= MAX_MODULE_DEPTH and all(name.isidentifier() for name in names)
 
 
 def nearest(word: str, words: list[str]) -> str:
-    """A question to end a refusal with, if one of the words is close."""
+    """Return " (did you mean ...?)" for an error message if one of the words is close to `word`, else ""."""
     near = difflib.get_close_matches(word, words)
     alike = [difflib.SequenceMatcher(None, word, other).ratio() for other in near]
     best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio == alike[0]]
@@ -218,10 +218,10 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two parameter groups of a model: with decay, and biases and normalisation layers without.
+    """Return two parameter groups of a model: one with weight decay; biases and normalisation layers without.
 
-    Parameters of at most one dimension count as biases, since scales and gains want no decay either. Both groups
-    stay inside SNGM's one norm.
+    Parameters of at most one dimension count as biases, since scales and gains should not decay either. SNGM's global
+    norm spans both groups.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 1e-4)]

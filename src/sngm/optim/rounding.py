@@ -1,8 +1,8 @@
-"""Stochastic rounding: a number between two of bfloat16's goes to either with a chance that is right on average.
+"""Stochastic rounding to bfloat16: round up or down at random, so that the expected value is exact.
 
-Updates smaller than half the distance between neighbours vanish in every rounding to the nearest; here they add up.
-The random bits are a function of the step, the parameter's place among all and the element's place in it, so a
-resumed run, another path of computation and every process with a copy of the parameter round alike.
+Round-to-nearest loses updates smaller than half the distance between neighbouring numbers; stochastic rounding keeps
+them on average. The random bits are a function of the step, the parameter's index and the element's position in memory,
+so that resumed runs, other implementations of a step and all replicas round identically.
 """
 
 import torch
@@ -12,21 +12,21 @@ WORD = 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
-    """A permutation of 32-bit numbers, held in int64, in which each bit moves half of all bits."""
+    """Hash 32-bit numbers, stored in int64, by a permutation in which each input bit flips half of the output bits."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
     return x ^ (x >> 16)
 
 
 def rounded(values: Tensor, index: int, step: Tensor) -> Tensor:
-    """float32 `values` of the parameter at `index`, as float32 that bfloat16 can hold.
+    """Round float32 `values` of the parameter at `index` to numbers that bfloat16 can represent, still as float32.
 
     >>> values = rounded(torch.full((10_000,), 1.001), 0, torch.tensor(1))
     >>> values.unique().tolist(), round(values.double().mean().item(), 4)
     ([1.0, 1.0078125], 1.001)
     """
     key = mix((mix(step & WORD) + index) & WORD)
-    # in memory, not among the indices: a kernel sees nothing else
+    # positions in memory, not logical indices: the kernels only have memory addresses
     place = torch.arange(values.numel(), device=values.device).as_strided(values.shape, values.stride())
     chance = mix((mix((place & WORD) ^ key) + (place >> 32)) & WORD) & 0xFFFF
     bits = values.view(torch.int32)

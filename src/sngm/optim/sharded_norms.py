@@ -1,4 +1,4 @@
-"""Sums of squares over tensors that are split among processes."""
+"""Sums of squares over tensors that are sharded over processes."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# groups made here, by their ranks, for as long as the default group lives
-_made: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
+# process groups created here, by their ranks, for the lifetime of the default group
+_groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 class Shards:
-    """Where the pieces of an optimizer's parameters lie, and how sums over all of them are taken.
+    """Placement of an optimizer's parameters over ranks, and sums over all shards.
 
     The ranks of the largest mesh among the DTensors are the universe; without DTensors it is this rank alone. Any
-    other mesh must be a part of it, with copies of its tensors on the other parts, and a plain tensor has a copy on
-    every rank. So a tensor in n pieces is there (universe / n) times over: each rank puts in n / universe of the
-    square of its piece, and one all-reduce over the universe is right for every placement. All ranks then hold the
-    same bits, and decide alike whether a step is skipped.
+    other mesh must be a part of it, with its tensors replicated on the other parts, and a plain tensor is replicated on
+    every rank. So a tensor in n shards exists (universe / n) times: each rank contributes n / universe times the square
+    of its shard, and one all-reduce over the universe is correct for every placement. All ranks then hold identical
+    values, and agree on whether a step is skipped.
 
-    `norm_group` adds up what its ranks hold: other parameters, or slices of the same.
+    The ranks of `norm_group` hold different parameters, or slices of the same ones; sums run over all of them.
     """
 
     def __init__(self, params: Sequence[Tensor], norm_group: Any = None) -> None:
@@ -50,28 +50,29 @@ class Shards:
         self._constants: dict[Any, Tensor] = {}
         self._counted = not self._over_group
 
-    def serves(self, params: Sequence[Tensor], norm_group: Any) -> bool:
-        """Whether this was built for these very parameters."""
+    def matches(self, params: Sequence[Tensor], norm_group: Any) -> bool:
+        """Return whether this object was built for these parameters (by identity) and this group."""
         return norm_group is self.norm_group and len(params) == len(self.params) and all(map(is_, params, self.params))
 
     @property
     def active(self) -> bool:
-        """Whether ranks have anything to exchange."""
+        """Whether sums need communication between ranks."""
         return self._over_mesh or self._over_group
 
     def tensors(self, packed: Tensor) -> Tensor:
-        """Squares of whole tensors from those of the pieces here, (kinds, parameters); zero where there is no gradient.
+        """Return the squares of whole tensors from those of the local shards; both are (kinds, parameters).
 
-        With a `norm_group`, its ranks must hold slices of the same tensors in the same order.
+        Parameters without a gradient have zeros. The ranks of a `norm_group` must hold slices of the same tensors in
+        the same order.
         """
         if not self._counted:
             self._count(packed.device)
         return self._sum(self._weighed(packed))
 
     def spans(self, packed: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """Sums over all that is in each of `count` spans, parameter i being in span ``positions[i]``.
+        """Return the sum over each of `count` spans; parameter i is in span ``positions[i]``.
 
-        `packed` is (parameters,), the squares of the pieces here; zero where there is no gradient.
+        `packed` holds the squares of the local shards, of shape (parameters,); zero for those without a gradient.
         """
         weighed = self._weighed(packed)
         if count == 1:
@@ -85,7 +86,7 @@ class Shards:
     def _weighed(self, packed: Tensor) -> Tensor:
         if self._mesh is None:
             return packed
-        if packed.device not in self._constants:  # kept there: a copy would wait for the device
+        if packed.device not in self._constants:  # cached: a copy would synchronise with the device
             self._constants[packed.device] = torch.tensor(self._weights, dtype=packed.dtype, device=packed.device)
         return packed * self._constants[packed.device]
 
@@ -98,7 +99,7 @@ class Shards:
         return values
 
     def _count(self, device: torch.device) -> None:
-        """Refuse ranks with unlike numbers of parameters, which would wait for one another forever."""
+        """Raise ValueError if ranks have different numbers of parameters, which would deadlock the all-reduce."""
         here = len(self.params)
         limits = torch.tensor([here, -here], device=device)
         dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=self.norm_group)
@@ -113,18 +114,18 @@ class Shards:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Whether `tensor` is a DTensor, without importing that class, which takes a second."""
+    """Return whether `tensor` is a DTensor, without importing that class, which takes a second."""
     return hasattr(tensor, "device_mesh")
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The piece of a DTensor that lies here, sharing its memory; a plain tensor as it is."""
-    # to_local() would wrap a parameter's piece anew for autograd's sake on every call
+    """Return the local shard of a DTensor, sharing its memory; return a plain tensor unchanged."""
+    # to_local() would create a new autograd wrapper on every call
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def aligned(p: Any, grad: Any) -> Any:
-    """The gradient laid out as its parameter is: sums that are still in parts on several ranks are made."""
+    """Return the gradient with the placements of its parameter; partial sums are reduced."""
     if is_dtensor(p) and not is_dtensor(grad):
         raise TypeError("the gradient of a DTensor must be one too; distribute it as the parameter is distributed")
     if is_dtensor(p) and grad.placements != p.placements:
@@ -133,18 +134,18 @@ def aligned(p: Any, grad: Any) -> Any:
 
 
 def local_gradient(p: Tensor, grad: Tensor) -> Tensor:
-    """The piece of the gradient that belongs to the piece of `p` here, once it has arrived."""
+    """Return the local shard of the gradient that belongs to the local shard of `p`, after pending communication."""
     piece: Tensor = arrived(local(aligned(p, grad)))
     return piece
 
 
 def arrived(tensor: Any) -> Any:
-    """The tensor itself, where it is still on its way from other processes."""
-    return tensor.wait() if hasattr(tensor, "wait") else tensor  # an AsyncCollectiveTensor
+    """Wait for an AsyncCollectiveTensor and return its value; return other tensors unchanged."""
+    return tensor.wait() if hasattr(tensor, "wait") else tensor
 
 
-def like(p: Any, tensor: Any) -> Any:
-    """A whole or otherwise sharded tensor laid out as `p` is; what each rank holds whole must be the same."""
+def redistribute_like(p: Any, tensor: Any) -> Any:
+    """Return a plain or sharded tensor with the placements of `p`; a plain one must be the same on every rank."""
     if not is_dtensor(p):
         return tensor.full_tensor() if is_dtensor(tensor) else tensor
     if not is_dtensor(tensor):
@@ -167,7 +168,7 @@ def _ranks(mesh: Any) -> set[int]:
 
 
 def _largest(meshes: list[Any]) -> Any:
-    """The mesh whose ranks contain those of all others."""
+    """Return the mesh whose ranks contain those of all others."""
     ranks = {mesh: _ranks(mesh) for mesh in meshes if mesh is not None}
     if not ranks:
         return None
@@ -187,13 +188,13 @@ def _largest(meshes: list[Any]) -> Any:
 
 
 def _group(mesh: Any) -> Any:
-    """The group of all ranks of a mesh. Making one, at most once, takes all of them."""
+    """Return the process group of all ranks of a mesh. Creating it, at most once, involves all of these ranks."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(_ranks(mesh)))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    made = _made.setdefault(dist.group.WORLD, {})
-    if ranks not in made:  # ranks outside, such as other pipeline stages, need not take part
+    made = _groups.setdefault(dist.group.WORLD, {})
+    if ranks not in made:  # other ranks, such as other pipeline stages, do not take part
         made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return made[ranks]

@@ -1,4 +1,4 @@
-"""SNGM: momentum SGD that feeds the normalised gradient into its buffer."""
+"""SNGM: momentum SGD on the normalised gradient."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .heavy_ball import Rule, heavy_ball
 from .kernels.layout import MODES
 
 SCOPES = ("global", "group", "tensor")
-TINY = 1e-19  # the least eps: squares of smaller norms would not be float32 any more
+MIN_EPS = 1e-19  # smallest eps: squares of smaller norms underflow float32
 
 
 class SNGM(LargeBatchOptimizer):
@@ -28,7 +28,8 @@ class SNGM(LargeBatchOptimizer):
         u_{t+1} = \beta u_t + d_t / \max(\|d_t\|, \epsilon), \qquad w_{t+1} = w_t - \eta u_{t+1}
 
     The norm spans every parameter that has a gradient, over all parameter groups, so a step is never longer
-    than :math:`\eta/(1-\beta)` however large the gradient, and the loss may be scaled by any constant.
+    than :math:`\eta/(1-\beta)` however large the gradient is. Unless decay is coupled, scaling the loss by a positive
+    constant changes nothing.
     ``momentum=0`` is SNGD; ``scope="tensor"`` is the block-wise variant of the paper.
 
     Args:
@@ -40,14 +41,14 @@ class SNGM(LargeBatchOptimizer):
             of the loss; "after_norm" adds it to the normalised gradient; "decoupled" scales w by
             :math:`1 - \eta\lambda` and keeps it out of the buffer.
         scope: what one norm spans: "global" all parameters, "group" each parameter group, "tensor" each tensor.
-            For the whole optimizer, not for a group.
-        nesterov: step by :math:`\beta u_{t+1} + d_t/\|d_t\|` in place of :math:`u_{t+1}`.
-        eps: the least norm divided by, so that a zero gradient gives a zero update.
-        maximize: ascend.
-        foreach, fused: how to compute; None takes the fastest way that is right for these tensors.
+            Applies to the whole optimizer, not to a group.
+        nesterov: step by :math:`\beta u_{t+1} + d_t/\|d_t\|` instead of :math:`u_{t+1}`.
+        eps: lower limit of the norm, so that a zero gradient gives a zero update.
+        maximize: maximise the objective.
+        foreach, fused: implementation of the step; None chooses the fastest correct one for these tensors.
         capturable: never read a value on the host, for CUDA graphs.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that small updates are not lost; the
-            random bits are a function of the step and the place. Other dtypes are not affected.
+            random bits depend only on the step and the element's position. Other dtypes are not affected.
         norm_group: process group whose ranks each hold a part of the parameters; norms are summed over it.
             DTensors (FSDP2, tensor parallelism) need none.
 
@@ -60,8 +61,8 @@ class SNGM(LargeBatchOptimizer):
         >>> w.data, optimizer.grad_norm
         (tensor([2.4000, 3.2000]), tensor(5.))
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels moves 24 bytes a parameter (SGD: 20), 28
-    with coupled decay; a fused step on the CPU 24, 40 with coupled decay, 32 with decoupled.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels moves 24 bytes per parameter (SGD: 20), 28
+    with coupled decay; a fused step on the CPU moves 24, 40 with coupled decay and 32 with decoupled.
 
     Reference: Zhao, Shi, Xie and Li, "Stochastic Normalized Gradient Descent with Momentum for Large-Batch
     Training", Algorithm 1 and Section 6.
@@ -118,7 +119,7 @@ class SNGM(LargeBatchOptimizer):
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
         return {
             **super()._kernel_settings(group),
-            "eps": max(group["eps"], TINY),
+            "eps": max(group["eps"], MIN_EPS),
             "nesterov": group["nesterov"],
             "mode": MODES.index(group["weight_decay_mode"]),
         }
@@ -129,27 +130,27 @@ class SNGM(LargeBatchOptimizer):
     def _step(self) -> None:
         work = self._gather()
         parts = [self._squares(bucket, work) for bucket in work.buckets]
-        parts, total = self._spans(work, parts)
+        parts, total = self._divisor_squares(work, parts)
         skip = self._skip(work, total)
         if skip is True:
             return
         for bucket, square in zip(work.buckets, parts, strict=True):
             group = bucket.group
-            n = at_least(max(group["eps"], TINY), square, work)
+            n = bounded_norm(max(group["eps"], MIN_EPS), square, work)
             wd, mode = group["weight_decay"], group["weight_decay_mode"]
             rule = Rule(
                 momentum=group["momentum"],
                 gain=1.0 / (n * work.scale),  # with a loss scale s the gradients are s * g
                 rate=lr_of(group),
                 decay={"coupled": wd / n, "after_norm": wd, "decoupled": 0.0}[mode] if wd else 0.0,
-                pull=wd if mode == "decoupled" else 0.0,
+                decoupled_decay=wd if mode == "decoupled" else 0.0,
                 nesterov=group["nesterov"],
                 maximize=group["maximize"],
             )
             heavy_ball(bucket, rule, skip)
 
     def _squares(self, bucket: Bucket, work: Work) -> Tensor:
-        """Of each tensor, or of all together where the scope needs no more."""
+        """Return the squared norm of each tensor, or of all together if the scope needs only their sum."""
         group = bucket.group
         squares = norms.squares if self.scope == "tensor" or work.shards.active else norms.square
         wd = group["weight_decay"]
@@ -157,18 +158,18 @@ class SNGM(LargeBatchOptimizer):
             return squares(bucket.grads, bucket.params, (-wd if group["maximize"] else wd) * work.scale)
         return squares(bucket.grads)
 
-    def _spans(self, work: Work, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
-        """For each bucket the square of the norm, or norms, it divides by; and the square of the whole."""
+    def _divisor_squares(self, work: Work, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+        """Return for each bucket the square of the norm or norms it divides by, and the square of the global norm."""
         if self.scope == "tensor":
-            whole, total = work.whole([part[None] for part in parts], kinds=1)
+            whole, total = work.tensor_squares([part[None] for part in parts], kinds=1)
             return [part[0] for part in whole], total
         by_group = self.scope == "group"
         sums = work.sums(parts, by_group=by_group)
         return [sums[b.position if by_group else 0].to(b.device) for b in work.buckets], sums.sum()
 
 
-def at_least(least: float, square: Tensor, work: Work) -> float | Tensor:
-    """The unscaled norm, or norms, divided by: a number where the host may know it, which saves many small steps."""
+def bounded_norm(least: float, square: Tensor, work: Work) -> float | Tensor:
+    """Return the unscaled norm or norms, at least `least`: a number if the host can read it, which is faster."""
     if work.on_host and square.ndim == 0:
         return max(math.sqrt(square.item()) / work.scale, least)
     return (square.sqrt() / work.scale).clamp_min(least)

@@ -1,4 +1,4 @@
-"""State of an optimizer: made as zeros, saved, loaded and copied."""
+"""Optimizer state: initialisation, checkpoints and copies."""
 
 from __future__ import annotations
 
@@ -12,51 +12,51 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .buckets import state_dtype
-from .sharded_norms import Shards, like
+from .sharded_norms import Shards, redistribute_like
 
-HOW = ("foreach", "fused", "capturable")  # how a step is computed, never what it computes
+EXECUTION_FLAGS = ("foreach", "fused", "capturable")  # how a step is computed, not its result
 
-SETTINGS: set[str] = set()  # of any method here
+SETTINGS: set[str] = set()  # setting names of all methods
 
 
-class KeepsState(Optimizer):
-    """Buffers beside the parameters, of their shape, and checkpoints of them."""
+class StatefulOptimizer(Optimizer):
+    """An optimizer with state buffers of the parameters' shapes, and checkpoints of them."""
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    COUNTS: ClassVar[tuple[str, ...]] = ()  # tensors of one element, kept beside the buffers
-    # keys a torch optimizer's checkpoint must hold to load there, with the only value our rules know
-    FOREIGN: ClassVar[dict[str, Any]] = {"dampening": 0.0}
+    COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element state tensors
+    # group keys that torch's optimizer needs to load our checkpoints, with the only value supported here
+    TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
     norm_group: Any
     _grad_norm: Tensor
     _skipped: Tensor
-    _shards = Shards(())  # of the parameters as they were at the last step
-    _plan: Any = None  # of a step by our own kernels
+    _shards = Shards(())  # of the parameters at the last step
+    _plan: Any = None  # plan of a step for the Triton kernels
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         SETTINGS.update(inspect.signature(cls).parameters.keys() - {"params", "norm_group"})
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Refuse bad hyper-parameters."""
+        """Raise an error for invalid hyper-parameters."""
         raise NotImplementedError
 
     def _find_shards(self, params: list[Tensor]) -> None:
-        # a compiled step cannot assign attributes, and goes by what was found when groups were added
-        if not torch.compiler.is_compiling() and not self._shards.serves(params, self.norm_group):
+        # a compiled step cannot assign attributes; it uses the shards found when groups were added
+        if not torch.compiler.is_compiling() and not self._shards.matches(params, self.norm_group):
             self._shards = Shards(params, self.norm_group)
 
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return bool(group.get("momentum", 1.0))
 
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Zero state for `p`, as it would be after a step that changed nothing.
+        """Create zero state for `p`, or convert existing state, and return it.
 
-        It exists before the first step, so that a checkpoint of a fresh optimizer is complete and
-        torch.distributed.checkpoint has no reason to take a step to make it so.
+        State exists before the first step, so that a checkpoint of a new optimizer is complete and
+        torch.distributed.checkpoint does not take a step to create it.
         """
         state: dict[str, Any] = self.state[p]
-        if p.requires_grad or p.grad is not None:  # frozen parameters get theirs when they thaw
+        if p.requires_grad or p.grad is not None:  # frozen parameters get state when they are unfrozen
             for key in self.BUFFERS if self._needs_buffers(group) else ():
                 buffer = state.get(key)
                 if buffer is None or buffer.is_meta:
@@ -67,14 +67,14 @@ class KeepsState(Optimizer):
                         "a parameter whose shape was changed needs new state: delete optimizer.state[parameter]"
                     )
                 elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
-                    state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast since
+                    state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of the torch optimizer it extends.
 
-        Hyper-parameters come from the checkpoint; those it lacks, and `foreach`, `fused` and `capturable`,
-        stay as they are here. State of low-precision parameters stays float32.
+        Hyper-parameters are taken from the checkpoint; those it lacks, and `foreach`, `fused` and `capturable`, keep
+        their current values. The state of low-precision parameters stays float32.
         """
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
             found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
@@ -103,8 +103,8 @@ class KeepsState(Optimizer):
                 "Is it another optimizer's checkpoint?",
                 stacklevel=2,
             )
-        # torch would cast state to the parameter's dtype (pytorch#43706), so tensors pass through it wrapped;
-        # the hook is registered last to see what the user's own hooks made of the checkpoint.
+        # torch would cast state to the parameter's dtype (pytorch#43706), so tensors are wrapped meanwhile;
+        # the hook is registered last, to run after the user's own hooks
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
         try:
             super().load_state_dict(state_dict)
@@ -120,8 +120,8 @@ class KeepsState(Optimizer):
         self._plan = None
         groups = []
         for here, loaded in zip(self.param_groups, state["param_groups"], strict=True):
-            group = {**here, **loaded, **{key: here[key] for key in HOW}}
-            for key, known in self.FOREIGN.items():
+            group = {**here, **loaded, **{key: here[key] for key in EXECUTION_FLAGS}}
+            for key, known in self.TORCH_KEYS.items():
                 if group[key] != known:
                     warnings.warn(
                         f"{type(self).__name__} has no {key}; the checkpoint's {group[key]!r} is ignored", stacklevel=6
@@ -150,10 +150,10 @@ class KeepsState(Optimizer):
             return tensor.clone()
         if tensor.shape != p.shape:
             raise ValueError(f"{key} of shape {tuple(tensor.shape)} does not fit a parameter of {tuple(p.shape)}")
-        return like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
+        return redistribute_like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """As in torch. A process group that a wrapper has put into the parameter groups cannot be saved."""
+        """Return the state as torch does, without process groups that wrappers put into the parameter groups."""
         saved = super().state_dict()
         for group in saved["param_groups"]:
             group.pop("norm_group", None)
@@ -166,13 +166,13 @@ class KeepsState(Optimizer):
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__setstate__(copy.deepcopy(self.__getstate__(), memo))
-        twin.norm_group = self.norm_group  # a process group cannot be copied, and is meant to be shared
+        twin.norm_group = self.norm_group  # process groups cannot be copied
         twin._find_shards([p for group in twin.param_groups for p in group["params"]])
         return twin
 
 
 class _Wrapped:
-    """A tensor that torch's load_state_dict hands on untouched."""
+    """A wrapper for a tensor that torch's load_state_dict must not cast."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -1,6 +1,6 @@
-"""The private names of torch that sngm uses, each with a substitute for a torch that lacks it.
+"""Private names of torch that sngm uses, each with a fallback for torch versions without it.
 
-`torch._foreach_*` are not among them: torch documents those.
+`torch._foreach_*` are not included: torch documents them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-# CPU kernels of torch.optim.SGD and Adam; None: the foreach path serves
+# fused CPU kernels of torch.optim.SGD and Adam; None: use foreach
 fused_sgd_: Any = getattr(torch, "_fused_sgd_", None)
 fused_adam_: Any = getattr(torch, "_fused_adam_", None)
 
@@ -19,10 +19,10 @@ def _always(*_: Any) -> bool:
     return True
 
 
-# Whether a profiler records; unknown counts as yes: every step is then marked for it, and launches its kernels singly.
+# Whether a profiler is active. If unknown, assume so: every step then has a profiler range and launches single kernels.
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
 
-# The hooks of all optimizers; unknown counts as some, so that every step runs them.
+# Global optimizer hooks. If unknown, assume that there are some, so that every step runs them.
 GLOBAL_HOOKS: tuple[Any, ...] = tuple(
     getattr(torch_optimizer, name, [None]) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 )
