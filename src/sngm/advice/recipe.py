@@ -221,7 +221,7 @@ def _pilot(
                 break
     finally:
         walk.close()
-        setup.feed.close()
+        setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
     return torch.stack(taken.rows).norm(dim=1).tolist(), epochs

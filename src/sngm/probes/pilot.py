@@ -18,7 +18,7 @@ from ..tasks import Moment
 from ..training import RunConfig, RunFolder, checkpoint, load_model_and_config, rng
 from ..training.batch_plan import BatchPlan
 from ..training.build import Setup, prepare
-from ..training.data_loading import place
+from ..training.data_loading import to_device_if_fits
 from ..training.distributed import Processes, choose_device, set_numerics
 from ..training.evaluate import evaluate, in_streams, order_of, samples_of
 from ..training.optimizer import set_rates
@@ -100,7 +100,7 @@ def along(
         status = "diverged"
     finally:
         walk.close()
-        setup.feed.close()
+        setup.data_source.close()
     curves, slopes = ([p[key] for p in found] for key in ("hessian_norm", "gradient_norm"))
     each = taken.read(sample.names)
     known = [row["rho"] for row in each["each"] if row["rho"] == row["rho"]]
@@ -266,10 +266,10 @@ def training(config: RunConfig, setup: Setup, device: torch.device, taken: Norms
     """The steps of a run, one each time it is asked."""
     task, counter = setup.task, itertools.count()
     scores: list[float] = []
-    held_out = {name: place(samples, device) for name, samples in setup.held_out.items()}
+    held_out = {name: to_device_if_fits(samples, device) for name, samples in setup.held_out.items()}
     for epoch in range(config.epochs):
-        order = setup.feed.begin(order_of(setup.training, config.seed, rng.ORDER, epoch), epoch, 0)
-        setup.carried.begin_epoch()
+        order = setup.data_source.begin(order_of(setup.training, config.seed, rng.ORDER, epoch), epoch, 0)
+        setup.recurrent_state.reset()
         for i in range(setup.per_epoch):
             step = next(counter)
             moment = Moment(step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)

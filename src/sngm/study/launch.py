@@ -310,7 +310,7 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     folder.check_data(record, data)
     if record.get("status") not in FINISHED:
         return None
-    folder.mend_metrics(record, config)
+    folder.repair_metrics(record, config)
     return record
 
 
