@@ -13,7 +13,7 @@ from ..errors import UsageError
 from .facts import GIVEN, MEASURED, RULE, THEORY, Fact
 
 NEAR_LOWEST = 1.1  # a batch is allowed if its bound is at most this times the lowest of all methods
-CLEARLY = 1e-9  # relative difference of bounds that is more than rounding
+ROUNDING = 1e-9  # relative difference of bounds that may be rounding
 NUMBERS = ("batch", "lr", "steps", "bound", "best_batch", "best_bound")
 Record = dict[str, Any]
 
@@ -125,7 +125,7 @@ class Curve(NamedTuple):
     def below(self, other: Curve) -> bool:
         """Return whether this bound is lower than another at every batch."""
         pairs = zip(self.bounds, other.bounds, strict=True)
-        return all(mine < (1 - CLEARLY) * its for mine, its in pairs)
+        return all(mine < (1 - ROUNDING) * its for mine, its in pairs)
 
 
 def bearable(gradients: float, constants: Constants) -> list[Curve]:

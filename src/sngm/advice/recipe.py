@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import tasks
 from ..errors import UsageError
 from ..options import Execution
-from ..probes.pilot import Norms, alone, training
+from ..probes.pilot import Norms, probe_device, training
 from ..training import RunConfig, resolve
 from ..training.build import Setup, prepare
 from ..training.distributed import Processes
@@ -25,7 +25,7 @@ from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
 
-STILL = 1.05  # steps still grow if they are longer than in the epoch before by this factor
+GROWING = 1.05  # steps still grow if they are longer than in the epoch before by this factor
 DIGITS = 3  # significant digits of advised numbers
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
 WITHOUT_NORMALISATION = (
@@ -141,7 +141,7 @@ def carry_recipe(
     own = {"momentum": recipe.momentum}
     if recipe.weight_decay is not None:
         own["weight_decay"] = recipe.weight_decay
-    where = alone(device)
+    where = probe_device(device)
     common: Record = {
         "lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own,
         "task_settings": task_settings,
@@ -204,8 +204,8 @@ def _pilot(
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
     say(f"pilot: SGD at batch {config.batch} and lr {config.lr:g}, as a rule 2 epochs of {each}")
-    taken, epochs = Norms(setup.model, 1.0), list[Epoch]()
-    walk = training(config, setup, device, taken)
+    recorded, epochs = Norms(setup.model, 1.0), list[Epoch]()
+    walk = training(config, setup, device, recorded)
     try:
         for step in range(1, steps + 1):
             next(walk)
@@ -213,19 +213,19 @@ def _pilot(
             if step % setup.per_epoch and (step < steps or epochs):  # only the first epoch may be incomplete
                 continue
             first = len(epochs) * setup.per_epoch
-            norms, rates = torch.stack(taken.rows[first:]).norm(dim=1).tolist(), taken.rates[first:]
+            norms, rates = torch.stack(recorded.rows[first:]).norm(dim=1).tolist(), recorded.rates[first:]
             if not all(map(math.isfinite, norms)):
                 raise UsageError("the pilot met gradients that are not finite; is the recipe's lr right?")
             length = _rms([lr * norm for lr, norm in zip(rates, norms, strict=True)])
             epochs.append(Epoch(length, length / _rms(rates)))
-            if len(epochs) > 1 and epochs[-1].step < STILL * epochs[-2].step:
+            if len(epochs) > 1 and epochs[-1].step < GROWING * epochs[-2].step:
                 break
     finally:
         walk.close()
         setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
-    return torch.stack(taken.rows).norm(dim=1).tolist(), epochs
+    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
@@ -267,7 +267,7 @@ def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epo
         )
     elif len(epochs) == 1:
         found.append(f"{cut.capitalize()} after one epoch: whether its steps are the longest is not known.")
-    elif epochs[-1].step >= STILL * epochs[-2].step:
+    elif epochs[-1].step >= GROWING * epochs[-2].step:
         found.append(f"Steps were still growing when {cut}, after {len(epochs)} epochs: the rate may be too small.")
     return found
 

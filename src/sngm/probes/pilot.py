@@ -76,16 +76,16 @@ def along(
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
     frontier([0.0], [0.0], lambdas)  # validate lambdas before training
-    where = alone(device)
+    where = probe_device(device)
     setup = prepare(config, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, iterations, say)
     steps = setup.steps if steps is None else min(steps, setup.steps)
     due = sorted({round(i * steps / (points - 1)) for i in range(points)})
-    taken = Norms(setup.model, setup.task.scale(config.batch))
-    say(cost_in_words(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
+    recorded = Norms(setup.model, setup.task.scale(config.batch))
+    say(cost_text(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
     found: list[Point] = []
     began, status = time.monotonic(), "finished"
-    walk = training(config, setup, where, taken)
+    walk = training(config, setup, where, recorded)
     try:
         for step in range(steps + 1):
             if step in due:
@@ -102,7 +102,7 @@ def along(
         walk.close()
         setup.data_source.close()
     curves, slopes = ([p[key] for p in found] for key in ("hessian_norm", "gradient_norm"))
-    each = taken.read(sample.names)
+    each = recorded.read(sample.names)
     known = [row["rho"] for row in each["each"] if row["rho"] == row["rho"]]
     return {
         "format": 1,
@@ -147,7 +147,7 @@ def of_runs(
     trained on different parts of the data raise UsageError. With BatchNorm, the loss is the same function of the
     weights only for groups of equal size, so the default `bn_group` is the smallest among the runs.
     """
-    where = alone(device)
+    where = probe_device(device)
     loaded = [(Path(folder), *load_model_and_config(Path(folder), where, data_dir, partial=True)) for folder in folders]
     if not loaded:
         raise UsageError("there are no runs to measure")
@@ -167,7 +167,7 @@ def of_runs(
         training = in_streams(samples_of(task, config)[0], streams)
         sample = Sample(task, model, training, group, samples, iterations, say)
         if not runs:
-            say(cost_in_words(sample, len(loaded)))
+            say(cost_text(sample, len(loaded)))
         record, state = RunFolder(folder).read(), checkpoint.load(folder)
         assert state is not None
         try:
@@ -189,7 +189,7 @@ def of_runs(
     return {"format": 1, "kind": "runs", "runs": runs, **provenance(where)}
 
 
-def cost_in_words(sample: Sample, points: int) -> str:
+def cost_text(sample: Sample, points: int) -> str:
     """Return the expected cost, as text."""
     groups = f"{len(sample.sizes)} groups of {sample.group}"
     return (
@@ -221,7 +221,7 @@ def _spent(sample: Sample, found: list[Point]) -> int:
     return sum(sample.samples * (1 + PRODUCT * point["products"]) for point in found)
 
 
-def alone(device: str | None) -> torch.device:
+def probe_device(device: str | None) -> torch.device:
     """Return the device of a probe and set its numerics; raise UsageError under torchrun."""
     if ranks() != 1:
         raise UsageError("a probe is made by one process; start it without torchrun")
@@ -262,7 +262,7 @@ class Norms:
         return {"names": [names[i] for i in self.used], "each": each}
 
 
-def training(config: RunConfig, setup: Setup, device: torch.device, taken: Norms) -> Generator[None, None, None]:
+def training(config: RunConfig, setup: Setup, device: torch.device, recorded: Norms) -> Generator[None, None, None]:
     """Train a run as a generator, one step per iteration."""
     task, counter = setup.task, itertools.count()
     scores: list[float] = []
@@ -276,7 +276,7 @@ def training(config: RunConfig, setup: Setup, device: torch.device, taken: Norms
             factor = setup.schedule(moment)
             set_rates(setup.optimizer, factor)
             batch = order[i * config.batch : (i + 1) * config.batch]
-            taken.take(setup.stepper(batch, epoch=epoch, step=step), config.lr * factor)
+            recorded.take(setup.stepper(batch, epoch=epoch, step=step), config.lr * factor)
             if i + 1 == setup.per_epoch and setup.schedule.needs_history:
                 found = evaluate(task, setup.model, held_out, config)
                 scores = [*scores, found[f"validation_{task.metric}"]]

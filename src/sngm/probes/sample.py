@@ -94,8 +94,8 @@ class Sample:
             self.announced = True
             self.say(f"at most about {duration((time.monotonic() - start) * self.evaluations)} a point")
         # Merged groups would draw other dropout masks: the Hessian would be of another function than the gradient.
-        alone = self.normalises or self.draws
-        merged = groups if alone else _merged(groups, max(1, PASS // self.group))
+        separate = self.normalises or self.draws
+        merged = groups if separate else _merged(groups, max(1, PASS // self.group))
         shares = [len(batch[0]) / self.samples for batch, _ in merged]
 
         def parts() -> Iterator[Tensor]:

@@ -100,12 +100,12 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
 
 def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
     """Raise UsageError if any cell cannot be run; return the data description of each part of the runs."""
-    alone = Processes(0, 1, choose_device(options.device))
+    single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
         for part in ("select", "full") if len(cell.grid) > 1 else ("full",):
             config = cell.config(cell.grid[0], part, 0)
-            data[part] = prepare(config, alone, options, splits).data
+            data[part] = prepare(config, single, options, splits).data
     return data
 
 
@@ -266,12 +266,12 @@ class _Launcher:
             self.show(self.progress)
             return
         before = len(cell.scores)
-        following = cell.take(config, record, self.task.metric, self.task.higher_is_better)
-        extended = bool(following) and following[0].part == "select"
+        next_runs = cell.take(config, record, self.task.metric, self.task.higher_is_better)
+        extended = bool(next_runs) and next_runs[0].part == "select"
         self.progress.planned += extended  # the grid was extended
         if before != len(cell.scores) and cell.chosen and cell.lr is None:
             self.progress.planned -= self.study.seeds  # all learning rates diverged, so the seeds are not run
-        self._submit(pool, cell, following)
+        self._submit(pool, cell, next_runs)
         self._write()
         self.show(self.progress)
 

@@ -48,7 +48,7 @@ class PerGroupStatistics:
         self.before, self.kept = self._copies(), []
 
     @contextlib.contextmanager
-    def following(self, worker: int | None) -> Iterator[None]:
+    def tracking(self, worker: int | None) -> Iterator[None]:
         """Update statistics by the passes in the body if this worker's are kept; None for no update."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
@@ -60,7 +60,7 @@ class PerGroupStatistics:
         if worker is not None:
             self.kept.append(self._copies())
 
-    def at(self, piece: slice) -> None:
+    def set_pass(self, piece: slice) -> None:
         """Set the part of the batch of the next pass: nothing to do here."""
 
     def end(self) -> None:
@@ -109,7 +109,7 @@ class GhostStatistics:
         momenta = {(float(norm.momentum or 0.0), devices[norm]) for norm in self.tracked}
         shares = {key: self._shares(key[0], rank, passes, dtype, key[1]) for key in momenta}
         self.shares = {norm: shares[float(norm.momentum or 0.0), devices[norm]] for norm in self.tracked}
-        self.follows = False
+        self.tracks = False
 
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
@@ -136,19 +136,19 @@ class GhostStatistics:
         """Start a step: nothing to do here."""
 
     @contextlib.contextmanager
-    def following(self, worker: int | None) -> Iterator[None]:
+    def tracking(self, worker: int | None) -> Iterator[None]:
         """Update statistics by the passes in the body; None for no update."""
-        self.follows = worker is not None
+        self.tracks = worker is not None
         try:
             yield
         finally:
             track(self.tracked, True)
 
-    def at(self, piece: slice) -> None:
+    def set_pass(self, piece: slice) -> None:
         """Set the part of the batch of the next pass."""
         for norm in self.tracked:
             share = self.shares[norm][piece.start]
-            norm.track_running_stats = self.follows and share.weights is not None
+            norm.track_running_stats = self.tracks and share.weights is not None
             norm.weights, norm.keep, norm.batches = share.weights, share.keep, share.batches
 
     def end(self) -> None:

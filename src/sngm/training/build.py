@@ -17,13 +17,13 @@ from . import rng
 from .batch_plan import BatchPlan
 from .batchnorm_stats import GhostStatistics, PerGroupStatistics, may_merge
 from .config import RunConfig
-from .cuda_graph_step import Captured, choose, without_capture
+from .cuda_graph_step import CapturedStepper, choose, without_capture
 from .data_loading import Resident, Streamed, fits, loaders_of
 from .distributed import Processes
 from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
-from .optimizer import build_optimizer, captures
+from .optimizer import build_optimizer, can_capture
 from .recurrent_state import RecurrentState
-from .step import Stepper, turns_of
+from .step import Stepper, worker_passes_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Setup:
     optimizer: torch.optim.Optimizer
     data_source: Resident | Streamed
     recurrent_state: RecurrentState
-    stepper: Stepper | Captured
+    stepper: Stepper | CapturedStepper
 
 
 def prepare(
@@ -72,19 +72,19 @@ def prepare(
             "BatchNorm over a single sample: take a larger --batch, fewer --workers, or a larger --bn-group"
         )
     streams = task.loaders > 0 or bool(loaders)
-    elsewhere = why_not_on_gpu(training, streams, processes.device)
+    not_on_gpu = why_not_on_gpu(training, streams, processes.device)
     # EXTRAP-SGD computes each worker's gradient twice
     passes = plan.batch // plan.bn_group * (2 if config.method == "extrap-sgd" else 1)
-    mode = choose(step, task, model, processes.device, processes.ranks, elsewhere, passes)
+    mode = choose(step, task, model, processes.device, processes.ranks, not_on_gpu, passes)
     optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
-    if "captured" in mode and not captures(optimizer):
+    if "captured" in mode and not can_capture(optimizer):
         if step != "auto":
             raise UsageError(f"--step {step}: {config.method} cannot be captured")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
-    most = most_of_a_pass(task, model, processes.device, execution.pass_size)
-    turns = turns_of(plan, processes.rank, optimizer, most)
-    pieces = [piece for turn in turns for piece in turn.passes]
+    most = largest_pass_size(task, model, processes.device, execution.pass_size)
+    own = worker_passes_of(plan, processes.rank, optimizer, most)
+    pieces = [piece for each in own for piece in each.passes]
     statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
     if most is not None:
         statistics = GhostStatistics(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
@@ -94,9 +94,9 @@ def prepare(
         source = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
     state = RecurrentState(task, model, plan, processes.rank)
     plain = Stepper(
-        config, task, source, model, optimizer, plan, processes.device, turns, statistics, state, mode, step != "auto"
+        config, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
     )
-    stepper = Captured(plain, config.batch, processes.device) if "captured" in mode else plain
+    stepper = CapturedStepper(plain, config.batch, processes.device) if "captured" in mode else plain
     steps = per_epoch * config.epochs
     return Setup(
         task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper
@@ -126,7 +126,7 @@ def why_not_on_gpu(samples: Samples, streams: bool, device: torch.device) -> str
     return "" if fits(samples, device) else "samples take more than half of the GPU's free memory"
 
 
-def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
+def largest_pass_size(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
     """Return the most samples of a pass of several BatchNorm groups; None for one group per pass."""
     if may_merge(task, model):
         usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)

@@ -15,7 +15,7 @@ from .config import RunConfig
 from .data_loading import to_device
 
 BACKEND = "inductor"
-KINDS_OF_PASS = 64  # recompilations allowed per process: for shapes, models and BatchNorm tracking
+RECOMPILE_LIMIT = 64  # recompilations allowed per process: for shapes, models and BatchNorm tracking
 
 
 class NotCompiled(Exception):
@@ -26,13 +26,13 @@ def compiled(
     task: Task,
     model: nn.Module,
     samples: Samples,
-    taken: Tensor | Batch,
+    inputs: Tensor | Batch,
     carried: Batch,
     config: RunConfig,
     epoch: int | Tensor,
     device: torch.device,
 ) -> tuple[Tensor, Batch]:
-    """Return the loss of a pass and the new recurrent state; `taken` holds indices of samples, or a batch.
+    """Return the loss of a pass and the new recurrent state; `inputs` are indices of samples, or a batch.
 
     Seed and epoch are passed as tensors, so that runs with models of the same shape share compiled code.
 
@@ -41,11 +41,11 @@ def compiled(
     """
     dtype = config.dtype
     try:
-        if not isinstance(taken, Tensor):
-            return _compile(_loss_of_batch)(task, model, to_device(taken, device, dtype), carried)
-        seed = _number("seed", config.seed, taken.device)
-        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, taken.device)
-        return _compile(_loss_of_samples)(task, model, samples, taken, carried, seed, epoch, device, dtype)
+        if not isinstance(inputs, Tensor):
+            return _compile(_loss_of_batch)(task, model, to_device(inputs, device, dtype), carried)
+        seed = _number("seed", config.seed, inputs.device)
+        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, inputs.device)
+        return _compile(_loss_of_samples)(task, model, samples, inputs, carried, seed, epoch, device, dtype)
     except Exception as error:
         if "TorchDynamoException" not in (cls.__name__ for cls in type(error).__mro__):  # private class
             raise
@@ -96,7 +96,7 @@ def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tup
     if hasattr(dynamo, "allow_rnn"):
         dynamo.allow_rnn = True
     if hasattr(dynamo, "recompile_limit"):
-        dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
+        dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     # draw the same random numbers as an eager step
     options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
     return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **options)

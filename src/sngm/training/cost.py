@@ -45,8 +45,8 @@ class Measured:
 
     def epoch_seconds(self, setup: Setup) -> float:
         """Return the estimated seconds of an epoch, without evaluation."""
-        looks = 2 if isinstance(setup.optimizer, ExtrapSGD) else 1
-        samples = setup.plan.batch // setup.plan.ranks * looks
+        gradients = 2 if isinstance(setup.optimizer, ExtrapSGD) else 1
+        samples = setup.plan.batch // setup.plan.ranks * gradients
         return setup.per_epoch * (samples * self.sample_seconds + self.step_seconds)
 
 
@@ -105,8 +105,8 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
 
 def _largest_pass(setup: Setup) -> int:
     stepper: Any = setup.stepper
-    turns = getattr(stepper, "stepper", stepper).turns  # Captured wraps a Stepper
-    return max(int(piece.stop - piece.start) for turn in turns for piece in turn.passes)
+    own = getattr(stepper, "stepper", stepper).worker_passes  # CapturedStepper wraps a Stepper
+    return max(int(piece.stop - piece.start) for each in own for piece in each.passes)
 
 
 def _activations(take: Callable[[], float], model: nn.Module, device: torch.device) -> int:

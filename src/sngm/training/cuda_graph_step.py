@@ -19,14 +19,14 @@ WARM_UP = 3  # eager steps before capture, which create optimizer state, pointer
 
 
 def choose(
-    asked: str, task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str, passes: int
+    asked: str, task: Task, model: nn.Module, device: torch.device, ranks: int, not_on_gpu: str, passes: int
 ) -> str:
     """Return the step mode of a run: "eager", "compiled", "captured" or "compiled+captured".
 
     Args:
         asked: one of `sngm.options.STEPS`.
         task, model, device, ranks: of the run.
-        elsewhere: why the samples are not in GPU memory, as text; empty if they are.
+        not_on_gpu: why the samples are not in GPU memory, as text; empty if they are.
         passes: the number of passes of a step if BatchNorm groups are not merged.
 
     Raises:
@@ -39,20 +39,20 @@ def choose(
         mode = "eager" if task.pass_size is None else "captured"
     if "captured" not in mode:
         return mode
-    obstacle = why_not(task, model, device, ranks, elsewhere, passes)
+    obstacle = why_not(task, model, device, ranks, not_on_gpu, passes)
     if obstacle and asked != "auto":
         raise UsageError(f"`step`={asked!r}: {obstacle}")
     return without_capture(mode) if obstacle else mode
 
 
-def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str, passes: int) -> str:
+def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, not_on_gpu: str, passes: int) -> str:
     """Return why the steps of a run cannot be captured, as text; empty if they can."""
     if device.type != "cuda":
         return f"CUDA graphs are for GPUs, and this run is on {device.type}"
     if ranks > 1:
         return f"a graph cannot hold the exchange between {ranks} processes"
-    if elsewhere:
-        return f"{elsewhere}, where a graph cannot get them"
+    if not_on_gpu:
+        return f"{not_on_gpu}, where a graph cannot get them"
     if passes > 1 and draws(task, model):
         source = "the task's loss may draw random numbers (it sets no pass_size)"
         source = source if task.pass_size is None else "the model has dropout, which draws random numbers"
@@ -69,7 +69,7 @@ def without_capture(mode: str) -> str:
     return mode.removesuffix("captured").removesuffix("+") or "eager"
 
 
-class Captured:
+class CapturedStepper:
     """The training step of a run as a CUDA graph of a :class:`Stepper`.
 
     The first `WARM_UP` steps run eagerly on a side stream. Then a step is captured, and it and all later ones are
@@ -85,7 +85,7 @@ class Captured:
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.loss: Tensor | None = None
-        self.taken = 0
+        self.warm_up_steps = 0
         self.capture_failed = False
 
     @property
@@ -99,13 +99,13 @@ class Captured:
         if epoch != self.epoch_on_device:
             self.epoch.fill_(epoch)
             self.epoch_on_device = epoch
-        if self.graph is None and not self.capture_failed and self.taken == WARM_UP:
+        if self.graph is None and not self.capture_failed and self.warm_up_steps == WARM_UP:
             self._capture(step)
         if self.graph is not None and self.loss is not None:
-            self.stepper.seed(step, self.stepper.turns[0].worker)
+            self.stepper.seed(step, self.stepper.worker_passes[0].worker)
             self.graph.replay()
             return self.loss
-        self.taken += 1
+        self.warm_up_steps += 1
         with self._on_side_stream():
             return self.stepper(self.indices, epoch=self.epoch, step=step)
 

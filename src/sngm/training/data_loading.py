@@ -25,9 +25,9 @@ from ..errors import DataMissing, Failed, UsageError
 from ..tasks import Batch, Samples, Task
 from .distributed import cores
 
-AHEAD = 4  # batches that each worker process prepares ahead
-ROOM = 0.5  # the fraction of free GPU memory that samples may use
-WIDE = (torch.float32, torch.float64)
+PREFETCH = 4  # batches that each worker process prepares ahead
+MEMORY_FRACTION = 0.5  # the fraction of free GPU memory that samples may use
+CAST_DTYPES = (torch.float32, torch.float64)
 OWN_ERRORS = {kind.__name__: kind for kind in (DataMissing, Failed, UsageError)}
 
 
@@ -41,8 +41,8 @@ def to_device_if_fits(samples: Samples, device: torch.device) -> Samples:
 
 
 def fits(samples: Samples, device: torch.device) -> bool:
-    """Return whether the samples take at most `ROOM` of the free memory of a GPU; always True on a CPU."""
-    return device.type != "cuda" or size_of(samples) <= ROOM * torch.cuda.mem_get_info(device)[0]
+    """Return whether the samples take at most `MEMORY_FRACTION` of the free memory of a GPU; always True on a CPU."""
+    return device.type != "cuda" or size_of(samples) <= MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0]
 
 
 def size_of(samples: Any) -> int:
@@ -53,7 +53,7 @@ def size_of(samples: Any) -> int:
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
     """Return a batch on a device, with float32 and float64 tensors cast to `dtype`."""
-    return tuple(t.to(device, dtype if t.dtype in WIDE else t.dtype, non_blocking=True) for t in batch)
+    return tuple(t.to(device, dtype if t.dtype in CAST_DTYPES else t.dtype, non_blocking=True) for t in batch)
 
 
 class Resident:
@@ -156,7 +156,7 @@ class Loader:
             multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,  # no pickling of tasks
             generator=torch.Generator(),  # the default generator is the model's
             persistent_workers=loaders > 0,
-            prefetch_factor=AHEAD if loaders else None,
+            prefetch_factor=PREFETCH if loaders else None,
         )
         self.iterator: Any = None
 

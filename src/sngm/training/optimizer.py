@@ -66,7 +66,7 @@ def _scale_vectors(optimizer: LARS | CLARS) -> None:
             optimizer.add_param_group({**group, "params": vectors, "lr": rate})
 
 
-def captures(optimizer: torch.optim.Optimizer) -> bool:
+def can_capture(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a CUDA graph can capture this optimizer's step, given learning rates in tensors."""
     return isinstance(optimizer, (LargeBatchOptimizer, *FUSED))
 

@@ -24,14 +24,16 @@ from .recurrent_state import RecurrentState
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class WorkerPasses:
     """Consecutive passes of one worker, or of all workers of a process; `worker` is the first of them."""
 
     worker: int
     passes: list[slice]
 
 
-def turns_of(plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None) -> list[Turn]:
+def worker_passes_of(
+    plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None
+) -> list[WorkerPasses]:
     """Return the passes of a process in one step.
 
     Args:
@@ -42,10 +44,10 @@ def turns_of(plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most:
     """
     mine = plan.workers_of(rank)
     if most is None or isinstance(optimizer, CLARS):
-        return [Turn(worker, plan.pieces(worker)) for worker in mine]
+        return [WorkerPasses(worker, plan.pieces(worker)) for worker in mine]
     if isinstance(optimizer, ExtrapSGD):
-        return [Turn(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
-    return [Turn(mine.start, plan.merged(mine, most))]
+        return [WorkerPasses(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
+    return [WorkerPasses(mine.start, plan.merged(mine, most))]
 
 
 class Stepper:
@@ -60,7 +62,7 @@ class Stepper:
         optimizer: torch.optim.Optimizer,
         plan: BatchPlan,
         device: torch.device,
-        turns: list[Turn],
+        worker_passes: list[WorkerPasses],
         statistics: PerGroupStatistics | GhostStatistics,
         recurrent_state: RecurrentState,
         mode: str = "eager",
@@ -72,7 +74,7 @@ class Stepper:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it --workers or --micro")
         self.config, self.task, self.data_source, self.model = config, task, data_source, model
         self.optimizer, self.plan, self.device = optimizer, plan, device
-        self.turns, self.statistics, self.recurrent_state = turns, statistics, recurrent_state
+        self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
         self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.draws = draws(task, model)
@@ -86,11 +88,11 @@ class Stepper:
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         micro_batches = _MicroBatchGradients(self.params) if isinstance(self.optimizer, CLARS) else None
         self.statistics.begin()
-        for turn in self.turns:
-            with self.statistics.following(turn.worker):
-                for i, piece in enumerate(turn.passes):
+        for own in self.worker_passes:
+            with self.statistics.tracking(own.worker):
+                for i, piece in enumerate(own.passes):
                     weight = (piece.stop - piece.start) / self.plan.batch
-                    part = self._loss(self.data_source.take(indices[piece]), piece, epoch, (step, turn.worker, i))
+                    part = self._loss(self.data_source.take(indices[piece]), piece, epoch, (step, own.worker, i))
                     if micro_batches is None:
                         (part * (weight * self.scale)).backward()
                     else:
@@ -118,24 +120,24 @@ class Stepper:
         self.statistics.begin()
         seen: dict[int, list[Tensor | Batch]] = {}
 
-        def closure(turn: Turn) -> Tensor:
-            second = turn.worker in seen
+        def closure(own: WorkerPasses) -> Tensor:
+            second = own.worker in seen
             if not second:
-                seen[turn.worker] = [self.data_source.take(indices[piece]) for piece in turn.passes]
+                seen[own.worker] = [self.data_source.take(indices[piece]) for piece in own.passes]
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            with self.statistics.following(turn.worker if second else None):
-                for i, (piece, taken) in enumerate(zip(turn.passes, seen[turn.worker], strict=True)):
+            with self.statistics.tracking(own.worker if second else None):
+                for i, (piece, inputs) in enumerate(zip(own.passes, seen[own.worker], strict=True)):
                     weight = (piece.stop - piece.start) / self.plan.share
-                    part = self._loss(taken, piece, epoch, (step, turn.worker, i), update_state=second)
+                    part = self._loss(inputs, piece, epoch, (step, own.worker, i), update_state=second)
                     (part * (weight * self.scale)).backward()
                     loss += part.detach() * weight
             if second:
-                seen[turn.worker] = []
+                seen[own.worker] = []
             return loss
 
         group = dist.group.WORLD if self.plan.ranks > 1 else None
         assert isinstance(self.optimizer, ExtrapSGD)
-        loss: Tensor = self.optimizer.step([lambda t=turn: closure(t) for turn in self.turns], group=group)  # type: ignore[misc]
+        loss: Tensor = self.optimizer.step([lambda t=own: closure(t) for own in self.worker_passes], group=group)  # type: ignore[misc]
         if group is not None:
             dist.all_reduce(loss.div_(self.plan.ranks))
         self.statistics.end()
@@ -143,16 +145,16 @@ class Stepper:
 
     def _loss(
         self,
-        taken: Tensor | Batch,
+        inputs: Tensor | Batch,
         piece: slice,
         epoch: int | Tensor,
         key: tuple[int, int, int],
         update_state: bool = True,
     ) -> Tensor:
         """Return the mean loss of the pass over `piece` of the batch; `key` is (step, worker, pass), to seed by."""
-        self.statistics.at(piece)
+        self.statistics.set_pass(piece)
         with self.config.autocast(self.device):
-            loss, after = self._forward(taken, self.recurrent_state.rows_of(piece), epoch, key)
+            loss, after = self._forward(inputs, self.recurrent_state.rows_of(piece), epoch, key)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise UsageError(f"task {self.config.task}: loss() must return one number, as a tensor, got {got}")
@@ -161,19 +163,19 @@ class Stepper:
         return loss
 
     def _forward(
-        self, taken: Tensor | Batch, carried: Batch, epoch: int | Tensor, key: tuple[int, int, int]
+        self, inputs: Tensor | Batch, carried: Batch, epoch: int | Tensor, key: tuple[int, int, int]
     ) -> tuple[Tensor, Batch]:
         if self.mode.startswith("compiled"):
             self.seed(*key)
             samples = self.data_source.samples
             try:
-                return compiled(self.task, self.model, samples, taken, carried, self.config, epoch, self.device)
+                return compiled(self.task, self.model, samples, inputs, carried, self.config, epoch, self.device)
             except NotCompiled as error:
                 self._fall_back(error)
-        if isinstance(taken, Tensor):
-            taken = self.task.batch(self.data_source.samples, taken, seed=self.config.seed, epoch=cast(int, epoch))
+        if isinstance(inputs, Tensor):
+            inputs = self.task.batch(self.data_source.samples, inputs, seed=self.config.seed, epoch=cast(int, epoch))
         self.seed(*key)
-        return self.task.follow(self.model, to_device(taken, self.device, self.config.dtype), carried)
+        return self.task.follow(self.model, to_device(inputs, self.device, self.config.dtype), carried)
 
     def seed(self, step: int, worker: int, number: int = 0) -> None:
         """Seed the random numbers of a pass. During capture this does nothing: the caller seeds before each replay."""
