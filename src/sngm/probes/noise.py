@@ -67,7 +67,7 @@ def noise(
         sizes: the number of samples of each batch. Default: the length of its first tensor.
 
     >>> w = torch.zeros(1, requires_grad=True)
-    >>> x = torch.tensor([[1.0], [2.0], [3.0]])  # three batches of a sample; gradients w - x
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])  # three batches of one sample; gradients w - x
     >>> found = noise(lambda batch: ((w - batch) ** 2 / 2).mean(), [w], x)
     >>> found.sigma, found.gradient_norm
     (1.0, 2.0)

@@ -220,7 +220,7 @@ def canonical(name: str) -> str:
 
 
 def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
-    """Return a checksum of the user's own code, which tells runs of an edited task from earlier ones.
+    """Return a checksum of the user's own code, which distinguishes runs of an edited task from earlier ones.
 
     The checksum of a file is taken when it is loaded. Tasks of installed packages have none.
     """

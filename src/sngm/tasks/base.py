@@ -40,7 +40,7 @@ class Splits:
 
 
 class Task:
-    """Base class of tasks. Subclass it, define `data` and `model`, and name it as ``file.py:Class``.
+    """Base class of tasks. Subclass it, define `data` and `model`, and name it ``file.py:Class`` on the command line.
 
     The arguments of a subclass's ``__init__`` are its settings, for ``--set key=value``. The default task is
     classification: batches are (inputs, labels). Other tasks also define `loss` and `scores`.
