@@ -267,7 +267,7 @@ def profile(folder: Path, batch: int, device: torch.device, steps: int = 50) -> 
     config = resolve(f"{HERE}:MadeUp", "sngm", lr=LR, batch=batch, task_settings={"folder": str(folder)})
     set_numerics(device, deterministic=False)
     setup = prepare(config, Processes(0, 1, device), Execution(step="eager"))
-    order = setup.feed.begin(torch.randperm(len(setup.training)), 0, 0)
+    order = setup.data_source.begin(torch.randperm(len(setup.training)), 0, 0)
 
     def take(count: int) -> None:
         for i in range(count):

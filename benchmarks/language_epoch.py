@@ -101,7 +101,7 @@ def profile(data_dir: Path | None, batch: int, steps: int = 20) -> dict[str, flo
     set_numerics(device)
     config = resolve("wikitext2-lstm", "sngm", lr=0.1, batch=batch, device=device)
     setup = prepare(config, Processes(0, 1, device), Execution(data_dir=data_dir))
-    order = setup.feed.begin(torch.arange(len(setup.training)), 0, 0)
+    order = setup.data_source.begin(torch.arange(len(setup.training)), 0, 0)
 
     def some() -> None:
         for i in range(steps):

@@ -23,7 +23,7 @@ from waiting import PATIENCE, endings
 from sngm.tasks import Splits, Task, Tensors
 from sngm.training import Options, RunConfig, resolve, train
 from sngm.training import checkpoint as checkpoints
-from sngm.training.run_folder import LASTING
+from sngm.training.run_folder import RESUMED
 
 SERVER = multiprocessing.get_context("forkserver")
 SERVER.set_forkserver_preload(
@@ -138,7 +138,7 @@ def assert_same_end(ours: Path, theirs: Path) -> None:
     a, b = state(ours), state(theirs)
     for part in (a, b):
         part["run"].pop("seconds")
-        for key in LASTING:
+        for key in RESUMED:
             part.pop(key, None)
     assert_same(a, b)
     assert (ours / "metrics.jsonl").read_bytes() == (theirs / "metrics.jsonl").read_bytes()

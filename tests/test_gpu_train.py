@@ -190,7 +190,7 @@ def test_a_run_goes_on_in_another_mode(method, before, after, tmp_path):
 def test_a_replayed_step_never_waits_for_the_device():
     device = torch.device("cuda", torch.cuda.current_device())
     setup = prepare(wanted(), Processes(0, 1, device))
-    order = setup.feed.begin(rng.permutation(512, 0), 0, 0)
+    order = setup.data_source.begin(rng.permutation(512, 0), 0, 0)
     total = torch.zeros((), dtype=torch.float64, device=device)
     try:
         for t in range(WARM_UP + 6):

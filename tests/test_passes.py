@@ -140,7 +140,7 @@ def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
 def passes(wanted_config, **how) -> list[int]:
     """Return the number of samples of each pass of a step."""
     setup = prepare(wanted_config, Processes(0, 1, torch.device("cpu")), Execution(**how))
-    return [piece.stop - piece.start for turn in setup.stepper.turns for piece in turn.passes]
+    return [piece.stop - piece.start for own in setup.stepper.worker_passes for piece in own.passes]
 
 
 def test_passes_are_as_large_as_the_task_or_the_user_says():
@@ -330,12 +330,12 @@ CUDA = torch.device("cuda")
 def test_what_steps_are_made_of_by_default():
     task, model = Pictures(), Pictures().model()
 
-    def chosen(task=task, model=model, device=CUDA, ranks=1, elsewhere="", passes=8):
-        return choose("auto", task, model, device, ranks, elsewhere, passes)
+    def chosen(task=task, model=model, device=CUDA, ranks=1, not_on_gpu="", passes=8):
+        return choose("auto", task, model, device, ranks, not_on_gpu, passes)
 
     assert chosen() == "captured"
     assert chosen(device=torch.device("cpu")) == "eager"
-    assert chosen(ranks=2) == chosen(elsewhere="on disk") == chosen(model=Pictures(dropout=0.5).model()) == "eager"
+    assert chosen(ranks=2) == chosen(not_on_gpu="on disk") == chosen(model=Pictures(dropout=0.5).model()) == "eager"
     assert chosen(model=Pictures(dropout=0.5).model(), passes=1) == "captured", "one seed a step will do"
     assert chosen(task=runs.Blobs()) == "eager"
     task.step = "compiled+captured"
@@ -348,13 +348,13 @@ def test_what_steps_are_made_of_by_default():
     [
         ({"device": torch.device("cpu")}, "this run is on cpu"),
         ({"ranks": 2}, "between 2 processes"),
-        ({"elsewhere": "samples are on disk"}, "samples are on disk, where a graph cannot get them"),
+        ({"not_on_gpu": "samples are on disk"}, "samples are on disk, where a graph cannot get them"),
         ({"task": runs.Blobs()}, "sets no pass_size"),
         ({"model": nn.Dropout(0.1)}, "has dropout"),
     ],
 )
 def test_capture_that_is_asked_for_and_cannot_be_is_refused(given, told):
-    usual = {"task": Pictures(), "model": Pictures().model(), "device": CUDA, "ranks": 1, "elsewhere": "", "passes": 8}
+    usual = {"task": Pictures(), "model": Pictures().model(), "device": CUDA, "ranks": 1, "not_on_gpu": "", "passes": 8}
     with pytest.raises(UsageError, match=told):
         choose("captured", **(usual | given))
 

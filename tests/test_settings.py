@@ -23,7 +23,7 @@ from sngm.training.config import usual_precision
 from sngm.training.cost import measure
 from sngm.training.distributed import Processes
 from sngm.training.evaluate import Part, batches, evaluate
-from sngm.training.optimizer import RATES, build_optimizer, captures, set_rates
+from sngm.training.optimizer import RATES, build_optimizer, can_capture, set_rates
 
 CPU = torch.device("cpu")
 PAPER = "test_settings:Paper"
@@ -302,7 +302,7 @@ def test_rates_in_tensors_are_the_same_to_the_bit_and_so_are_checkpoints(method,
     _, numbers, theirs = trained(wanted, False)
     optimizer, tensors, ours = trained(wanted, True)
     assert all(isinstance(group["lr"], torch.Tensor) for group in optimizer.param_groups)
-    assert captures(optimizer)
+    assert can_capture(optimizer)
     assert tensors == numbers
     runs.assert_same(ours, theirs)
     assert not any(
@@ -356,7 +356,7 @@ def test_a_checkpoint_does_not_say_how_steps_are_computed_here():
 
 def test_optimizers_of_others_are_not_captured():
     wanted = config("torch.optim:RMSprop")
-    assert not captures(build_optimizer(wanted, wanted.build_task().model()))
+    assert not can_capture(build_optimizer(wanted, wanted.build_task().model()))
 
 
 # ---------------------------------------------------------------- bfloat16

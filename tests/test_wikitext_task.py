@@ -16,7 +16,7 @@ from sngm.data.wikitext import load_wikitext2
 from sngm.errors import Interrupted
 from sngm.models.lstm import WordLSTM
 from sngm.training import BatchPlan, Options, compiled_step, resolve, rng, timing, train
-from sngm.training.recurrent_state import Carried
+from sngm.training.recurrent_state import RecurrentState
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official words")
 SMALL = {"width": 6, "bptt": 7}
@@ -164,9 +164,9 @@ def test_a_run_cut_in_the_middle_of_an_epoch_ends_bit_for_bit_as_an_unbroken_one
 
 def test_carried_rows_lie_as_an_exchange_between_gpus_wants_them():
     task = tasks.build("wikitext2-lstm", SMALL, Path("data"))
-    carried = Carried(task, task.model(), BatchPlan.of(4), 0)
-    assert [t.shape for t in carried.rows] == [(4, 2, 6)] * 2
-    assert all(t.is_contiguous() for t in carried.pack())
+    state = RecurrentState(task, task.model(), BatchPlan.of(4), 0)
+    assert [t.shape for t in state.rows] == [(4, 2, 6)] * 2
+    assert all(t.is_contiguous() for t in state.gather())
 
 
 def checkpoints_all_the_time(folder):

@@ -1,4 +1,4 @@
-"""The environment variables of torchrun, read and validated in one place."""
+"""The environment variables of torchrun, read and validated."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ START = "start the run with torchrun, or unset it"
 
 
 class Launch(NamedTuple):
-    """Which of how many processes this one is, over all machines and on this one."""
+    """Rank of this process, number of processes, and rank on this machine."""
 
     rank: int
     ranks: int
@@ -21,12 +21,12 @@ class Launch(NamedTuple):
 
 
 def is_first() -> bool:
-    """Return whether this process prints messages: the one of rank 0, or the only one."""
+    """Return whether this process has rank 0 or is the only one, and prints messages."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def ranks() -> int:
-    """Return the number of processes of the run, from WORLD_SIZE; 1 where it is not set.
+    """Return the number of processes of the run, from WORLD_SIZE; 1 if it is not set.
 
     Raises:
         UsageError: WORLD_SIZE is not a whole number of at least 1.
@@ -35,12 +35,12 @@ def ranks() -> int:
 
 
 def local_ranks() -> int:
-    """Return the number of processes on this machine, from LOCAL_WORLD_SIZE; 1 where it is not set."""
+    """Return the number of processes on this machine, from LOCAL_WORLD_SIZE; 1 if it is not set."""
     return _whole("LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
 
 
 def launch() -> Launch:
-    """Return the place of this process among those of the run.
+    """Return the rank of this process and the number of processes.
 
     Raises:
         UsageError: a variable is missing, is not a whole number, or does not fit the others.
@@ -63,7 +63,7 @@ def _whole(name: str, least: int, most: int, default: int | None = None) -> int:
             raise UsageError(f"WORLD_SIZE is set, but {name} is not; start the run with torchrun, or unset WORLD_SIZE")
         return default
     digits = text.strip()
-    # int() also takes signs, underscores and digits of other scripts, and refuses very long texts
+    # int() also accepts signs, underscores and non-ASCII digits, and raises for very long strings
     value = int(digits) if digits.isascii() and digits.isdigit() and len(digits) < 20 else -1
     if not least <= value <= most:
         raise UsageError(f"{name} must be a whole number from {least} to {most}, got {text[:40]!r}; {START}")

@@ -1,14 +1,14 @@
-"""What can go wrong, by what the user can do about it. The command line maps each to its exit code."""
+"""Exceptions. The command line maps each to an exit code."""
 
 from typing import Any
 
 
 class UsageError(ValueError):
-    """Something asked for does not exist or does not fit: mend the command."""
+    """An argument is invalid, or names something that does not exist."""
 
 
 class BrokenRecord(UsageError):
-    """A record is not as it was written: cut short, or changed. `record` is what it says, where that is JSON."""
+    """A record is truncated, or was changed after it was written. `record` is its content, if that is JSON."""
 
     def __init__(self, message: str, record: dict[str, Any] | None = None) -> None:
         super().__init__(f"{message}; the command that made it writes it again")
@@ -16,12 +16,12 @@ class BrokenRecord(UsageError):
 
 
 class DataMissing(FileNotFoundError):
-    """A dataset is not where it was looked for: fetch it, or say where it is."""
+    """A dataset was not found."""
 
 
 class Failed(RuntimeError):
-    """Something outside the program went wrong, such as a process that was killed: try again."""
+    """A failure outside the program, such as a killed process."""
 
 
 class Interrupted(Exception):
-    """Asked to stop; what was done is on disk."""
+    """The run was stopped on request; its progress is saved."""

@@ -1,4 +1,4 @@
-"""Writing files so that a crash, a full disk or a second process never leaves half of one behind."""
+"""Atomic file writes, records with digests, JSON, and locks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LEFTOVER = re.compile(r"\.[\w-]+\.(json|jsonl|pt|html|md|svg)\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Either the old file or the whole new one is there, whatever happens."""
+    """Write a file atomically: after a crash it has either its old or its new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(temporary, "wb") as file:
@@ -30,31 +30,31 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # nobody has heard of the temporary one
+            error.filename, error.filename2 = str(path), None  # name the file, not the temporary one
         raise
 
 
 def short_hash(value: Any) -> str:
-    """For the name of a folder: another one for other settings."""
+    """Return a short hash of settings, for folder names."""
     return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
 def write_json(path: Path, value: Any) -> None:
-    """For people to read, too."""
+    """Write indented JSON, with null for NaN and infinity."""
     write_atomically(path, (json.dumps(finite(value), indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Write a record with a digest of all that it claims."""
+    """Write a record with a digest of its values."""
     write_json(path, {**record, "digest": digest(record)})
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Return a record as it was written; those of older versions have no digest.
+    """Read a record and check its digest; records of older versions have none.
 
     Raises:
-        UsageError: the file is no JSON object.
-        BrokenRecord: it is no JSON, or was changed after it was written; the second argument is then what it says.
+        UsageError: the file is not a JSON object.
+        BrokenRecord: the file is not JSON, or does not match its digest; the second argument is then its content.
     """
     record = read_json(path)
     if not isinstance(record, dict):
@@ -65,13 +65,13 @@ def read_record(path: Path) -> dict[str, Any]:
 
 
 def digest(record: dict[str, Any]) -> str:
-    """Return the SHA256 of a record's values as JSON has them, whatever their order."""
+    """Return the SHA256 of a record as JSON, independent of the order of keys."""
     plain = json.loads(json.dumps(finite(record)))
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
 
 
 def metrics_digest(folder: Path) -> str | None:
-    """Return the SHA256 of the metrics.jsonl of a run; None without one."""
+    """Return the SHA256 of the metrics.jsonl of a run; None if there is no such file."""
     try:
         return hashlib.sha256((folder / "metrics.jsonl").read_bytes()).hexdigest()
     except OSError:
@@ -79,35 +79,35 @@ def metrics_digest(folder: Path) -> str | None:
 
 
 def metrics_changed(folder: Path, record: dict[str, Any]) -> bool:
-    """Return whether metrics.jsonl is other than when the run ended; records of older versions do not say."""
+    """Return whether metrics.jsonl was changed after the run ended; False for records of older versions."""
     return "metrics_digest" in record and record["metrics_digest"] != metrics_digest(folder)
 
 
 @contextlib.contextmanager
 def results_in(folder: Path) -> Iterator[None]:
-    """Make a folder for results; if nothing could be written into it, it is removed again."""
+    """Create a folder for the body to write into; remove it if the body fails and leaves it empty."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:
         yield
     except BaseException:
         if new:
-            with contextlib.suppress(OSError):  # it is not empty
+            with contextlib.suppress(OSError):  # not empty
                 folder.rmdir()
         raise
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove temporary files of processes that were killed; call it with the folder's lock held."""
+    """Delete temporary files of killed processes. Call it with the lock of the folder held."""
     for path in folder.glob(".*.tmp"):
         if LEFTOVER.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
 
 
 def check_folder(folder: Path, mark: str) -> None:
-    """Refuse a folder for results, before they are worked out, that could not take them; nothing is made.
+    """Raise UsageError if results cannot be written to a folder. Nothing is created.
 
-    Such as one that holds other things: `mark` is a file that such results have.
+    The folder must be writable, and empty or missing or hold the file `mark`, which marks such results.
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
         raise UsageError(f"{folder} holds other things than a {mark}; name another folder with --out")
@@ -115,7 +115,7 @@ def check_folder(folder: Path, mark: str) -> None:
 
 
 def check_writable(folder: Path, option: str = "--out") -> None:
-    """Refuse a folder that nothing could be written into, or that could not be made; nothing is made."""
+    """Raise UsageError if a folder is not writable or cannot be created. Nothing is created."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         raise UsageError(f"{there} is no folder; name another with {option}")
@@ -126,14 +126,14 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         raise UsageError(f"{there}: {error.strerror}; name another folder with {option}") from error
 
 
-MOST_LEVELS = 100  # of a JSON file: records have five
+MOST_LEVELS = 100  # nesting of a JSON file; records have five
 
 
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        UsageError: the file is not JSON, or is nested more than `MOST_LEVELS` deep.
+        BrokenRecord: the file is not JSON, or is nested more than `MOST_LEVELS` deep.
     """
     try:
         value = json.loads(path.read_bytes())  # bytes: JSON is UTF-8 in any locale
@@ -151,7 +151,7 @@ def read_json(path: Path) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """JSON has no NaN and no infinity: they become null."""
+    """Replace NaN and infinity by None, which JSON can hold."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, dict):
@@ -163,15 +163,16 @@ def finite(value: Any) -> Any:
 
 @contextlib.contextmanager
 def locked(folder: Path, name: str = ".lock", waiting: Callable[[], None] | None = None) -> Iterator[None]:
-    """Hold the lock `name` in a folder for this process alone; the system releases it when the process ends.
+    """Hold the lock `name` of a folder; the operating system releases it when the process ends.
 
     Args:
-        waiting: called once where another process holds the lock, which is then waited for.
+        folder, name: the folder and the file name of the lock.
+        waiting: called once before waiting for another process that holds the lock.
 
     Raises:
         UsageError: another process holds the lock, and `waiting` is None.
     """
-    from filelock import FileLock, Timeout  # here: --help does not wait for it
+    from filelock import FileLock, Timeout  # imported here to keep --help fast
 
     lock = FileLock(folder / name)
     try:

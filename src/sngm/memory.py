@@ -1,4 +1,4 @@
-"""A limit on the memory of a model while it is built: one that cannot fit is refused before it is allocated."""
+"""Memory limit while a model is built: raises before a tensor that cannot fit is allocated."""
 
 from __future__ import annotations
 
@@ -24,29 +24,29 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Sto
 
 
 def total_bytes() -> float:
-    """Return the memory that this process may use: the machine's, or its container's; infinity if it is unknown."""
+    """Return the memory of the machine or container in bytes; infinity if it is unknown."""
     found = math.inf
     with contextlib.suppress(ValueError, OSError, AttributeError):
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP:
-        with contextlib.suppress(ValueError, OSError):  # it holds "max" where there is no limit
+        with contextlib.suppress(ValueError, OSError):  # "max" if there is no limit
             found = min(found, int(path.read_text()))
     return found
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation failed, in Python or in torch, which raises RuntimeError for it."""
+    """Return whether an error is a failed allocation: a MemoryError, or a RuntimeError of torch."""
     if isinstance(error, MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in NO_MEMORY)
 
 
 class MemoryLimit(TorchFunctionMode):
-    """A context in which a new tensor on the CPU is refused if it exceeds the memory there is.
+    """Context manager that raises UsageError if a new tensor on the CPU exceeds the memory.
 
     Args:
-        what: names the model in the message, with the settings that make it large.
-        copies: how often the tensors are needed: 2 for weights and their gradients.
+        what: the name of the model in the message, with the settings that make it large.
+        copies: copies of each tensor that are needed: 2 for weights and their gradients.
 
     Raises:
         UsageError: a tensor, or the model in `check`, is larger than the memory divided by `copies`.
@@ -69,12 +69,12 @@ class MemoryLimit(TorchFunctionMode):
         if len(size) == 1 and isinstance(size[0], (tuple, list)):
             (size,) = size
         if not all(isinstance(length, int) and length >= 0 for length in size):
-            return  # torch refuses these
+            return  # torch raises for these
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         self._refuse_beyond(math.prod(size) * dtype.itemsize)
 
     def check(self, model: nn.Module) -> None:
-        """Refuse a model whose parameters and buffers do not fit together."""
+        """Raise UsageError if the parameters and buffers of a model together exceed the memory."""
         tensors = itertools.chain(model.parameters(), model.buffers())
         self._refuse_beyond(sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu"))
 
@@ -89,6 +89,6 @@ class MemoryLimit(TorchFunctionMode):
 
 
 def _gigabytes(count: float) -> str:
-    """Without a conversion to float, which fails for integers beyond 1e308."""
+    """Return bytes as text in GB, without a conversion to float, which fails for integers beyond 1e308."""
     whole = int(count) // 10**9
     return f"{whole:,}" if whole < 10**15 else f"1e{len(str(whole)) - 1}" if whole < 10**4000 else "1e4000"

@@ -1,4 +1,4 @@
-"""Names with settings, and lists of numbers, as people write them on a command line: ``sngm(weight_decay=8e-4)``."""
+"""Parsing of names with settings, such as ``sngm(weight_decay=8e-4)``, and of lists of numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Settings = dict[str, Any]
 
 
 def value_of(text: str) -> Any:
-    """A number, True, False, None, a quoted string or a tuple of them as Python reads it; else the text itself.
+    """Parse a Python literal: a number, True, False, None, a quoted string or a tuple of them; else return the text.
 
     >>> value_of("8e-4"), value_of("true"), value_of("tensor"), value_of("(0.5, 1)")
     (0.0008, True, 'tensor', (0.5, 1))
@@ -23,7 +23,7 @@ def value_of(text: str) -> Any:
         text = text.capitalize()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of text such as "\d" or 1or, which is read as text
+            warnings.simplefilter("ignore")  # SyntaxWarnings of text such as "\d" or 1or
             value = ast.literal_eval(text)
         return value if _is_plain(value) else text
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):  # TypeError: unhashable, as in {[]: 1}
@@ -31,7 +31,7 @@ def value_of(text: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON can hold a value, as records must: no sets, bytes, complex numbers or Ellipsis."""
+    """Return whether JSON can hold a value: no sets, bytes, complex numbers or Ellipsis."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):
@@ -40,7 +40,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def parse_settings(pairs: list[str]) -> Settings:
-    """``['momentum=0.9', 'scope=tensor']`` as a dict; each key once."""
+    """Parse ``['momentum=0.9', 'scope=tensor']`` into a dict; raise UsageError if a key repeats."""
     settings: Settings = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
@@ -80,7 +80,7 @@ def split_list(text: str) -> list[str]:
 
 
 def parse_call(text: str) -> tuple[str, Settings]:
-    """A name and its settings.
+    """Parse a name with settings.
 
     >>> parse_call("sngm(weight_decay=8e-4, scope=tensor)")
     ('sngm', {'weight_decay': 0.0008, 'scope': 'tensor'})
@@ -95,7 +95,7 @@ def parse_call(text: str) -> tuple[str, Settings]:
 
 
 def format_call(name: str, settings: Settings) -> str:
-    """The inverse of :func:`parse_call`.
+    """Format a name with settings: the inverse of :func:`parse_call`.
 
     >>> format_call("sngm", {"weight_decay": 0.0008, "scope": "tensor"})
     'sngm(weight_decay=0.0008,scope=tensor)'
@@ -106,7 +106,7 @@ def format_call(name: str, settings: Settings) -> str:
 
 
 def numbers(option: str, text: str, *, zero: bool = False) -> list[float]:
-    """A list of positive numbers; or of zeros too."""
+    """Parse a list of positive numbers; `zero` also allows 0."""
     found = []
     for word in split_list(text):
         try:
@@ -120,7 +120,7 @@ def numbers(option: str, text: str, *, zero: bool = False) -> list[float]:
 
 
 def whole_numbers(option: str, text: str) -> list[int]:
-    """A list of positive whole numbers."""
+    """Parse a list of positive whole numbers."""
     found = numbers(option, text)
     if any(value != int(value) for value in found):
         raise UsageError(f"{option} wants whole numbers, got {text}")

@@ -1,8 +1,8 @@
-"""Advice on batch size and learning rate: an SGD recipe carried over to SNGM, and what the bounds say of a budget.
+"""Advice on batch size and learning rate: SNGM settings from an SGD recipe, and bounds for a budget of gradients.
 
-`recipe` has the rule that carries an SGD recipe over to a larger batch, `budget` the largest batch that each method's
-bound bears, `page` the page that either ends in. Every number says where it comes from: it is given, measured, theory
-or a rule of thumb. The page docs/advise.md has the reasons.
+`recipe` converts an SGD recipe to SNGM at a larger batch, `budget` finds the largest batch that each method's bound
+allows, `page` writes the result. Every number has its source: given, measured, theory or a rule of thumb. See
+docs/advise.md for the derivation.
 """
 
 from .budget import Constants, bearable

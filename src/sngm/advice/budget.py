@@ -1,4 +1,4 @@
-"""What the paper's bounds say of a budget of gradients: the largest batch that each method bears, and its rate."""
+"""Largest batch and learning rate of each method for a budget of gradients, by the paper's bounds."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from .. import theory
 from ..errors import UsageError
 from .facts import GIVEN, MEASURED, RULE, THEORY, Fact
 
-NEAR_LOWEST = 1.1  # a batch is borne where the bound is at most this many times the lowest of all methods
-CLEARLY = 1e-9  # a part by which one bound is below another, and not by rounding
+NEAR_LOWEST = 1.1  # a batch is allowed if its bound is at most this times the lowest of all methods
+ROUNDING = 1e-9  # relative difference of bounds that may be rounding
 NUMBERS = ("batch", "lr", "steps", "bound", "best_batch", "best_bound")
 Record = dict[str, Any]
 
 
 class Constants(NamedTuple):
-    """What the bounds speak of.
+    """Constants of the bounds.
 
     Attributes:
-        gap: how far the loss at the start is above its minimum.
-        sigma: the noise of a sample's gradient.
+        gap: the loss at the start minus its minimum.
+        sigma: the standard deviation of a sample's gradient.
         beta: momentum.
-        L: the largest norm of the Hessian; None where only relaxed smoothness is known.
-        relaxed: pairs (lambda, L) with a Hessian of norm at most L + lambda ||g||, and lambda above 0.
-        start: the gradient's norm at the start, if that was measured.
-        flat_L: the least L of `relaxed`, if that was measured: the Hessian's norm where the gradient is smallest.
-        samples: there are to train on, if that is known: no batch is larger.
-        doubts: what was not measured well enough to rely on, in words.
+        L: the largest norm of the Hessian; None if only relaxed smoothness is known.
+        relaxed: pairs (lambda, L) with ``||H|| <= L + lambda ||g||`` and lambda > 0.
+        start: the norm of the gradient at the start, if measured.
+        flat_L: lower limit for L in `relaxed`, if measured: the norm of the Hessian where the gradient is smallest.
+        samples: the number of training samples, if known: the largest batch.
+        doubts: warnings about constants that were not measured reliably.
     """
 
     gap: float
@@ -45,11 +45,11 @@ class Constants(NamedTuple):
 
     @classmethod
     def of_probe(cls, found: Record) -> Constants:
-        """Of a pilot, by what :func:`sngm.probes.pilot` or its probe.json says.
+        """Return the constants measured by a pilot: the result of :func:`sngm.probes.along`, or probe.json.
 
-        The least loss is taken to be 0. Sigma is at the high end of its interval. A few points may all be covered by
-        lambda alone, with L = 0, but no function with a minimum is: where the gradient is zero, L has to cover the
-        Hessian. So no L is taken to be below the Hessian's norm at the point whose gradient is smallest.
+        The minimum of the loss is assumed to be 0. Sigma is the upper end of its interval. A few points may satisfy
+        relaxed smoothness with L = 0, but at a minimum, where the gradient is zero, L must be at least the norm of the
+        Hessian. So every L is at least the norm of the Hessian at the point with the smallest gradient.
         """
         try:
             if found["status"] != "finished":
@@ -78,7 +78,7 @@ class Constants(NamedTuple):
             ) from None
 
     def facts(self, measured: bool) -> list[Fact]:
-        """As lines of a table."""
+        """Return the constants as rows of a table, with their sources."""
         source = MEASURED if measured else GIVEN
         most = "the largest of the points visited" if measured else ""
         highest = "the high end of its 95 % interval, where it has one; " if measured else ""
@@ -102,7 +102,7 @@ class Constants(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """A method's bound on the mean gradient norm, and its best rate, for each batch."""
+    """Bound of a method on the mean gradient norm, and its best learning rate, for each batch."""
 
     method: str
     statement: str
@@ -110,33 +110,33 @@ class Curve(NamedTuple):
     bounds: list[float]
     rates: list[float]
     target: float
-    """What a bound may be at most for its batch to be borne: the same for all methods."""
+    """The largest bound at which a batch is allowed, the same for all methods."""
 
     @property
     def best(self) -> int:
-        """Where in the lists the bound is lowest."""
+        """The index of the lowest bound."""
         return int(np.argmin(self.bounds))
 
     @property
     def largest(self) -> int | None:
-        """Where the largest batch is that the method bears; None if it bears none."""
+        """The index of the largest allowed batch; None if there is none."""
         return max((i for i, bound in enumerate(self.bounds) if bound <= self.target), default=None)
 
     def below(self, other: Curve) -> bool:
-        """Whether this bound is the lower one at every batch."""
+        """Return whether this bound is lower than another at every batch."""
         pairs = zip(self.bounds, other.bounds, strict=True)
-        return all(mine < (1 - CLEARLY) * its for mine, its in pairs)
+        return all(mine < (1 - ROUNDING) * its for mine, its in pairs)
 
 
 def bearable(gradients: float, constants: Constants) -> list[Curve]:
-    """Each method's bound for a budget, at all batches that are powers of two, each at its best learning rate.
+    """Return the bound of each method for a budget, at batches that are powers of two, at its best learning rate.
 
-    All are held to one target, 1.1 times the lowest bound of any method. Held to its own lowest, a method would seem to
-    bear a large batch because it is bad at small ones. MSGD's bound is the one with its third term divided by the batch
-    (slip 1 in docs/theory.md): it holds too, and is the lower one.
+    All methods have the same target: 1.1 times the lowest bound of any method. With a target of its own, a method that
+    is bad at small batches would seem to allow large ones. MSGD's bound is that with its third term divided by the
+    batch (slip 1 in docs/theory.md), which is valid and lower.
 
     Args:
-        gradients: of single samples, in all: epochs times samples.
+        gradients: the budget: gradients of single samples, epochs times samples.
         constants: of the problem.
 
     >>> for curve in bearable(2**20, Constants(gap=1, sigma=1, beta=0, L=1)):
@@ -152,16 +152,16 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
     gap, sigma, beta, L, relaxed = constants[:5]
     found: list[tuple[str, str, Any, Any]] = []  # method, statement, rates, bounds
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # told of below
+        with np.errstate(over="ignore", invalid="ignore"):  # checked below
             if L is not None:
-                # a batch of B is one sample of another problem, whose noise is that of a mean
+                # a batch of B samples as one sample with noise sigma / sqrt(B)
                 squared = theory.msgd_best(gap, steps, 1, L, sigma / np.sqrt(batches), beta)
                 found.append(("msgd", "Section 3, all noise over B", squared.eta, np.sqrt(squared.bound)))
                 found.append(("sngm", "Theorem 1", *theory.smooth_best(gap, steps, batches, L, sigma, beta)))
             if relaxed:
                 tried = [theory.relaxed_best(gap, steps, batches, own, sigma, beta, lam) for lam, own in relaxed]
                 bounds, rates = np.stack([t.bound for t in tried]), np.stack([t.eta for t in tried])
-                # Each pair fits the points visited, none is known to hold elsewhere: the lowest bound is the best case.
+                # Each pair holds at the points visited and may fail elsewhere: the lowest bound is the best case.
                 at = bounds.argmin(axis=0), np.arange(len(batches))
                 found.append(("sngm (relaxed)", "Theorem 2", rates[at], bounds[at]))
     except ValueError as error:
@@ -177,7 +177,7 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
 
 
 def advise_budget(gradients: float, constants: Constants, measured: bool) -> Record:
-    """The record that the table and the page are made of."""
+    """Return the advice for a budget, as a record for text and page."""
     curves = bearable(gradients, constants)
     rows = [_row(curve, gradients) for curve in curves]
     return {
@@ -193,7 +193,7 @@ def advise_budget(gradients: float, constants: Constants, measured: bool) -> Rec
 
 
 def _row(curve: Curve, gradients: float) -> Record:
-    """What a method bears; None where it bears nothing."""
+    """Return the row of a method in the table; None in its fields if no batch is allowed."""
     at = curve.largest
     return {
         "method": curve.method,
@@ -209,7 +209,7 @@ def _row(curve: Curve, gradients: float) -> Record:
 
 
 def _warnings(constants: Constants, curves: Sequence[Curve]) -> list[str]:
-    """What must not be overlooked."""
+    """Return warnings about unreliable constants and bounds that give no reason to choose a method."""
     found = list(constants.doubts)
     if constants.start is not None and (empty := [c.method for c in curves if min(c.bounds) >= constants.start]):
         found.append(
@@ -217,7 +217,7 @@ def _warnings(constants: Constants, curves: Sequence[Curve]) -> list[str]:
             "this budget they promise nothing."
         )
     for lower in curves:
-        # Theorems 1 and 2 are of one method, and not held against each other
+        # only MSGD against SNGM: Theorems 1 and 2 are both of SNGM
         over = [other.method for other in curves if "msgd" in (lower.method, other.method) and lower.below(other)]
         if over:
             found.append(

@@ -1,4 +1,4 @@
-"""A number with where it comes from, which no advice leaves out."""
+"""Numbers of an advice, with their sources."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ GIVEN, MEASURED, THEORY, RULE = "given", "measured", "theory", "rule of thumb"
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A line of the table.
+    """A number with its source: a row of the table.
 
     Attributes:
-        name: what it is.
-        value: a number.
-        source: "given" by you, or counted from what is; "measured" in the pilot; "theory"; or a "rule of thumb".
-        why: how it was found, in a few words.
+        name: of the number.
+        value: the number.
+        source: "given" by the user or counted from given numbers; "measured" in the pilot; "theory"; "rule of thumb".
+        why: its derivation, in a few words.
     """
 
     name: str
@@ -26,10 +26,10 @@ class Fact:
 
     @property
     def text(self) -> str:
-        """The number for people."""
+        """The number, formatted for display."""
         whole = isinstance(self.value, int) or (self.value == int(self.value) and 1000 <= self.value < 1e15)
         return f"{int(self.value):,}" if whole else f"{self.value:.4g}"
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the fields as a dict."""
         return asdict(self)

@@ -1,4 +1,4 @@
-"""Write advice as a folder: advice.json, and one page that opens offline, in the style of a study's report."""
+"""Write advice as advice.json and a self-contained HTML page in the style of a study's report."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from ..report.figures import Figure, Series, slots
 from ..report.html import render
 from .facts import RULE, THEORY
 
-MOST = 400  # points of a drawn line
+MOST = 400  # the most points of a line in a figure
 Record = dict[str, Any]
 
 
 def write(folder: Path, advice: Record) -> Path:
-    """Write advice.json and report.html and return the path of the latter."""
+    """Write advice.json and report.html, and return the path of report.html."""
     with results_in(folder):
         write_json(folder / "advice.json", plain(advice))
         write_atomically(folder / "report.html", html(advice).encode())
@@ -24,7 +24,7 @@ def write(folder: Path, advice: Record) -> Path:
 
 
 def plain(advice: Record) -> Record:
-    """Return the advice with JSON types only."""
+    """Return the advice as JSON types."""
     found = dict(advice)
     for key in ("facts", "constants"):
         if key in found:
@@ -35,7 +35,7 @@ def plain(advice: Record) -> Record:
 
 
 def answer(advice: Record) -> str:
-    """Return the advice in a sentence."""
+    """Return the advice as one sentence."""
     if advice["kind"] == "recipe":
         value = {fact.name: fact.text for fact in advice["facts"]}
         return (
@@ -50,7 +50,7 @@ def answer(advice: Record) -> str:
 
 
 def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of the table of methods."""
+    """Return the header and the rows of the table of methods."""
     said = {"largest batch": RULE, "lr": THEORY, "steps": "counted", "bound": THEORY, "lowest bound": THEORY}
     head = ["method", *(f"{name} ({source})" for name, source in said.items()), "by"]
     rows = [
@@ -63,7 +63,7 @@ def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def html(advice: Record) -> str:
-    """Return the page."""
+    """Return the HTML page."""
     recipe = advice["kind"] == "recipe"
     head, rows = ([], []) if recipe else methods_table(advice)
     title = f"Advice for {advice.get('task') or 'your numbers'}"

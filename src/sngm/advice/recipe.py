@@ -1,4 +1,4 @@
-"""An SGD recipe carried over to SNGM at a larger batch, by one rule for all tasks."""
+"""Conversion of an SGD recipe to SNGM at a larger batch, by one rule for all tasks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import tasks
 from ..errors import UsageError
 from ..options import Execution
-from ..probes.pilot import Norms, alone, training
+from ..probes.pilot import Norms, probe_device, training
 from ..training import RunConfig, resolve
 from ..training.build import Setup, prepare
 from ..training.distributed import Processes
@@ -25,9 +25,9 @@ from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
 
-STILL = 1.05  # steps that are so much longer than an epoch before are still growing
-DIGITS = 3  # of an advised number: more would claim a precision that no rule of thumb has
-MAY_DIFFER = ("schedule", "warmup", "clip")  # what a task may set by batch or method, and the rule takes to be alike
+GROWING = 1.05  # steps still grow if they are longer than in the epoch before by this factor
+DIGITS = 3  # significant digits of advised numbers
+MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
 WITHOUT_NORMALISATION = (
     "The model has no normalisation layer, and on such nets this rule did badly: cifar10-convnet came to 39.75 % at "
     "batch 8192; wikitext2-lstm to a perplexity of 184.4 at batch 2000, where a search found 117.8; three linear "
@@ -37,25 +37,25 @@ Record = dict[str, Any]
 
 
 class Carried(NamedTuple):
-    """What SNGM is to be given."""
+    """Learning rate and weight decay for SNGM."""
 
     lr: float
     weight_decay: float
 
 
 def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Carried:
-    """SNGM's learning rate and coupled weight decay, for a batch that is `growth` times that of an SGD recipe.
+    """Return SNGM's learning rate and coupled weight decay for a batch `growth` times that of an SGD recipe.
 
-    - An epoch of SGD has n steps of length ``lr * norm``, one of SNGM n / growth steps, whose length is its own lr.
-      Steps of random direction lead as far as the root of the sum of their squares, which is the same for
-      ``lr * norm * sqrt(growth)``. Momentum and schedule change both alike.
-    - A step of SGD shrinks the weights by its lr times weight decay, one of SNGM by this product over the norm of the
-      gradient. Over an epoch that is the same for ``weight_decay * sqrt(growth)``, if the norm is.
+    - An epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose length is its
+      lr. Steps in random directions cover a distance of the root of the sum of their squares, which is the same for
+      SNGM's lr ``lr * norm * sqrt(growth)``. Momentum and schedule have the same effect on both.
+    - A step of SGD shrinks the weights by the factor ``lr * weight_decay``, a step of SNGM by that divided by the norm
+      of the gradient. Over an epoch this is the same for ``weight_decay * sqrt(growth)``, if the norm is.
 
     Args:
         lr, weight_decay: of the SGD recipe.
-        norm: of its gradient, as the optimizer gets it: root mean square of an epoch.
-        growth: the new batch over the old one.
+        norm: root mean square over an epoch of the norm of SGD's gradient, as the optimizer gets it.
+        growth: the new batch divided by the old one.
 
     >>> carry_over(lr=0.1, weight_decay=1e-4, norm=1.5, growth=64)
     Carried(lr=1.2, weight_decay=0.0008)
@@ -65,7 +65,7 @@ def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Ca
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """What the user trains with SGD now; None is the task's default."""
+    """An SGD recipe; None stands for the task's default."""
 
     lr: float
     batch: int
@@ -75,7 +75,7 @@ class Recipe:
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> Recipe:
-        """Check the values of a recipe.
+        """Build a recipe from a dict; raise UsageError if a value is invalid.
 
         >>> Recipe.of({"lr": 0.1, "batch": 128, "weight_decay": 1e-4})
         Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None)
@@ -102,12 +102,12 @@ class Recipe:
 
 
 class Epoch(NamedTuple):
-    """An epoch of the pilot: root mean squares over its steps."""
+    """Root mean squares over the steps of an epoch of the pilot."""
 
     step: float
-    """Of SGD's steps: the rate they had times the norm of their gradient."""
+    """Length of SGD's steps: learning rate times norm of the gradient."""
     norm: float
-    """Of the gradient: steps count as much as their rate."""
+    """Norm of the gradient, weighted by learning rate."""
 
 
 def carry_recipe(
@@ -122,25 +122,26 @@ def carry_recipe(
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
 ) -> Record:
-    """Measure the steps of the recipe in a short run of it, and say what SNGM needs at the larger batch.
+    """Measure gradient norms in a short run of the recipe, and return settings for SNGM at the larger batch.
 
     Args:
-        task: by name, or the user's own.
-        recipe: what is trained with SGD.
-        to_batch: SNGM's batch.
-        task_settings: those of the task that differ from its defaults.
-        pilot_steps: to end the pilot after, where it would take more.
-        device, data_dir, say, progress: as in :func:`sngm.probes.pilot`.
+        task: name of a task.
+        recipe: the SGD recipe.
+        to_batch: the batch for SNGM.
+        task_settings: settings of the task that differ from its defaults.
+        pilot_steps: the most steps of the pilot.
+        device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
-        "facts", with the source of each number; "command", to train by; "notes"; the norm of each step's gradient.
+        A dict with "facts", the numbers with their sources; "command", to train with; "warnings"; "notes"; "norms", the
+        gradient norm of each step of the pilot.
     """
     if to_batch < recipe.batch:
         raise UsageError(f"`to_batch` must be at least the batch of the recipe, {recipe.batch}, got {to_batch}")
     own = {"momentum": recipe.momentum}
     if recipe.weight_decay is not None:
         own["weight_decay"] = recipe.weight_decay
-    where = alone(device)
+    where = probe_device(device)
     common: Record = {
         "lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own,
         "task_settings": task_settings,
@@ -149,13 +150,13 @@ def carry_recipe(
     large = resolve(task, "sngm", batch=to_batch, **common)
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
-    steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # refused now, if ever
+    steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # raises before the pilot
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
     norms, epochs = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
-    part = len(norms) if len(norms) < setup.per_epoch else None  # steps, where no epoch was finished
+    part = len(norms) if len(norms) < setup.per_epoch else None  # steps made, if no epoch was finished
     decay = small.method_settings["weight_decay"]
-    # A loss that is summed over the batch has a gradient that grows with it, which decay must keep up with.
+    # If the loss is a sum over the batch, its gradient grows with the batch, and weight decay must grow too.
     sums = setup.task.scale(to_batch) / setup.task.scale(recipe.batch)
     carried = carry_over(recipe.lr, decay * sums, peak.norm, to_batch / recipe.batch)
     growth = f"sqrt({to_batch} / {recipe.batch})"
@@ -195,40 +196,40 @@ def _pilot(
     say: Callable[[str], None],
     progress: Callable[[int, int, Record], None],
 ) -> tuple[list[float], list[Epoch]]:
-    """Train as `config` says, until an epoch's steps are hardly longer than those of the one before.
+    """Train with `config` until steps stop growing from epoch to epoch; return gradient norms and epochs.
 
-    Steps grow at first where there is warm-up, and where a net has to leave a plateau; SNGM's rate, the highest of its
-    run, belongs to the time when they are longest.
+    Steps grow at first with warm-up, or until the model leaves a plateau. SNGM's learning rate, the peak of its
+    schedule, corresponds to the longest steps.
     """
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
     say(f"pilot: SGD at batch {config.batch} and lr {config.lr:g}, as a rule 2 epochs of {each}")
-    taken, epochs = Norms(setup.model, 1.0), list[Epoch]()
-    walk = training(config, setup, device, taken)
+    recorded, epochs = Norms(setup.model, 1.0), list[Epoch]()
+    walk = training(config, setup, device, recorded)
     try:
         for step in range(1, steps + 1):
             next(walk)
             progress(step, min(steps, (len(epochs) + 1) * setup.per_epoch), {})
-            if step % setup.per_epoch and (step < steps or epochs):  # a part counts where there is no whole one
+            if step % setup.per_epoch and (step < steps or epochs):  # only the first epoch may be incomplete
                 continue
             first = len(epochs) * setup.per_epoch
-            norms, rates = torch.stack(taken.rows[first:]).norm(dim=1).tolist(), taken.rates[first:]
+            norms, rates = torch.stack(recorded.rows[first:]).norm(dim=1).tolist(), recorded.rates[first:]
             if not all(map(math.isfinite, norms)):
                 raise UsageError("the pilot met gradients that are not finite; is the recipe's lr right?")
             length = _rms([lr * norm for lr, norm in zip(rates, norms, strict=True)])
             epochs.append(Epoch(length, length / _rms(rates)))
-            if len(epochs) > 1 and epochs[-1].step < STILL * epochs[-2].step:
+            if len(epochs) > 1 and epochs[-1].step < GROWING * epochs[-2].step:
                 break
     finally:
         walk.close()
-        setup.feed.close()
+        setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
-    return torch.stack(taken.rows).norm(dim=1).tolist(), epochs
+    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
-    if task in tasks.LOCAL:  # no command could name it
+    if task in tasks.LOCAL:  # the command line cannot name it
         momentum = "" if recipe.momentum == 0.9 else f", momentum={recipe.momentum:g}"
         epochs = "" if recipe.epochs is None else f", epochs={recipe.epochs}"
         method = f"sngm(weight_decay={carried.weight_decay:g}{momentum})"
@@ -247,9 +248,9 @@ def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data
 
 
 def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None) -> list[str]:
-    """Where the rule is known to fail, or what it takes for granted is not so."""
+    """Return warnings where the rule is known to fail, or its assumptions do not hold."""
     found = []
-    # by name, since nets have normalisation layers of their own
+    # by class name, to find custom normalisation layers too
     if not any("norm" in type(module).__name__.lower() for module in setup.model.modules()):
         found.append(WITHOUT_NORMALISATION)
     pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
@@ -266,7 +267,7 @@ def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epo
         )
     elif len(epochs) == 1:
         found.append(f"{cut.capitalize()} after one epoch: whether its steps are the longest is not known.")
-    elif epochs[-1].step >= STILL * epochs[-2].step:
+    elif epochs[-1].step >= GROWING * epochs[-2].step:
         found.append(f"Steps were still growing when {cut}, after {len(epochs)} epochs: the rate may be too small.")
     return found
 
@@ -276,7 +277,7 @@ def _said(value: float | str | None) -> str:
 
 
 def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, lr: float) -> list[str]:
-    """What the rule cannot know."""
+    """Return notes on what the rule does not take into account."""
     notes = [f"The rule is no search: if there is time for more runs, try lr {lr / 2:.3g} and {lr * 2:.3g} too."]
     if any(isinstance(m, _BatchNorm) for m in model.modules()) and small.bn_group != large.bn_group:
         notes.append(

@@ -9,7 +9,7 @@ from .page import methods_table
 
 
 def in_words(advice: dict[str, Any]) -> str:
-    """Return the numbers with their sources, warnings, notes and the command to train by."""
+    """Return the numbers with their sources, warnings, notes and the command to train with."""
     from rich.console import Console
 
     recipe = advice["kind"] == "recipe"
@@ -30,5 +30,5 @@ def _table(head: list[str], rows: list[list[str]]) -> Any:
 
     table = Table(*head)
     for row in rows:
-        table.add_row(*map(Text, row))  # as text: brackets are no markup here
+        table.add_row(*map(Text, row))  # as Text, so that brackets are not parsed as markup
     return table

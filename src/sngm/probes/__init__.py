@@ -1,8 +1,8 @@
-"""Measure a live model: the constants that the paper's bounds speak of, as they are where the model is.
+"""Probes: measure the constants of the paper's bounds at the current weights of a model.
 
-`noise` has sigma and the gradient noise scale, `curvature` the norm of the Hessian, `frontier` the pairs (L, lambda) of
-relaxed smoothness, `blocks` the norms of a gradient's tensors with rho and cos. They work on any model and loss.
-`along` trains a task for a while and measures on the way, `of_runs` measures where runs have come to.
+`noise` measures sigma and the gradient noise scale, `curvature` the norm of the Hessian, `frontier` the pairs
+(L, lambda) of relaxed smoothness, `blocks` the norms of a gradient's tensors with rho and cos. They work with any model
+and loss. `along` measures during a short training of a task, `of_runs` at the last checkpoints of runs.
 """
 
 from .blocks import Blocks, blocks, frontier

@@ -1,4 +1,4 @@
-"""What is read off gradients and curvatures that are there: norms of blocks, rho and cos, and relaxed smoothness."""
+"""Block norms of a gradient with rho and cos, and the frontier of relaxed smoothness."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .gradients import norm
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """A gradient's tensors, as block-wise methods see them.
+    """Norms of the tensors of a gradient, the blocks of block-wise methods.
 
     Attributes:
-        norms: one a tensor.
-        rho: ``||g|| / sum of norms``; the paper's rho(S) is the largest of a run.
+        norms: one per tensor.
+        rho: ``||g|| / sum of norms``; the paper's rho(S) is the maximum over a run.
         cos: of the angle between the gradient and the block-wise direction, ``1 / (sqrt(S) rho)``.
             Both are NaN where the gradient is zero or not finite.
     """
@@ -31,7 +31,7 @@ class Blocks:
 
 
 def blocks(params: Iterable[Tensor]) -> Blocks:
-    """The norms of the gradients that `backward` has left in ``p.grad``; tensors without one are no blocks.
+    """Return the norms of the gradients in ``p.grad``; parameters without a gradient are not counted.
 
     >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
     >>> (3 * a[0] + 4 * b).sum().backward()
@@ -46,7 +46,7 @@ def blocks(params: Iterable[Tensor]) -> Blocks:
 
 
 def of_norms(norms: Sequence[float]) -> Blocks:
-    """With rho and cos, where there are any."""
+    """Return block norms with their rho and cos."""
     known = any(norms) and all(map(math.isfinite, norms))
     rho, cos = (theory.rho(norms), theory.cos_angle(norms)) if known else (math.nan, math.nan)
     return Blocks(list(norms), float(rho), float(cos))
@@ -55,14 +55,14 @@ def of_norms(norms: Sequence[float]) -> Blocks:
 def frontier(
     curvatures: Sequence[float], gradient_norms: Sequence[float], lambdas: Sequence[float]
 ) -> dict[float, float]:
-    """Relaxed smoothness: for each lambda the least L with ``||H|| <= L + lambda ||g||`` at all points visited.
+    """Return, for each lambda, the least L with ``||H|| <= L + lambda ||g||`` at all given points.
 
-    It says nothing of points in between, nor of others.
+    The inequality of relaxed smoothness need not hold at other points.
 
     Args:
-        curvatures: ||H||, the Hessian's norm at each point.
-        gradient_norms: ||g|| there, of the same function.
-        lambdas: to find L for.
+        curvatures: ||H||, the norm of the Hessian at each point.
+        gradient_norms: ||g|| at the same points, of the same function.
+        lambdas: values to find L for.
 
     >>> frontier([10.0, 100.0], [0.5, 8.0], [0.0, 10.0, 20.0])
     {0.0: 100.0, 10.0: 20.0, 20.0: 0.0}

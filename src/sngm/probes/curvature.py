@@ -1,4 +1,4 @@
-"""The norm of the Hessian, which is never formed."""
+"""The norm of the Hessian by Lanczos' method, from Hessian-vector products."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch import Tensor
 from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
 
-PRODUCT = 3  # gradients that a product takes the time of, or a little more
-# Of the parameters' norm: how far apart two gradients are whose difference is taken. Short, because a step that carries
-# an activation across the kink of a ReLU has its jump, divided by the step, counted as curvature.
+PRODUCT = 3  # the cost of a Hessian-vector product, in gradients
+# Step of finite differences, relative to the norm of the parameters. It is short, because a step that moves an
+# activation across the kink of a ReLU adds the jump of the gradient, divided by the step, to the curvature.
 STEP = 1e-11
-LEAST, IN_A_ROW = 8, 3  # products: an error may be small at first because a smaller eigenvalue was found before
+LEAST, IN_A_ROW = 8, 3  # products: the error may be small early, at a smaller eigenvalue
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
 class Curvature:
-    """What `curvature` has found.
+    """Result of `curvature`.
 
     Attributes:
-        norm: of the Hessian: the largest absolute value of its eigenvalues. L is the largest of a run's.
+        norm: of the Hessian: the largest absolute value of its eigenvalues. L is the maximum over a run.
         eigenvalue: that eigenvalue, with its sign.
-        error: an eigenvalue is at most this far away; as a rule the error is far smaller.
-        products: of the Hessian with a vector, that it took.
+        error: bound on the distance to the nearest eigenvalue; the error is usually far smaller.
+        products: the number of Hessian-vector products.
         by: "derivatives", or "differences" of gradients.
     """
 
@@ -48,24 +48,24 @@ def curvature(
     iterations: int = 30,
     tolerance: float = 0.01,
 ) -> Curvature:
-    """The eigenvalue of the loss's Hessian with the largest absolute value, by Lanczos' method.
+    """Return the eigenvalue of the loss's Hessian with the largest absolute value, by Lanczos' method.
 
-    No Hessian is formed: only its products with vectors are, each by two derivatives, in the time of about three
-    gradients. Where torch has no second derivatives, as for cuDNN's LSTM, a product is the difference of two gradients
-    a small step apart, which needs float64. That is good for five digits if the loss is smooth. With ReLUs it may be
-    far too large: a kink on the way counts as curvature.
+    The Hessian is not formed, only Hessian-vector products, each by double backward in about the time of three
+    gradients. Where torch has no second derivatives, as for cuDNN's LSTM, a product is a finite difference of two
+    gradients, which needs float64. It is accurate to five digits if the loss is smooth. With ReLUs it may be far too
+    large: a kink within the step counts as curvature.
 
-    It takes the memory of the loss and its derivatives and of seven vectors of the parameters' size, and the host waits
-    for the device once a product. The parameters are left as they were; random numbers, such as dropout's, are the same
-    in every look at the loss.
+    The memory is that of the loss and its derivatives, and of seven vectors of the size of the parameters. Each product
+    synchronises once with the device. The parameters are unchanged afterwards. Every evaluation of the loss draws the
+    same random numbers, such as dropout masks.
 
     Args:
-        loss: gives the loss, always of the same samples; or yields it in parts that add up to it, each of which is
-            done with before the next.
-        params: such as ``model.parameters()``. To measure ``copy.deepcopy(model).double()`` is exact, and leaves
-            running statistics of the other alone.
-        iterations: the most products to take.
-        tolerance: stop when the error is at most this part of the eigenvalue, for three products in a row.
+        loss: returns the loss, always of the same samples; or yields parts that add up to it, of which only one is in
+            memory at a time.
+        params: such as ``model.parameters()``. Parameters of ``copy.deepcopy(model).double()`` give full precision,
+            and leave the running statistics of the model unchanged.
+        iterations: the most products.
+        tolerance: stop when the error is at most this fraction of the eigenvalue, for three products in a row.
 
     >>> w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     >>> found = curvature(lambda: (torch.tensor([1.0, -4.0, 2.0]) * w**2).sum() / 2, [w])
@@ -95,7 +95,10 @@ def curvature(
 
 
 def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int, tolerance: float) -> Curvature:
-    """Without keeping old vectors: those that come back as copies repeat an end of the spectrum, and do not move it."""
+    """Run Lanczos' method without reorthogonalisation.
+
+    The loss of orthogonality adds copies of extreme eigenvalues, but does not change them.
+    """
     generator = torch.Generator(like.device).manual_seed(0)
     v = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
     v /= norm(v)
@@ -125,20 +128,20 @@ def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int,
 
 
 def _product(loss: Loss, params: Sequence[Tensor], v: Tensor) -> Tensor:
-    """Of the Hessian with a vector: the gradient of the gradient's part along it."""
+    """Return the product of the Hessian with `v`, by double backward."""
     total = torch.zeros_like(v)
     along = parts(v, params)
     for part in _parts_of(loss, params):
         pairs = zip(gradients(part, params, create_graph=True), along, strict=True)
         slopes = [(g * u).sum() for g, u in pairs if g is not None and g.requires_grad]
-        if slopes:  # a linear function has none
+        if slopes:  # none for a linear function
             total += flat(torch.autograd.grad(torch.stack(slopes).sum(), params, allow_unused=True), params)
-        total += 0 * part.detach()  # so that a loss that is no number shows, whatever its derivatives are
+        total += 0 * part.detach()  # propagates a NaN or infinite loss
     return total
 
 
 class _Differences:
-    """Products as differences of gradients, once `begin` was called."""
+    """Hessian-vector products as finite differences of gradients, in use once `begin` was called."""
 
     def __init__(self, loss: Loss, params: Sequence[Tensor]) -> None:
         self.loss, self.params = loss, params
@@ -161,7 +164,7 @@ class _Differences:
         return (self._gradient() - self.here) / self.step
 
     def end(self) -> None:
-        """Put the parameters back."""
+        """Restore the parameters."""
         if self.here is not None:
             self._put(self.start)
 
@@ -178,7 +181,7 @@ class _Differences:
 
 
 def _parts_of(loss: Loss, params: Sequence[Tensor]) -> Iterator[Tensor]:
-    """The loss in parts. Each look draws the same random numbers, and leaves those that come after as they were."""
+    """Yield the parts of the loss. Each call draws the same random numbers, and restores the generators."""
     with torch.random.fork_rng([params[0].device] if params[0].is_cuda else []):
         found = loss()
         yield from found if isinstance(found, Iterable) and not isinstance(found, Tensor) else [found]

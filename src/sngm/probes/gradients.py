@@ -1,4 +1,4 @@
-"""Gradients as flat vectors."""
+"""Gradients, and their conversion to flat vectors."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ NOT_FINITE = "the loss or its gradient is not finite here, so there is nothing t
 
 
 class NotFinite(UsageError):
-    """The loss or its gradient is no number at this point."""
+    """The loss or its gradient is NaN or infinite at this point."""
 
 
 def trained(params: Iterable[Tensor]) -> list[Tensor]:
-    """The parameters that have gradients; none at all are refused."""
+    """Return the parameters that require a gradient; raise UsageError if there are none."""
     if isinstance(params, Tensor):
         raise UsageError("params must be a list of tensors, such as model.parameters(), got a tensor")
     found = [p for p in params if p.requires_grad]
@@ -27,7 +27,7 @@ def trained(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
-    """One a parameter, None where the loss does not depend on it."""
+    """Return one gradient per parameter, dense; None where the loss does not depend on it."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"a loss must be a tensor with one number, got {what}")
@@ -40,18 +40,18 @@ def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False
 
 
 def flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """All in one vector, with zeros for those that are not there."""
+    """Concatenate tensors into one vector, with zeros for None."""
     pairs = zip(tensors, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if t is None else t.detach()).reshape(-1) for t, p in pairs])
 
 
 def norm(vector: Tensor) -> Tensor:
-    """In float64, without waiting for it."""
+    """Return the 2-norm in float64, as a tensor, without synchronisation."""
     found: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
     return found
 
 
 def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """What `flat` has put together, apart again: views."""
+    """Split a vector made by `flat` into views of the original shapes."""
     found = torch.split(vector, [p.numel() for p in like])
     return [part.view(p.shape) for part, p in zip(found, like, strict=True)]

@@ -1,4 +1,4 @@
-"""How much the gradients of single samples differ: sigma of the paper, and the gradient noise scale."""
+"""Gradient noise: sigma of the paper, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from torch import Tensor
 from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
 
-FOLDED = 4096  # numbers that a gradient is folded into for the interval: distances are kept to about 2 %
+FOLDED = 4096  # length of random projections of gradients: keeps distances to about 2 %
 
 
 @dataclass(frozen=True, slots=True)
 class Noise:
-    """What `noise` has found.
+    """Result of `noise`.
 
     Attributes:
         sigma: the standard deviation of a sample's gradient, ``E||grad f_i - grad F||^2 = sigma^2``.
-        low, high: an interval that is meant to hold sigma in 95 % of cases: see `noise`. NaN with two batches only.
+        low, high: 95 % confidence interval of sigma, see `noise`. NaN with only two batches.
         scale: the gradient noise scale ``sigma^2 / ||grad F||^2`` of McCandlish et al. (arXiv 1812.06162): the batch
-            at which noise and gradient are equal. The square below is freed of its own noise; if nothing is left of it,
-            the scale is inf.
+            at which noise and gradient are equal. ``||grad F||^2`` is estimated without bias; if the estimate is not
+            positive, the scale is inf.
         loss, gradient_norm: of the mean over all samples.
-        block_norms: of that gradient, one a parameter; None where the loss does not depend on it.
-        batches, samples: how many there were.
+        block_norms: of that gradient, one per parameter; None where the loss does not depend on it.
+        batches, samples: their numbers.
     """
 
     sigma: float
@@ -48,26 +48,26 @@ def noise(
     batches: Iterable[Any],
     sizes: Sequence[int] | None = None,
 ) -> Noise:
-    """Sigma and the gradient noise scale, from one gradient of each of some batches that have no sample in common.
+    """Return sigma and the gradient noise scale, from the gradients of disjoint batches.
 
     If batch k has b_k samples, and m is the mean gradient of the N samples before it, then
-    ``b_k N / (b_k + N) ||g_k - m||^2`` has the mean sigma^2, whatever the sizes. Sigma^2 is the mean of these, which is
-    unbiased. Where BatchNorm makes a sample's gradient depend on the others of its batch, sigma^2 is the variance of a
-    batch's gradient times its size, so it belongs to batches of that size.
+    ``b_k N / (b_k + N) ||g_k - m||^2`` has the mean sigma^2 for all sizes. Sigma^2 is estimated by the mean of these
+    values, which is unbiased. With BatchNorm, a sample's gradient depends on its batch; sigma^2 is then the variance of
+    a batch's gradient times its size, and holds for batches of that size.
 
-    The interval is a jackknife's: log sigma^2 without each batch in turn says how far it is off, and Student's t how
-    many times that is 95 %. It holds for gradients that are normal, in however few directions. Where a few samples
-    have by far the largest gradients it is too narrow, as no interval can know of what has not been drawn: how often it
-    held is in docs/probes.md. No gradient is kept for it, only `FOLDED` sums of its entries with random signs.
+    The interval is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of Student's t.
+    It is valid for normally distributed gradients, of any rank. If a few samples have by far the largest gradients, it
+    is too narrow; docs/probes.md has its measured coverage. It is computed from random projections to `FOLDED` numbers,
+    so that gradients are not kept.
 
     Args:
-        loss: gives the mean loss over the samples of a batch.
+        loss: returns the mean loss over the samples of a batch.
         params: such as ``model.parameters()``.
-        batches: at least two, drawn at random, of any sizes; a few dozen make a narrow interval.
-        sizes: the samples of each batch. Default: the length of its first tensor.
+        batches: at least two, drawn at random, of any sizes; a few dozen give a narrow interval.
+        sizes: the number of samples of each batch. Default: the length of its first tensor.
 
     >>> w = torch.zeros(1, requires_grad=True)
-    >>> x = torch.tensor([[1.0], [2.0], [3.0]])  # three batches of a sample; gradients w - x
+    >>> x = torch.tensor([[1.0], [2.0], [3.0]])  # three batches of one sample; gradients w - x
     >>> found = noise(lambda batch: ((w - batch) ** 2 / 2).mean(), [w], x)
     >>> found.sigma, found.gradient_norm
     (1.0, 2.0)
@@ -102,7 +102,7 @@ def noise(
         raise UsageError(f"noise is seen between two batches or more, got {len(seen)}")
     blocks = [norm(part) for part in parts(mean, params)]
     total = sum(seen)
-    # the one time that the host waits for the device
+    # the only synchronisation with the device
     numbers = torch.stack(
         [torch.stack(losses).sum() / total, norm(mean), *blocks, *estimates, *_distances(folded, seen)]
     ).tolist()
@@ -132,20 +132,20 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def _fold(vector: Tensor, signs: Tensor) -> Tensor:
-    """Few sums of entries with random signs, whose distances are those of the vectors; exact for short vectors."""
+    """Project a vector to `FOLDED` signed sums, which preserves distances; exactly for short vectors."""
     signed = torch.nn.functional.pad(vector * signs, (0, -len(vector) % FOLDED))
     return signed.view(-1, FOLDED).sum(0).double()
 
 
 def _distances(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """The square of how far each batch's gradient is from the mean of all."""
+    """Return the squared distance of each batch's gradient from the mean gradient."""
     rows = torch.stack(list(folded))
     weights = torch.tensor(sizes, dtype=rows.dtype, device=rows.device) / sum(sizes)
     return (rows - weights @ rows).square().sum(1)
 
 
 def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) -> tuple[float, float]:
-    """By leaving out one batch at a time. In the logarithm, where the error is close to symmetric."""
+    """Return the jackknife interval of sigma, computed for its logarithm, whose error is nearly symmetric."""
     from scipy.stats import t
 
     count, total = len(sizes), sum(sizes)
@@ -156,17 +156,17 @@ def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) ->
     parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
     whole = math.fsum(parts)
     without = [whole - part * total / (total - size) for part, size in zip(parts, sizes, strict=True)]
-    if min(without) <= 1e-12 * whole:  # one batch has all of the noise: it may be rare, and larger another time
+    if min(without) <= 1e-12 * whole:  # one batch has all of the noise, so there is no bound
         return 0.0, math.inf
     logs = [math.log(rest) for rest in without]
     centre = math.fsum(logs) / count
     error = math.sqrt((count - 1) / count * math.fsum((value - centre) ** 2 for value in logs))
-    factor = math.exp(float(t.ppf(0.975, count - 1)) * error / 2)  # half of it: sigma, and not its square
+    factor = math.exp(float(t.ppf(0.975, count - 1)) * error / 2)  # / 2: sigma, not sigma^2
     return sigma / factor, sigma * factor
 
 
 def _size(batch: Any) -> int:
-    """Samples of a batch: a tensor, or tensors in a tuple, a list or a dict."""
+    """Return the number of samples of a batch: a tensor, or tensors in a tuple, a list or a dict."""
     first = batch
     while not isinstance(first, Tensor):
         if not isinstance(first, (Mapping, Sequence)) or isinstance(first, str) or not first:

@@ -1,4 +1,4 @@
-"""Probes of a task: along a short training, and where runs have come to."""
+"""Probes of a task during a short training, and at the last checkpoints of runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..tasks import Moment
 from ..training import RunConfig, RunFolder, checkpoint, load_model_and_config, rng
 from ..training.batch_plan import BatchPlan
 from ..training.build import Setup, prepare
-from ..training.data_loading import place
+from ..training.data_loading import to_device_if_fits
 from ..training.distributed import Processes, choose_device, set_numerics
 from ..training.evaluate import evaluate, in_streams, order_of, samples_of
 from ..training.optimizer import set_rates
@@ -49,43 +49,43 @@ def along(
     say: Say = lambda text: None,
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
 ) -> Record:
-    """Train as `config` says, and measure at the start, at the end and at as many steps between as make `points`.
+    """Train with `config`, and measure at `points` equally spaced steps, from the start to the end.
 
-    The steps are those of ``sngm train``, and nothing that is measured changes them; no run is left behind. Besides
-    what each point has, every step gives the norms of its own batch's gradient, tensor by tensor, as the method gets
-    it: after clipping, and divided by ``task.scale`` so that all figures are of the mean loss. A run that diverges ends
-    at the first point where it shows, with the status "diverged" and the points before.
+    The steps are the same as those of ``sngm train``; no run folder is written. Every step also records the norm of
+    each tensor's gradient as the optimizer gets it: after clipping, and divided by ``task.scale``, so that all values
+    are of the mean loss. If the loss becomes NaN or infinite, the pilot ends at the next point, with the status
+    "diverged" and the points before it.
 
     Args:
-        config: of the run, as :func:`sngm.training.resolve` makes it.
+        config: of the run, from :func:`sngm.training.resolve`.
         points: at least two.
-        steps: to end after, if the run has more; its schedule stays as it is.
-        samples: that each point looks at, in groups: see :class:`Sample`.
-        iterations: the most Hessian-vector products of a point; each costs about three gradients of all samples.
+        steps: end after this many steps; the schedule is that of the whole run.
+        samples: the number of samples per point, in groups: see :class:`Sample`.
+        iterations: the most Hessian-vector products per point; each costs about three gradients of all samples.
         lambdas: of the frontier.
-        device: where; the GPU if there is one.
-        data_dir: the folder that holds datasets.
-        say: is called with words for people: what it will cost, and each point.
-        progress: is called after each step, as that of :class:`sngm.train.Options`, with no metrics.
+        device: default: the GPU if there is one.
+        data_dir: the folder of datasets.
+        say: called with messages: the cost, and each point.
+        progress: called after each step, as in :class:`sngm.training.Options`, with empty metrics.
 
     Returns:
-        What docs/probes.md lists. NaN and infinity, which JSON has not, are null where the command line writes it.
+        The fields listed in docs/probes.md. The command line writes NaN and infinity as null.
     """
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"points must be at least 2, the start and the end, and at most {MOST_POINTS:,}, got {points}")
     if steps is not None and steps < 1:
         raise UsageError(f"steps must be at least 1, got {steps}")
-    frontier([0.0], [0.0], lambdas)  # refused now, if ever
-    where = alone(device)
+    frontier([0.0], [0.0], lambdas)  # validate lambdas before training
+    where = probe_device(device)
     setup = prepare(config, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, iterations, say)
     steps = setup.steps if steps is None else min(steps, setup.steps)
     due = sorted({round(i * steps / (points - 1)) for i in range(points)})
-    taken = Norms(setup.model, setup.task.scale(config.batch))
-    say(cost_in_words(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
+    recorded = Norms(setup.model, setup.task.scale(config.batch))
+    say(cost_text(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
     found: list[Point] = []
     began, status = time.monotonic(), "finished"
-    walk = training(config, setup, where, taken)
+    walk = training(config, setup, where, recorded)
     try:
         for step in range(steps + 1):
             if step in due:
@@ -100,9 +100,9 @@ def along(
         status = "diverged"
     finally:
         walk.close()
-        setup.feed.close()
+        setup.data_source.close()
     curves, slopes = ([p[key] for p in found] for key in ("hessian_norm", "gradient_norm"))
-    each = taken.read(sample.names)
+    each = recorded.read(sample.names)
     known = [row["rho"] for row in each["each"] if row["rho"] == row["rho"]]
     return {
         "format": 1,
@@ -110,7 +110,7 @@ def along(
         "status": status,
         "config": config.as_dict(),
         **_about(sample),
-        # of a text these are windows of its streams, which are what a batch is made of
+        # for text: windows of its streams, the samples of a batch
         "training_samples": len(setup.training),
         "scale": setup.task.scale(config.batch),
         "points": found,
@@ -141,13 +141,13 @@ def of_runs(
     data_dir: Path | None = None,
     say: Say = lambda text: None,
 ) -> Record:
-    """Measure the last checkpoint of each run: sharpness, above all, of small- and of large-batch runs.
+    """Measure the last checkpoint of each run, for example the sharpness of small- and large-batch runs.
 
-    Runs of one task are all measured on the same samples: texts are cut into as many streams as the smallest batch
-    among them has, and runs that were trained on different parts of the data are refused. With BatchNorm they are one
-    function of the weights only if groups have the same size, so the default is the smallest `bn_group` among them.
+    Runs of one task are measured on the same samples: text is read in as many streams as the smallest batch, and runs
+    trained on different parts of the data raise UsageError. With BatchNorm, the loss is the same function of the
+    weights only for groups of equal size, so the default `bn_group` is the smallest among the runs.
     """
-    where = alone(device)
+    where = probe_device(device)
     loaded = [(Path(folder), *load_model_and_config(Path(folder), where, data_dir, partial=True)) for folder in folders]
     if not loaded:
         raise UsageError("there are no runs to measure")
@@ -167,7 +167,7 @@ def of_runs(
         training = in_streams(samples_of(task, config)[0], streams)
         sample = Sample(task, model, training, group, samples, iterations, say)
         if not runs:
-            say(cost_in_words(sample, len(loaded)))
+            say(cost_text(sample, len(loaded)))
         record, state = RunFolder(folder).read(), checkpoint.load(folder)
         assert state is not None
         try:
@@ -189,17 +189,17 @@ def of_runs(
     return {"format": 1, "kind": "runs", "runs": runs, **provenance(where)}
 
 
-def cost_in_words(sample: Sample, points: int) -> str:
-    """Said before anything is measured."""
+def cost_text(sample: Sample, points: int) -> str:
+    """Return the expected cost, as text."""
     groups = f"{len(sample.sizes)} groups of {sample.group}"
     return (
         f"{points} point{'s' * (points > 1)}, each at most the work of {sample.cost:,} gradients of single samples: "
-        f"{sample.samples} samples in {groups}, {sample.looks} times"
+        f"{sample.samples} samples in {groups}, {sample.evaluations} times"
     )
 
 
 def in_words(point: Point) -> str:
-    """The figures that matter most."""
+    """Return the main measurements of a point, as text."""
     return (
         f"loss {point['loss']:.4g}, |g| {point['gradient_norm']:.3g}, "
         f"|H| {'' if point['settled'] else '>'}{point['hessian_norm']:.3g}, sigma {point['sigma']:.3g}"
@@ -221,8 +221,8 @@ def _spent(sample: Sample, found: list[Point]) -> int:
     return sum(sample.samples * (1 + PRODUCT * point["products"]) for point in found)
 
 
-def alone(device: str | None) -> torch.device:
-    """The device of a probe, set up for it, where this is the only process."""
+def probe_device(device: str | None) -> torch.device:
+    """Return the device of a probe and set its numerics; raise UsageError under torchrun."""
     if ranks() != 1:
         raise UsageError("a probe is made by one process; start it without torchrun")
     where = choose_device(device)
@@ -231,7 +231,7 @@ def alone(device: str | None) -> torch.device:
 
 
 class Norms:
-    """The norm of each tensor's gradient at each step, left on the device until all are there."""
+    """The norm of each tensor's gradient at each step, kept on the device until `read`."""
 
     def __init__(self, model: nn.Module, scale: float) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -242,7 +242,7 @@ class Norms:
         self.rates: list[float] = []
 
     def take(self, loss: Tensor, lr: float) -> None:
-        """After a step. EXTRAP-SGD leaves no gradients behind; there are no norms then."""
+        """Record loss, learning rate and norms after a step. EXTRAP-SGD leaves no gradients, and has no norms."""
         self.losses.append(loss.detach().double().clone())
         self.rates.append(lr)
         self.used = self.used or [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -252,7 +252,7 @@ class Norms:
             self.rows.append(torch.stack([zero if g is None else norm(g) / self.scale for g in grads]))
 
     def read(self, names: list[str]) -> Record:
-        """A record a step, and what its norms are of."""
+        """Return one record per step, and the names of the tensors of its norms."""
         losses = torch.stack(self.losses).tolist() if self.losses else []
         rows: list[list[float]] = torch.stack(self.rows).tolist() if self.rows else [[]] * len(losses)
         each = []
@@ -262,21 +262,21 @@ class Norms:
         return {"names": [names[i] for i in self.used], "each": each}
 
 
-def training(config: RunConfig, setup: Setup, device: torch.device, taken: Norms) -> Generator[None, None, None]:
-    """The steps of a run, one each time it is asked."""
+def training(config: RunConfig, setup: Setup, device: torch.device, recorded: Norms) -> Generator[None, None, None]:
+    """Train a run as a generator, one step per iteration."""
     task, counter = setup.task, itertools.count()
     scores: list[float] = []
-    held_out = {name: place(samples, device) for name, samples in setup.held_out.items()}
+    held_out = {name: to_device_if_fits(samples, device) for name, samples in setup.held_out.items()}
     for epoch in range(config.epochs):
-        order = setup.feed.begin(order_of(setup.training, config.seed, rng.ORDER, epoch), epoch, 0)
-        setup.carried.begin_epoch()
+        order = setup.data_source.begin(order_of(setup.training, config.seed, rng.ORDER, epoch), epoch, 0)
+        setup.recurrent_state.reset()
         for i in range(setup.per_epoch):
             step = next(counter)
             moment = Moment(step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
             factor = setup.schedule(moment)
             set_rates(setup.optimizer, factor)
             batch = order[i * config.batch : (i + 1) * config.batch]
-            taken.take(setup.stepper(batch, epoch=epoch, step=step), config.lr * factor)
+            recorded.take(setup.stepper(batch, epoch=epoch, step=step), config.lr * factor)
             if i + 1 == setup.per_epoch and setup.schedule.needs_history:
                 found = evaluate(task, setup.model, held_out, config)
                 scores = [*scores, found[f"validation_{task.metric}"]]

@@ -1,4 +1,4 @@
-"""A fixed sample of a task's training data, and all that is measured of a model on it."""
+"""A fixed sample of a task's training data, and measurements of a model on it."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from .blocks import of_norms
 from .curvature import PRODUCT, curvature
 from .noise import noise
 
-PROBE = 4  # what a stream of random numbers is for, beside those of sngm.training.rng
-GROUPS = 16  # batches whose gradients are compared, where any size will do
-PASS = 64  # samples that go through a model at once, where groups may be merged
-LEAST = 4  # such batches, where BatchNorm makes them large
-WINDOWS = 4  # at least, of a stream that carries something from one to the next
+PROBE = 4  # purpose of random numbers, next to those of sngm.training.rng
+GROUPS = 16  # the number of groups without BatchNorm
+PASS = 64  # samples per pass where groups may be merged
+LEAST = 4  # the fewest groups, with large BatchNorm groups
+WINDOWS = 4  # the fewest consecutive windows of a stream
 MOST_ITERATIONS = 10_000
-SETTLED = 0.05  # of the Hessian's norm: an error that needs no mention
+SETTLED = 0.05  # relative error of the Hessian's norm that counts as converged
 Point = dict[str, Any]
-Group = tuple[Batch, Batch]  # samples, and what they go on from
+Group = tuple[Batch, Batch]  # samples, and their recurrent state
 
 
 class Sample:
-    """Groups of samples, always the same ones, and a copy of the model in float64 that goes through them.
+    """Fixed groups of samples, and a copy of the model in float64 to measure on them.
 
-    A group is what BatchNorm normalises together, because a sample's gradient depends on it; without BatchNorm it is as
-    many samples as make 16 groups. All that is measured is of the mean loss over all groups, with the augmentation of
-    epoch 0, and with dropout that draws the same numbers for a group each time. Weight decay is no part of it.
+    With BatchNorm, a group is what BatchNorm normalises together, because the gradient of a sample depends on its
+    group; without, the samples are split into 16 groups. All measurements are of the mean loss over all groups, with
+    the augmentation of epoch 0, the same dropout masks for a group each time, and without weight decay.
     """
 
     def __init__(
@@ -55,11 +55,11 @@ class Sample:
             raise UsageError(f"samples must be at least 1, got {samples}")
         if not 1 <= iterations <= MOST_ITERATIONS:
             raise UsageError(f"iterations must be at least 1 and at most {MOST_ITERATIONS:,}, got {iterations}")
-        self.task, self.iterations, self.say, self.told = task, iterations, say, False
-        self.draws = False  # whether the loss has been seen to draw random numbers, as dropout does
+        self.task, self.iterations, self.say, self.announced = task, iterations, say, False
+        self.draws = False  # whether the loss has drawn random numbers so far, as dropout does
         self.twin = copy.deepcopy(model).to(torch.float64)
         norms = [m for m in self.twin.modules() if isinstance(m, _BatchNorm)]
-        track(norms, False)  # statistics of the groups are used, and those that run are not
+        track(norms, False)  # no update of running statistics
         self.names, self.params = [], []
         for name, p in self.twin.named_parameters():
             if p.requires_grad:
@@ -69,33 +69,33 @@ class Sample:
         if self.normalises and bn_group == 1:
             raise UsageError("BatchNorm over a single sample: take a larger --bn-group")
         indices = chains(training, samples, bn_group if self.normalises else None)
-        # kept as the task makes them: in float64 they would take twice the memory
+        # in their own dtype: float64 would take twice the memory
         self.chains = [[task.batch(training, i, seed=0, epoch=0) for i in chain] for chain in indices]
         self.sizes = [len(i) for chain in indices for i in chain]
         self.group, self.samples = max(self.sizes), sum(self.sizes)
 
     @property
     def cost(self) -> int:
-        """The most gradients of single samples that a point takes the time of."""
-        return self.samples * self.looks
+        """The most work of a point, in gradients of single samples."""
+        return self.samples * self.evaluations
 
     @property
-    def looks(self) -> int:
-        """At all samples, at the most: one for the noise, the others for products with the Hessian."""
+    def evaluations(self) -> int:
+        """The most gradients of all samples per point: one for the noise, the others for Hessian-vector products."""
         return 1 + PRODUCT * self.iterations
 
     def measure(self, model: nn.Module) -> Point:
-        """All that is measured of a model of the same kind, at the weights it has."""
+        """Return all measurements at the weights of a model of the same architecture."""
         start = time.monotonic()
         self.twin.load_state_dict(model.state_dict())
         groups = self._groups()
         found = noise(lambda i: self._loss(i, *groups[i]), self.params, range(len(groups)), self.sizes)
-        if not self.told:
-            self.told = True
-            self.say(f"at most about {duration((time.monotonic() - start) * self.looks)} a point")
-        # Merged groups would draw other numbers, and the Hessian be that of another function than the gradient.
-        alone = self.normalises or self.draws
-        merged = groups if alone else _merged(groups, max(1, PASS // self.group))
+        if not self.announced:
+            self.announced = True
+            self.say(f"at most about {duration((time.monotonic() - start) * self.evaluations)} a point")
+        # Merged groups would draw other dropout masks: the Hessian would be of another function than the gradient.
+        separate = self.normalises or self.draws
+        merged = groups if separate else _merged(groups, max(1, PASS // self.group))
         shares = [len(batch[0]) / self.samples for batch, _ in merged]
 
         def parts() -> Iterator[Tensor]:
@@ -124,7 +124,7 @@ class Sample:
         }
 
     def _groups(self) -> list[Group]:
-        """Each batch with what it goes on from, which the weights have made and which is a constant from there on."""
+        """Return each batch with its recurrent state, computed at the current weights and treated as a constant."""
         groups: list[Group] = []
         with torch.no_grad():
             for chain in self.chains:
@@ -148,13 +148,13 @@ class Sample:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Of what a loss on this device draws from: another one after it has drawn. Both are kept on the host."""
+    """Return the state of the generators that a loss on this device may use, on the CPU; drawing changes it."""
     host = torch.get_rng_state()
     return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
 
 
 def _merged(groups: list[Group], count: int) -> list[Group]:
-    """So many groups in one, since a few large passes are faster than many small ones."""
+    """Merge every `count` groups into one, because a few large passes are faster than many small ones."""
     found: list[Group] = []
     for start in range(0, len(groups), count):
         batches, carried = zip(*groups[start : start + count], strict=True)
@@ -167,7 +167,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[Tensor]]:
-    """Indices of groups that have no sample in common: those of a chain go on from one another, as streams do."""
+    """Return indices of disjoint groups, in chains: the groups of a chain are consecutive windows of streams."""
     count = len(training)
     streams: int | None = getattr(training, "streams", None)
     samples = min(samples, count)
@@ -177,7 +177,7 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
         if count < 2 * group:
             there = f"there are {count} samples to train on, which make no two groups of {group}"
             raise UsageError(f"noise is seen between two groups or more, and {there}; take a smaller --bn-group")
-        order = rng.permutation(count, PROBE)  # the same for every run, so that runs can be compared
+        order = rng.permutation(count, PROBE)  # the same for every run, to compare runs
         return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]
     group = min(group, streams)
     side_by_side = max(1, min(streams // group, wanted // WINDOWS))

@@ -1,4 +1,4 @@
-"""What probes found, as tables for a terminal."""
+"""Results of probes as tables for a terminal."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Return a table of the points of a pilot, or of runs."""
+    """Return the points of a pilot, or the runs, as a table."""
     if found["kind"] == "runs":
         return _table(found["runs"], RUNS)
     points = [{"samples": found["samples"], **point} for point in found["points"]]
@@ -24,7 +24,7 @@ def _relative(point: dict[str, Any]) -> str:
 
 
 def _noise_scale(point: dict[str, Any]) -> str:
-    """With no more digits than it has: none beyond its order where it is above the number of samples."""
+    """Return the noise scale with two digits; with one if it exceeds the number of samples and is less accurate."""
     digits = 1 if _rough(point) else 2
     return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
 

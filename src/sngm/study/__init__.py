@@ -1,4 +1,4 @@
-"""Many runs: which to make, how to choose a learning rate, and making them side by side."""
+"""Studies: grids of runs, the choice of learning rates, and parallel worker processes."""
 
 from .grid import Cell, StudyConfig
 from .launch import compare

@@ -22,13 +22,13 @@ MOST_SEEDS = 10_000
 
 @dataclass(frozen=True)
 class StudyConfig:
-    """What is compared, as the user said it.
+    """Config of a study, as given by the user.
 
     Attributes:
         methods: names with settings, such as ``sngm(weight_decay=8e-4)``.
-        lrs: learning rates to try, for all methods; None takes the task's for each.
-        settings: fields of every run, such as workers or schedule.
-        extend: try rates beyond those given where the best lies at their edge.
+        lrs: learning rates to try, for all methods; None for the task's grid of each method.
+        settings: fields of the config of every run, such as workers or schedule.
+        extend: extend the grid if the best learning rate is at its edge.
     """
 
     task: str
@@ -52,7 +52,7 @@ class StudyConfig:
                 raise UsageError(f"{name} lists something twice: {again} is there twice; leave one out")
 
     def cells(self) -> list[Cell]:
-        """One for each method at each batch size."""
+        """Return one cell for each method at each batch size."""
         cls = tasks.find(self.task)
         cells = []
         for text in self.methods:
@@ -79,21 +79,21 @@ class StudyConfig:
         return asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """What makes it the study it is: all but the number of seeds, which may grow. As JSON would give it back."""
+        """Return what identifies the study, as JSON types: all but the number of seeds, which may be increased."""
         source = tasks.source_of(self.task, self.task_settings)
         identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": source}))
         registered = {name: registry.source_of(name) for name in (parse_call(text)[0] for text in self.methods)}
         if own := {name: digest for name, digest in registered.items() if digest}:
             identity["method_sources"] = own
         del identity["seeds"]
-        if self.extend:  # as all studies did that were made before this could be said
+        if self.extend:  # older studies have no such field, and extended their grids
             del identity["extend"]
         return identity
 
 
 @dataclass
 class Cell:
-    """One method at one batch size: the rates to try, what they gave, and the runs at the rate chosen."""
+    """One method at one batch size: the learning rates to try, their scores, and the chosen one."""
 
     study: StudyConfig
     method: str
@@ -123,13 +123,13 @@ class Cell:
         )  # fmt: skip
 
     def first_runs(self) -> list[RunConfig]:
-        """To choose a rate by. A single one needs no choice."""
+        """Return the runs that choose a learning rate; for a grid of one rate, the runs of all seeds."""
         if len(self.grid) == 1:
             return self.choose(self.grid[0])
         return [self.config(lr, "select", 0) for lr in self.grid]
 
     def take(self, config: RunConfig, record: dict[str, Any], metric: str, higher_is_better: bool) -> list[RunConfig]:
-        """Note what a run gave; return the runs to make next."""
+        """Store the score of a finished run; return the runs to start next."""
         if config.part == "full":
             return []
         result = record["result"]
@@ -151,7 +151,7 @@ class Cell:
         return [self.config(lr, "full", seed) for seed in range(self.study.seeds)]
 
     def summary(self, higher_is_better: bool) -> dict[str, Any]:
-        """For study.json."""
+        """Return the entry of this cell in study.json."""
         scores: Scores = self.scores
         return {
             "method": self.label,
@@ -164,16 +164,19 @@ class Cell:
 
 
 def run_name(config: RunConfig) -> str:
-    """A folder's name that says what is in it, and is different for different runs."""
+    """Return the name of a run's folder: readable, and unique by the hash of the config."""
     words = f"{config.method}-b{config.batch}-lr{config.lr:g}-s{config.seed}-{config.part}"
     return f"{re.sub(r'[^A-Za-z0-9.+-]+', '_', words)}-{config.hash}"
 
 
 def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Settings of the methods and those of the task; a key that none of them has is refused.
+    """Return the settings of the methods and those of the task.
 
-    ``method.key`` and ``task.key`` say which is meant where both have it. Settings that a method is named with, as in
-    ``sngm(momentum=0.8)``, are checked for their types too.
+    The prefixes ``method.key`` and ``task.key`` choose where both have the key. The types of settings of methods are
+    checked, also of those in ``sngm(momentum=0.8)``.
+
+    Raises:
+        UsageError: no method and no task has the key, both have it, or a value has the wrong type.
     """
     of_task = tasks.settings_of(task)
     of_methods = {name: method_settings_of(name) for name in (parse_call(text)[0] for text in methods)}
@@ -198,7 +201,7 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
 
 
 def check_types(method: str, settings: dict[str, Any]) -> None:
-    """Refuse values of another type than the method's own: torch takes any text for True.
+    """Raise UsageError if a setting has another type than its default: torch treats any string as True.
 
     >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
     """

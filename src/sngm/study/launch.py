@@ -1,4 +1,4 @@
-"""Making the runs of a study, several at a time in warm processes that have torch loaded already."""
+"""Run a study in worker processes, several runs at a time."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ Record = dict[str, Any]
 
 @dataclass
 class Progress:
-    """What a study has done so far, for whoever shows it."""
+    """Progress of a study, for display."""
 
     cells: list[Cell]
     planned: int
@@ -52,11 +52,11 @@ class Progress:
     running: dict[str, RunConfig] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     failed: list[tuple[RunConfig, Record]] = field(default_factory=list)
-    repeated: int = 0  # found finished
+    repeated: int = 0  # runs that were finished already
 
     @property
     def seconds_left(self) -> float | None:
-        """At the pace so far."""
+        """The estimated time left, at the mean pace so far; None before the first run has finished."""
         made = len(self.done) - self.repeated
         if not made:
             return None
@@ -72,9 +72,9 @@ def compare(
     show: Callable[[Progress], None],
     known: Callable[[RunConfig], Record | None] = lambda _: None,
 ) -> Progress:
-    """Make every run of a study that is not there yet, and keep study.json up to date.
+    """Train every unfinished run of a study, and keep study.json up to date.
 
-    `known` gives the record of a run that was made elsewhere, if there is one.
+    `known` returns the record of a run that was trained elsewhere, or None.
     """
     check_jobs(jobs)
     if ranks() > 1:
@@ -84,39 +84,39 @@ def compare(
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         remove_leftovers(folder)
-        _claim(folder, study, cells)
+        _check_folder(folder, study, cells)
         return _Launcher(study, cells, folder, options, jobs, show, data, known).run()
 
 
 def check_jobs(jobs: int | None) -> None:
-    """Refuse a number of worker processes that cannot be started."""
+    """Raise UsageError if `jobs` is out of range."""
     if jobs is not None and not 1 <= jobs <= MOST_JOBS:
         raise UsageError(f"--jobs must be a whole number from 1 to {MOST_JOBS:,}, got {jobs}")
 
 
 def load_data(study: StudyConfig, options: Options) -> Splits:
-    """The data of a study, to be checked with all its cells."""
+    """Load the data of the task of a study."""
     return tasks.build(study.task, study.task_settings, options.data_dir).data()
 
 
 def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Refuse what could not be run before anything is: every method, batch and setting. Returns each part's data."""
-    alone = Processes(0, 1, choose_device(options.device))
+    """Raise UsageError if any cell cannot be run; return the data description of each part of the runs."""
+    single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
         for part in ("select", "full") if len(cell.grid) > 1 else ("full",):
             config = cell.config(cell.grid[0], part, 0)
-            data[part] = prepare(config, alone, options, splits).data
+            data[part] = prepare(config, single, options, splits).data
     return data
 
 
-SMALL, SHARING = 128, 4  # batches that do not fill a GPU, and runs that share one: measured, see docs/speed.md
+SMALL, SHARING = 128, 4  # the largest batch at which runs share a GPU, and how many do: see docs/speed.md
 
 
 def default_jobs(batches: Sequence[int], device: torch.device) -> int:
-    """Runs at a time where the user says nothing: one a core; on a GPU one, or four small ones where MPS runs.
+    """Return the default number of parallel runs: one per core; on a GPU one, or four small ones with MPS.
 
-    Without MPS processes take turns on a GPU, and nothing is won.
+    Without MPS, the processes on a GPU are time-sliced, which is no faster.
     """
     if device.type != "cuda":
         return cores()
@@ -124,19 +124,19 @@ def default_jobs(batches: Sequence[int], device: torch.device) -> int:
 
 
 def mps_runs() -> bool:
-    """Whether NVIDIA's Multi-Process Service runs here; of its files this is the one that goes when it ends."""
+    """Return whether NVIDIA's Multi-Process Service is running, by its pid file, which it deletes when it exits."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     try:
-        os.kill(int((folder / "nvidia-cuda-mps-control.pid").read_text()), 0)  # signal 0: only asks
-    except PermissionError:  # another user's process, or file, is there
+        os.kill(int((folder / "nvidia-cuda-mps-control.pid").read_text()), 0)  # 0 checks that it exists
+    except PermissionError:  # the process or file of another user
         return True
     except (OSError, ValueError, OverflowError):
         return False
     return True
 
 
-def _claim(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
-    """Refuse a folder that belongs to another study, or to a run."""
+def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
+    """Raise UsageError if the folder holds another study or a run."""
     path = folder / "study.json"
     if (folder / "run.json").exists() and not path.exists():
         raise UsageError(f"{folder} holds a run; name another folder with --out")
@@ -144,7 +144,7 @@ def _claim(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         there = read_record(path).get("study")
         if not isinstance(there, dict):
             raise UsageError(f"{path} is not the record of a study; name another folder with --out")
-    except (FileNotFoundError, BrokenRecord) as error:  # it is made again from the runs, if they are this study's
+    except (FileNotFoundError, BrokenRecord) as error:  # rewritten below if the runs are of this study
         if isinstance(error, BrokenRecord):
             if not (folder / "runs").is_dir():
                 raise UsageError(f"{path} is broken; name another folder with --out") from None
@@ -158,11 +158,11 @@ def _claim(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
 
 
 def _check_runs(folder: Path, cells: list[Cell]) -> None:
-    """Refuse runs of another study: a report would count them in."""
+    """Raise UsageError if the folder holds runs of another study, which reports would include."""
     for file in sorted(folder.glob("runs/*/run.json")):
         try:
             config = config_of(RunFolder(file.parent).read(), file)
-        except BrokenRecord:  # it is made again
+        except BrokenRecord:  # this run is trained again
             continue
         if all(cell.config(config.lr, config.part, config.seed) != config for cell in cells):
             raise UsageError(f"{folder} holds runs of another study, such as {file.parent.name}; name another folder")
@@ -180,7 +180,7 @@ class _Launcher:
         data: dict[str, Record],
         known: Callable[[RunConfig], Record | None],
     ) -> None:
-        # absolute: worker processes start in the folder that this process was started in
+        # absolute: the working directory of worker processes may differ
         self.study, self.folder, self.show, self.data = study, folder.absolute(), show, data
         self.options = replace(options, data_dir=options.data_dir and options.data_dir.absolute())
         self.known = known
@@ -201,16 +201,16 @@ class _Launcher:
                 f"or a method ({type(error).__name__}: {error})",
                 stacklevel=2,
             )
-            # a thread, so that progress is shown; the number of threads of torch is that of a worker process
+            # in a thread, to show progress meanwhile; with one torch thread, as in a worker process
             return self._run_in(ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)))
-        # a server process that has torch loaded forks the workers: they start in no time
+        # fork workers from a server process that has torch loaded
         forks = not self.on_gpu and "forkserver" in multiprocessing.get_all_start_methods()
         context: Any = multiprocessing.get_context("forkserver" if forks else "spawn")
         if forks:
             from multiprocessing import forkserver
 
             context.set_forkserver_preload(["sngm.study.launch"])
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server inherits it: Ctrl-C is not for it
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server, which must ignore Ctrl-C
             forkserver.ensure_running()
             signal.signal(signal.SIGINT, before)
         how_to_start: Any = {"mp_context": context, "initializer": _warm_up, "initargs": (local,)}
@@ -236,7 +236,7 @@ class _Launcher:
             ) from None
         except BaseException:
             for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()  # it keeps what it has done, see _ask_to_stop
+                worker.terminate()  # it writes a checkpoint first, see _on_signal
             _stop_runs_here(True)
             raise
         finally:
@@ -254,7 +254,7 @@ class _Launcher:
                 self.progress.repeated += 1
                 self._finish(pool, cell, config, finished)
             else:
-                with _undisturbed(), _main_hidden():  # it may start a process
+                with _signals_deferred(), _main_hidden():  # submit() may start a process
                     future = pool.submit(_make, config, path, options, os.environ.get("SNGM_COMMIT"))
                 self.futures[future] = cell, config
 
@@ -262,17 +262,17 @@ class _Launcher:
         if record["status"] == "interrupted":
             raise KeyboardInterrupt
         self.progress.done.append((config, record))
-        if record["status"] == "failed":  # the others go on; this cell stays without a result
+        if record["status"] == "failed":  # this cell has no result; other cells continue
             self.progress.failed.append((config, record))
             self.show(self.progress)
             return
         before = len(cell.scores)
-        following = cell.take(config, record, self.task.metric, self.task.higher_is_better)
-        extended = bool(following) and following[0].part == "select"
-        self.progress.planned += extended  # the grid grew
+        next_runs = cell.take(config, record, self.task.metric, self.task.higher_is_better)
+        extended = bool(next_runs) and next_runs[0].part == "select"
+        self.progress.planned += extended  # the grid was extended
         if before != len(cell.scores) and cell.chosen and cell.lr is None:
-            self.progress.planned -= self.study.seeds  # every rate diverged: there is nothing to run
-        self._submit(pool, cell, following)
+            self.progress.planned -= self.study.seeds  # all learning rates diverged, so the seeds are not run
+        self._submit(pool, cell, next_runs)
         self._write()
         self.show(self.progress)
 
@@ -305,18 +305,18 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
         return None
     try:
         record = folder.open(config)
-    except NothingLeft:  # in a folder with this run's hash in its name
+    except NothingLeft:  # safe to delete: the folder name has the hash of this run
         folder.discard()
         return None
     folder.check_data(record, data)
     if record.get("status") not in FINISHED:
         return None
     if metrics_changed(path, record):
-        folder.mend_metrics(record, checkpoint.load(path))
+        folder.repair_metrics(record, checkpoint.load(path))
     return record
 
 
-# Windows has neither SIGALRM nor masks of signals
+# Windows has neither SIGALRM nor signal masks
 INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
 
 
@@ -325,11 +325,11 @@ def _mask(how: str, signals: Iterable[int]) -> set[Any]:
 
 
 @contextlib.contextmanager
-def _undisturbed() -> Iterator[None]:
-    """Keep Ctrl-C, SIGTERM and the end of a budget waiting: here, and in processes spawned until they are ready."""
+def _signals_deferred() -> Iterator[None]:
+    """Defer Ctrl-C, SIGTERM and SIGALRM: here until the body ends, in processes started by it until `_warm_up`."""
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
-    # for the processes: other threads of this one hear them
+    # child processes inherit the mask; other threads of this process still receive the signals
     mask = _mask("SIG_BLOCK", INTERRUPTS)
     try:
         yield
@@ -343,7 +343,7 @@ def _undisturbed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _main_hidden() -> Iterator[None]:
-    """Keep worker processes from running the user's script again: they are sent what they need of it."""
+    """Keep worker processes from importing the user's script again; what they need of it is pickled."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), main.__dict__.pop("__file__", None)
     main.__spec__ = None
@@ -357,7 +357,7 @@ def _main_hidden() -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Compute as a worker process does."""
+    """Use one torch thread in the body, as worker processes do."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -368,17 +368,17 @@ def one_thread() -> Iterator[None]:
 
 # ---------------------------------------------------------------- in a worker process
 
-_stop = _end = _steps = False  # asked to stop, asked to end, has made steps that are worth keeping
+_stop = _end = _steps = False  # stop the run; end the process; the run has made steps
 
 
 def _pack_local() -> bytes | None:
-    """Return tasks and methods that a worker cannot import, pickled by value; None if there are none."""
+    """Return tasks and methods that workers cannot import, pickled by value; None if there are none."""
     methods = {name: method for name, method in registry.METHODS.items() if name not in registry.BUILT_IN}
     if not tasks.LOCAL and not methods:
         return None
     try:
         import cloudpickle
-    except ImportError:  # older versions of joblib, which scikit-learn depends on, bring their own
+    except ImportError:  # older versions of joblib, a dependency of scikit-learn, include a copy
         from joblib.externals import cloudpickle
 
     packed: bytes = cloudpickle.dumps((tasks.LOCAL, methods))
@@ -390,25 +390,25 @@ def _warm_up(local: bytes | None = None) -> None:
         found, methods = pickle.loads(local)
         tasks.LOCAL.update(found)
         registry.METHODS.update(methods)
-    threading.Thread(target=_end_with_parent, daemon=True).start()
-    # told of by the parent, which has loaded the same data
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # the parent process has loaded the same data, and warned already
     warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
-    torch.set_num_threads(1)  # whatever --jobs says: the number of threads changes the last digits of a result
-    signal.signal(signal.SIGINT, _ask_to_stop)
-    signal.signal(signal.SIGTERM, _ask_to_stop)
+    torch.set_num_threads(1)  # independent of --jobs: the number of threads changes the last digits
+    signal.signal(signal.SIGINT, _on_signal)
+    signal.signal(signal.SIGTERM, _on_signal)
     _mask("SIG_UNBLOCK", INTERRUPTS)
 
 
-def _end_with_parent() -> None:
-    """A killed parent leaves nobody behind who would hold the folders."""
+def _exit_with_parent() -> None:
+    """Exit when the parent process ends, to release the locks of run folders."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()
         os._exit(1)
 
 
-def _ask_to_stop(number: int, _: Any) -> None:
-    """Ctrl-C asks for a stop at the next step; SIGTERM for the process to end then, or at once if nothing is lost."""
+def _on_signal(number: int, _: Any) -> None:
+    """Handle signals: stop the run at its next step; on SIGTERM then exit, at once if no step has been made."""
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
     if _end and not _steps:
@@ -416,13 +416,13 @@ def _ask_to_stop(number: int, _: Any) -> None:
 
 
 def _stop_runs_here(stop: bool) -> None:
-    """Ask a run in a thread of this process to stop at the next step."""
+    """Set or clear the request that a run in a thread of this process stops at its next step."""
     global _stop
     _stop = stop
 
 
 def _should_stop() -> bool:
-    """Asked after each step. What comes before the first, such as compiling, may be long, and is not waited for."""
+    """Return whether to stop; called after each step. Before the first step SIGTERM ends the process at once."""
     global _steps
     _steps = True
     return _stop
@@ -430,7 +430,7 @@ def _should_stop() -> bool:
 
 def _make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> Record:
     global _steps
-    if commit is not None:  # the server that forks has the environment of when it was started
+    if commit is not None:  # the fork server may have an older environment
         os.environ["SNGM_COMMIT"] = commit
     try:
         if _stop:
@@ -438,7 +438,7 @@ def _make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | 
         return train(config, path, Options(**options, should_stop=_should_stop))
     except Interrupted:
         return {"status": "interrupted"}
-    except (UsageError, OSError):  # the next run would fail likewise
+    except (UsageError, OSError):  # the next run would fail in the same way
         raise
     except Exception as error:
         text = "".join(traceback.format_exception(error))

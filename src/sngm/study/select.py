@@ -1,18 +1,18 @@
-"""Choosing a learning rate: the best on validation samples, from a grid that grows when the best lies at its edge."""
+"""Choice of a learning rate by validation score, from a grid that is extended if the best is at its edge."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 
-EXTENSIONS = 3  # the most rates added beyond the edges of a grid, for every method alike
+EXTENSIONS = 3  # the most learning rates added to a grid, the same for every method
 
-# (metric, loss) of each rate on the validation samples; None where the run diverged
+# validation (metric, loss) by learning rate; None if the run diverged
 Scores = Mapping[float, tuple[float, float] | None]
 
 
 def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
-    """The rate with the best metric, then the least loss, then the least rate; None if all diverged.
+    """Return the learning rate with the best metric, then the lowest loss, then the lowest rate; None if all diverged.
 
     >>> best_rate({0.1: (0.9, 0.5), 0.3: (0.9, 0.4), 1.0: None})
     0.3
@@ -25,18 +25,18 @@ def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
 
 
 def at_edge(scores: Scores, higher_is_better: bool = True) -> bool:
-    """Whether a better rate may lie beyond those tried."""
+    """Return whether the best learning rate is at an edge of those tried, or all diverged."""
     best = best_rate(scores, higher_is_better)
     return len(scores) > 1 and (best is None or best in (min(scores), max(scores)))
 
 
 def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> float | None:
-    """The rate to try next, one step of the grid beyond its edge; None if the choice is made.
+    """Return the learning rate to try next, one grid step beyond the edge; None if the grid is not extended.
 
     Args:
-        scores: what the rates tried so far gave.
+        scores: of the learning rates tried so far.
         higher_is_better: of the metric.
-        first: how many rates the grid had at first.
+        first: the number of learning rates in the original grid.
 
     >>> next_rate({0.1: (0.8, 1.0), 0.3: (0.9, 0.5)}, first=2)
     0.9
@@ -50,4 +50,4 @@ def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> 
     low, high = rates[0], rates[-1]
     beyond = high * (high / rates[-2]) if best == high else low * (low / rates[1])
     rounded = float(f"{beyond:.3g}")
-    return None if rounded in scores else rounded  # a grid so fine that its next step is lost in rounding
+    return None if rounded in scores else rounded  # rounding may give a rate of a very fine grid again

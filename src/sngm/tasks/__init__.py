@@ -1,4 +1,4 @@
-"""Tasks by name, and those of the user's own files."""
+"""Registry of tasks: built-in ones by name, and the user's own classes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ TASKS = {
 }
 
 
-# Tasks that no worker process could import: classes of a notebook, and instances that hold datasets.
+# Tasks that worker processes cannot import: classes of a notebook, and instances that hold datasets.
 LOCAL: dict[str, type[Task] | Task] = {}
 
 
@@ -77,7 +77,7 @@ def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(task: Task) -> str:
-    """Return a checksum of the code of a task that is not in a file, and of the structure of its model."""
+    """Return a checksum of the code of a task that is not in a file, and of its model's architecture."""
     with torch.random.fork_rng(devices=[]):
         model = task.model()
     return digest_of_sources(*task.sources(), type(model), repr(model), task.settings())
@@ -89,12 +89,12 @@ def _class_digest(cls: Any, settings: str) -> str:
 
 
 def names() -> list[str]:
-    """The tasks that come with the package."""
+    """Return the names of the built-in tasks."""
     return sorted(TASKS)
 
 
 def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | None = None) -> Task:
-    """A task by name, or of a class of the user's own as ``file.py:Class`` or ``package.module:Class``.
+    """Build a task by name; the user's own are named ``file.py:Class`` or ``package.module:Class``.
 
     >>> build("digits", {"width": 8}).settings()
     {'width': 8}
@@ -110,7 +110,7 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
             known = ", ".join(parameters) or "none"
             raise UsageError(f"task {name} has no setting {key!r}; it has {known}")
         default = parameters[key].default
-        if isinstance(value, (list, tuple)):  # a record gives back tuples as lists
+        if isinstance(value, (list, tuple)):  # records hold tuples as lists
             chosen[key] = value = list(value) if isinstance(default, list) else tuple(value)
         if default is not parameters[key].empty and default is not None and not _fits(value, default):
             wanted = type(default).__name__
@@ -130,7 +130,7 @@ def _fits(value: Any, default: Any) -> bool:
 
 
 def find(name: str) -> type[Task]:
-    """The class that a name stands for."""
+    """Return the class of a task by name."""
     if name in LOCAL:
         local = LOCAL[name]
         return local if isinstance(local, type) else type(local)
@@ -160,7 +160,7 @@ def find(name: str) -> type[Task]:
 
 
 def _check_defaults(name: str, cls: type[Task]) -> None:
-    """Refuse what cannot be used where the user says nothing, and keep it as plain numbers."""
+    """Raise UsageError if defaults of a task are invalid; convert ranges and arrays to tuples."""
 
     def several(value: Any, kind: type) -> bool:
         return isinstance(value, Collection) and len(value) > 0 and all(isinstance(one, kind) for one in value)
@@ -181,7 +181,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
 
 
 def _listed(numbers: Any) -> Any:
-    """Ranges and arrays as tuples of Python's numbers, which records can hold."""
+    """Return ranges and arrays as tuples of Python numbers, for JSON."""
     if isinstance(numbers, (list, tuple)):
         return numbers
     return tuple(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
@@ -199,7 +199,7 @@ def _load_file(path: Path) -> Any:
     module.__checksum__ = hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # type: ignore[attr-defined]
     sys.modules[module_name] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it may import its neighbours
+        sys.path.append(str(path.parent))  # it may import modules next to it
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -209,20 +209,20 @@ def _load_file(path: Path) -> Any:
 
 
 def settings_of(name: str) -> list[str]:
-    """The settings a task has."""
+    """Return the names of the settings of a task."""
     return list(inspect.signature(find(name)).parameters)
 
 
 def canonical(name: str) -> str:
-    """The name of a task from any folder: a file's with its whole path."""
+    """Return the name of a task with the absolute path of its file, if it has one."""
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
 
 
 def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
-    """Return a checksum of the user's own code: runs of an edited task are not runs of the old one.
+    """Return a checksum of the user's own code, which distinguishes runs of an edited task from earlier ones.
 
-    Of a file it is taken when the file is loaded. Tasks that come with a package have none.
+    The checksum of a file is taken when it is loaded. Tasks of installed packages have none.
     """
     if isinstance(LOCAL.get(name), Task):
         return name.rpartition("-")[2]
@@ -234,7 +234,7 @@ def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
 
 
 def middle_rate(task: str, method: str) -> float:
-    """The rate that a task's grid has in its middle for this method."""
+    """Return the middle learning rate of a task's grid for a method."""
     cls = find(task)
     grid = cls.lrs.get(method, cls.usual_lrs)
     return float(sorted(grid)[len(grid) // 2])

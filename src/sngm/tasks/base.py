@@ -1,4 +1,4 @@
-"""What a task is: data, model, loss and scores, with the settings people start from."""
+"""The base class of tasks: data, model, loss, scores and defaults."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from ..data.tensors import Tensors as Tensors  # handed on: tasks know it from here
+from ..data.tensors import Tensors as Tensors  # re-exported
 from ..errors import UsageError
 
 Batch = tuple[Tensor, ...]
 
 
 class Samples(Protocol):
-    """Anything that has a length and gives the samples at a 1-d tensor of indices, as a tuple of tensors.
+    """Interface of samples: a length, and indexing by a 1-d tensor, which returns a tuple of tensors.
 
-    Samples that follow one another, such as the words of a text, have a method `in_streams` besides: given a batch, it
-    returns the samples of an epoch in the order in which they are to be read, a step after the other. Sample i of each
-    step goes on where sample i of the step before it stopped. Splits to validate and test on, both of which are needed
-    then, are of that second kind already; its attribute `streams` says how many samples are read at a time.
+    Sequential samples, such as text, also have a method ``in_streams(batch)``, which returns the samples of an epoch in
+    reading order, step by step: sample i of a step continues sample i of the step before. Validation and test splits,
+    both required then, are such streams already; their attribute `streams` is the number of samples per step.
     """
 
     def __len__(self) -> int: ...
@@ -33,7 +32,7 @@ class Samples(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Splits:
-    """The samples of a task. Without `validation`, a part of `train` is held out where one is needed."""
+    """The samples of a task. Without `validation`, a part of `train` is held out to choose learning rates."""
 
     train: Samples
     test: Samples
@@ -41,44 +40,43 @@ class Splits:
 
 
 class Task:
-    """One experiment. Subclass it, write `data` and `model`, and name it on the command line as ``file.py:Class``.
+    """Base class of tasks. Subclass it, define `data` and `model`, and name it ``file.py:Class`` on the command line.
 
-    The arguments of a subclass's ``__init__`` are its settings, which ``--set key=value`` sets. As it stands a task
-    is classification: batches are (inputs, labels). Other tasks write their own `loss` and `scores` too.
-
-    Attributes:
-        metric: the score that learning rates are chosen by, one of those that `scores` gives.
-        higher_is_better: whether more of it is better.
-        epochs, batches, weight_decay, schedule: what is used where the user says nothing.
-        lrs: learning rates to try for each method. Methods that are not in it get `usual_lrs`.
-        holdout: the part of the training set held out to choose learning rates, if there is no validation set.
-        dataset: which of the datasets that ``sngm data`` knows it needs, if any: that verb then looks without loading.
-        data_dir: the folder that holds datasets, if the user named one.
-
-    More of what is used where the user says nothing, all to be found in `usual`, which a task may write itself if
-    its defaults depend on the batch:
+    The arguments of a subclass's ``__init__`` are its settings, for ``--set key=value``. The default task is
+    classification: batches are (inputs, labels). Other tasks also define `loss` and `scores`.
 
     Attributes:
-        workers: virtual workers; under torchrun at least as many as there are processes.
+        metric: the score that learning rates are chosen by, one of those that `scores` returns.
+        higher_is_better: whether a higher metric is better.
+        epochs, batches, weight_decay, schedule: defaults of the options of the same name.
+        lrs: learning rates to try, by method. Other methods use `usual_lrs`.
+        holdout: the fraction of the training set held out to choose learning rates, if there is no validation set.
+        dataset: the dataset it needs, if ``sngm data`` supports it, which then checks the files without loading them.
+        data_dir: the folder of datasets, if the user named one.
+
+    More defaults. `usual` returns them; override it if they depend on the batch:
+
+    Attributes:
+        workers: virtual workers; under torchrun rounded up to a multiple of the number of processes.
         micro: the most samples of a micro-batch. The default is the largest divisor of a worker's share up to it;
             None is the whole share.
-        warmup: epochs over which the learning rate first grows.
-        clip: the norm that gradients are clipped to, or None; or such a norm for each method that has one.
-        decay_on: weight decay acts on "weights", which biases and normalisation layers are not, or on "all".
-        bias_lr: LARS and CLARS train biases and normalisation layers at a "scaled" rate, or at the "full" one.
-        running_stats: whose BatchNorm statistics are kept: of the "first" worker, or their "mean".
-        result_of: the scores of which epoch are the result: the "last", or the "best" by its validation score.
+        warmup: epochs of linear warm-up of the learning rate.
+        clip: the norm that gradients are clipped to, or None; or a dict of norms by method.
+        decay_on: apply weight decay to "weights", without biases and normalisation layers, or to "all" parameters.
+        bias_lr: LARS and CLARS train biases and normalisation layers at a "scaled" or at the "full" learning rate.
+        running_stats: BatchNorm's running statistics: of the "first" worker, or the "mean" of all workers.
+        result_of: the epoch whose scores are the result: the "last", or the "best" by validation score.
         precision_on_gpu: "float32", "float64" or "bfloat16"; on a CPU the default is always float32.
 
-    And of how a run is made, which changes no more than the last digits:
+    How a run is executed, which changes at most the last digits:
 
     Attributes:
-        pass_size: the most samples to take through the model at once, or None: one BatchNorm group at a time. Set it
-            only where the loss draws no random numbers, and where samples meet in GhostBatchNorm2d alone. A pass then
-            holds many BatchNorm groups, and steps may be captured as a CUDA graph.
-        pass_size_on_cpu: the most there, where more images are no faster, and take gigabytes.
-        loaders: processes that prepare batches ahead, where that takes long; 0 for none.
-        step: how steps are made on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
+        pass_size: the most samples of a pass through the model; None for one BatchNorm group per pass. Set it only if
+            the loss draws no random numbers, and samples interact in GhostBatchNorm2d only. A pass then holds several
+            BatchNorm groups, and steps may be captured as a CUDA graph.
+        pass_size_on_cpu: the limit on a CPU, where larger passes are no faster and take gigabytes.
+        loaders: processes that prepare batches ahead, if that is slow; 0 for none.
+        step: the kind of steps on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -108,7 +106,7 @@ class Task:
 
     @classmethod
     def usual(cls, batch: int) -> dict[str, Any]:
-        """What is used at this batch where the user says nothing, by the names of the options.
+        """Return the defaults at this batch, by the names of the options.
 
         >>> Task.usual(512)["workers"], Task.usual(512)["schedule"]
         (1, 'cosine')
@@ -128,17 +126,17 @@ class Task:
         name: str | None = None,
         **defaults: Any,
     ) -> Task:
-        """Make a task of a function that builds a model and of map-style datasets of (input, target) samples.
+        """Build a task from a function that builds a model and map-style datasets of (input, target) samples.
 
         Args:
             model_fn: builds a new model, such as ``lambda: MLP(width=64)``; torch is seeded before it is called.
             train_dataset, test_dataset: any datasets with ``__len__`` and ``__getitem__``. Random transforms are
                 seeded by run, epoch and sample, so a resumed run sees the same samples.
-            validation_dataset: chooses learning rates. Default: a fifth of the training samples (`holdout`).
+            validation_dataset: to choose learning rates. Default: a fifth of the training samples (`holdout`).
             loss: function of (outputs, target) that returns the mean over the batch.
             metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or their
                 mean. Its name is the name of the score. Pass ``higher_is_better=False`` for an error.
-            name: for folders and tables. Default: the name of `model_fn`.
+            name: of the task, for folders and tables. Default: the name of `model_fn`.
             defaults: attributes of the task, such as ``epochs=20, batches=(64, 1024), loaders=4``.
 
         >>> from torch.utils.data import TensorDataset
@@ -153,56 +151,56 @@ class Task:
         return make(model_fn, data, loss, metric, name, defaults)
 
     def sources(self) -> list[Any]:
-        """Return the objects whose source code defines this task, where the class is not in a file."""
+        """Return the objects whose source code defines this task, if the class is not in a file."""
         return [type(self)]
 
     def data(self) -> Splits:
-        """The samples to train and test on. Raise :class:`sngm.errors.DataMissing` if they are not there."""
+        """Return the samples; raise :class:`sngm.errors.DataMissing` if they are not found."""
         raise UsageError(f"{type(self).__name__} must define data()")
 
     def facts(self) -> dict[str, Any]:
-        """What ``--dry-run`` says of the data, besides how many samples there are to train on."""
+        """Return facts about the data for ``--dry-run``, besides the number of training samples."""
         return {}
 
     def model(self) -> nn.Module:
-        """A new model; torch's random numbers are seeded before this is called."""
+        """Return a new model; torch is seeded before this is called."""
         raise UsageError(f"{type(self).__name__} must define model()")
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
-        """The mean loss over the samples of a batch, to call `backward` on."""
+        """Return the mean loss over the samples of a batch."""
         inputs, labels = batch
         return cross_entropy(model(inputs), labels)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
-        """What streams carry from step to step, as it is before an epoch's first: tensors with a row a sample.
+        """Return the recurrent state at the start of an epoch: tensors with one row per sample of the batch.
 
-        Most tasks carry nothing. Those that do write :meth:`follow` in place of :meth:`loss`.
+        Most tasks have none. Tasks with recurrent state define :meth:`follow` instead of :meth:`loss`.
         """
         return ()
 
     def follow(self, model: nn.Module, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
-        """The mean loss of a batch that goes on from what was carried, and what it hands on to the next."""
+        """Return the mean loss of a batch, given the recurrent state `carried`, and the new recurrent state."""
         return self.loss(model, batch), ()
 
     def scale(self, batch: int) -> float:
-        """What the mean loss of a batch is multiplied by before its gradient is taken: the batch, if it shall be a sum.
+        """Return the factor of the mean loss before backward; the batch size makes the loss a sum.
 
-        Methods that divide by the gradient's norm do not notice, but for their weight decay. Records have the mean.
+        It has no effect on methods that divide by the gradient's norm, except for weight decay. Records hold the mean.
         """
         return 1.0
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """For each sample, what is averaged over the test set: at least "loss" and `metric`."""
+        """Return values per sample, to be averaged over a split: at least "loss" and `metric`."""
         inputs, labels = batch
         outputs = model(inputs)
         return {"loss": cross_entropy(outputs, labels, reduction="none"), "accuracy": outputs.argmax(1) == labels}
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Training samples, augmented as a function of seed, epoch and sample alone. Default: as they are."""
+        """Return training samples; augmentation must depend on seed, epoch and sample only. Default: none."""
         return samples[indices]
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Scores over a whole split. Override it for metrics that are no mean over samples."""
+        """Return the scores over a split. Override it for metrics that are not means over samples."""
         sums: dict[str, Tensor] = {}
         count = 0
         for batch in batches:
@@ -215,12 +213,12 @@ class Task:
             for name, values in scores.items():
                 total = values.double().sum()
                 sums[name] = sums[name] + total if name in sums else total
-        # read all at once, at the end: each look makes the host wait for the device
+        # read once, at the end: each read synchronises with the device
         totals = torch.stack([total.to(batch[0].device) for total in sums.values()]).tolist() if sums else []
         return {name: total / count for name, total in zip(sums, totals, strict=True)}
 
     def settings(self) -> dict[str, Any]:
-        """What ``--set`` may set, with the values in use."""
+        """Return the settings, for ``--set``, and their values."""
         import inspect
 
         names = list(inspect.signature(type(self).__init__).parameters)[1:]

@@ -1,4 +1,4 @@
-"""A task made of what people already have: a function that builds a model, and map-style datasets."""
+"""Tasks from PyTorch objects: a function that builds a model, and map-style datasets."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..errors import UsageError
 from .base import Batch, Samples, Splits, Task
 
 Loss = Callable[[Any, Tensor], Tensor]
-SAMPLED = 16  # samples that a dataset's fingerprint is computed from
+SAMPLED = 16  # samples used for the fingerprint of a dataset
 
 
 class DatasetSamples:
@@ -32,7 +32,7 @@ class DatasetSamples:
         return as_batch([self.dataset[i] for i in indices.tolist()])
 
     def fingerprint(self) -> str:
-        """Return a checksum of the length and of a few samples, drawn with fixed seeds."""
+        """Return a checksum of the length and of a few samples, read with fixed seeds."""
         places = np.linspace(0, len(self) - 1, min(len(self), SAMPLED)).astype(int).tolist()
         with seeded(0, 0, 0):
             batch = self[torch.tensor(places)]
@@ -61,7 +61,7 @@ class seeded:
 
     def __enter__(self) -> None:
         self.states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-        torch.default_generator.manual_seed(self.seed)  # of the CPU alone: datasets are read there
+        torch.default_generator.manual_seed(self.seed)  # CPU only: datasets are read there
         np.random.seed(self.seed)  # noqa: NPY002
         random.seed(self.seed)
 
@@ -95,15 +95,15 @@ class TorchTask(Task):
         metric = self.parts["metric"]
         if metric is not None:
             values = metric(outputs, target)
-            # a mean over the batch counts as often as the batch has samples
+            # weight a mean over the batch by the number of its samples
             scores[self.metric] = values if values.ndim and len(values) == len(target) else values.expand(len(target))
         return scores
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return training samples; random transforms depend on seed, epoch and sample alone."""
+        """Return training samples; random transforms depend on seed, epoch and sample only."""
         whole: Any = samples
         rows = indices
-        while hasattr(whole, "indices"):  # a part of the samples
+        while hasattr(whole, "indices"):  # a `Part`
             whole, rows = whole.samples, whole.indices[rows.cpu()]
         if not isinstance(whole, DatasetSamples):
             return samples[indices]
@@ -127,7 +127,7 @@ def as_samples(name: str, dataset: Any) -> Samples:
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return for each sample whether the largest output is that of its class."""
+    """Return, per sample, whether the largest output is that of its class."""
     return outputs.argmax(1) == target
 
 

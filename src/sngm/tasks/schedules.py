@@ -1,6 +1,7 @@
-"""Learning rate schedules: what the base rate is multiplied by, as a function of the step alone.
+"""Learning rate schedules: the factor of the base learning rate, as a function of the step.
 
-`plateau` also looks at the recorded validation history; nothing else is state, so a resumed run has the same rates.
+`plateau` also depends on the recorded validation scores. Schedules have no other state, so that a resumed run has the
+same learning rates.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from ..parsing import parse_call
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """Where a run is: `step` of `steps`, `epoch` of `epochs`; `history` has the validation score of each past epoch."""
+    """Position in a run: `step` of `steps`, `epoch` of `epochs`; `history` has the validation scores of past epochs."""
 
     step: int
     steps: int
@@ -28,27 +29,27 @@ class Moment:
 
 
 def constant(_: Moment) -> float:
-    """Always 1."""
+    """Return 1."""
     return 1.0
 
 
 def cosine(at: Moment) -> float:
-    """The paper's: half a cosine from 1 to 0, changed once an epoch."""
+    """Return half a cosine from 1 to 0, changed once per epoch, as in the paper."""
     return 0.5 * (1.0 + math.cos(math.pi * at.epoch / at.epochs))
 
 
 def linear(at: Moment) -> float:
-    """From 1 to 0 in a straight line, changed every step."""
+    """Return a linear decay from 1 to 0, changed every step."""
     return 1.0 - at.step / at.steps
 
 
 def polynomial(at: Moment, power: float = 2.0) -> float:
-    """``(1 - step/steps) ** power``."""
+    """Return ``(1 - step/steps) ** power``."""
     return float((1.0 - at.step / at.steps) ** power)
 
 
 def plateau(at: Moment, factor: float = 4.0, patience: int = 0) -> float:
-    """Divided by `factor` whenever more than `patience` epochs in a row bring no better validation score.
+    """Return 1, divided by `factor` each time the validation score has not improved for more than `patience` epochs.
 
     >>> plateau(Moment(30, 100, 3, 10, history=[0.5, 0.6, 0.55], higher_is_better=True))
     0.25
@@ -56,7 +57,7 @@ def plateau(at: Moment, factor: float = 4.0, patience: int = 0) -> float:
     best, waited, value = -math.inf, 0, 1.0
     for score in at.history:
         score = score if at.higher_is_better else -score
-        if score > best:  # a score that is not a number is no improvement
+        if score > best:  # NaN is no improvement
             best, waited = score, 0
         else:
             waited += 1

@@ -1,4 +1,4 @@
-"""One run: its config, its batch plan, its loop, its records."""
+"""Training of one run: config, batch plan, training loop, records."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ def load_model(
     partial: bool = False,
     data_dir: str | PathLike[str] | None = None,
 ) -> nn.Module:
-    """The trained model of a run's folder, in evaluation mode. The code of the run's task is run to build it.
+    """Return the trained model of a run folder, in evaluation mode. This runs the code of the task.
 
-    It is the one that the run's result is of: of the last epoch, or of the best one where the task says so.
+    The model is that of the last epoch, or of the best epoch if the task has ``result_of = "best"``.
 
     Args:
-        folder: where ``sngm train`` or ``sngm compare`` put the run.
-        device: where the model shall be.
-        data_dir: the folder that holds datasets, for a task whose model depends on them.
-        partial: also take the model of a run that has not finished, as its last checkpoint has it.
+        folder: the folder of the run, written by ``sngm train`` or ``sngm compare``.
+        device: the device to load the model onto.
+        data_dir: the folder of datasets, for tasks whose model depends on the data.
+        partial: also accept an unfinished run, and load its last checkpoint.
     """
     model, _ = load_model_and_config(Path(folder), device, None if data_dir is None else Path(data_dir), partial)
     return model.eval()
 
 
 def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> dict[str, float]:
-    """The scores of a run's trained model, computed anew."""
+    """Evaluate the trained model of a run folder again and return its scores."""
     set_numerics(device)
     model, config = load_model_and_config(folder, device, data_dir)
     task = config.build_task(data_dir)
@@ -62,12 +62,12 @@ def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> d
 def load_model_and_config(
     folder: Path, device: str | torch.device, data_dir: Path | None, partial: bool = False
 ) -> tuple[nn.Module, RunConfig]:
-    """The model of a run's folder as it was trained, and what the run was."""
-    place = RunFolder(folder)
-    if not place.file.exists():
+    """Return the trained model of a run folder and the config of the run."""
+    run = RunFolder(folder)
+    if not run.file.exists():
         raise UsageError(f"{folder} holds no run (no run.json)")
-    record = place.read()
-    config = config_of(record, place.file)
+    record = run.read()
+    config = config_of(record, run.file)
     broken = record["status"] == "finished" and checkpoint.is_broken(folder)
     if broken and not partial:
         raise UsageError(
@@ -76,18 +76,18 @@ def load_model_and_config(
     state = checkpoint.load(folder)
     if state is None:
         raise UsageError(f"{folder} holds no checkpoint: the run is {record['status']}{_remedy(record)}")
-    place.check_checkpoint(state, record, config)
+    run.check_checkpoint(state, record, config)
     step = state["run"]["step"]
     if not partial and (record["status"] != "finished" or len(state["run"]["history"]) < config.epochs):
         raise UsageError(
             f"{folder}: the run is {record['status']}, its last whole checkpoint at step {step}{_remedy(record)}"
         )
     config.check_source()
-    with MemoryLimit(f"{place.file}: {config.task_in_words}"):
+    with MemoryLimit(f"{run.file}: {config.task_in_words}"):
         model = config.build_task(data_dir).model().to(dtype=config.dtype)
     try:
         model.load_state_dict(state.get("best_model") or state["model"])
-    except RuntimeError as error:  # its lines name each tensor that does not fit
+    except RuntimeError as error:  # one line for each tensor that does not fit
         why = str(error).splitlines()[-1].strip()
         raise UsageError(
             f"{folder}: the task builds another model now than was trained, perhaps from other data: {why}"
@@ -96,5 +96,5 @@ def load_model_and_config(
 
 
 def _remedy(record: dict[str, Any]) -> str:
-    """What helps where the model of a run is not there."""
+    """Return what to do about a run without a usable model, to append to an error message."""
     return "; train it again with --restart" if record["status"] in FINISHED else "; finish it first"

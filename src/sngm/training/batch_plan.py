@@ -1,4 +1,4 @@
-"""Who computes what: the global batch, cut into workers' shares, micro-batches and BatchNorm groups."""
+"""Batch plan: the split of the global batch into workers, micro-batches and BatchNorm groups."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
-MOST_SAMPLES = 10**12  # of a batch
+MOST_SAMPLES = 10**12  # per batch
 
 
 @dataclass(frozen=True, slots=True)
 class BatchPlan:
-    """One step's work.
+    """How one step splits the global batch.
 
     Attributes:
-        batch: the global batch, over all workers.
-        workers: data-parallel ranks, real or virtual. Each holds a contiguous part of the batch.
-        micro: the most samples a worker takes through the model at once.
-        bn_group: samples whose statistics BatchNorm takes together; a pass through the model is one such group, or
-            several where a task allows that.
-        ranks: real processes. Each computes ``workers / ranks`` neighbouring workers, one after another.
+        batch: samples of the global batch, over all workers.
+        workers: data-parallel workers, real or virtual. Each has a contiguous part of the batch.
+        micro: samples of a micro-batch.
+        bn_group: samples that BatchNorm normalises together. A pass through the model is one such group, or several if
+            the task sets `pass_size`.
+        ranks: processes. Each computes ``workers / ranks`` consecutive workers, one after another.
 
     >>> plan = BatchPlan.of(batch=1024, workers=8, micro=64)
     >>> plan.share, plan.bn_group, len(plan.pieces(0)), plan.pieces(1)[0]
@@ -43,7 +43,7 @@ class BatchPlan:
         bn_group: int | None = None,
         ranks: int = 1,
     ) -> BatchPlan:
-        """The plan that follows from what the user said; what does not divide is refused."""
+        """Return the plan for these arguments; raise UsageError if they do not divide each other."""
         workers = ranks if workers is None else workers
         given = {"batch": batch, "workers": workers, "micro": micro, "bn_group": bn_group}
         for name, value in given.items():
@@ -75,19 +75,19 @@ class BatchPlan:
         return self.batch // self.workers
 
     def workers_of(self, rank: int) -> range:
-        """The workers that a process computes."""
+        """Return the workers that a process computes."""
         each = self.workers // self.ranks
         return range(rank * each, (rank + 1) * each)
 
     def pieces(self, worker: int) -> list[slice]:
-        """The parts of the global batch that a worker takes through the model, in order."""
+        """Return the parts of the global batch that are a worker's passes, one BatchNorm group each, in order."""
         start = worker * self.share
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
 
     def merged(self, workers: range, most: int) -> list[slice]:
-        """The parts of neighbouring workers in as few passes of whole BatchNorm groups as `most` samples allow.
+        """Return the passes of consecutive workers, merged into as few as possible of at most `most` samples.
 
-        The passes are as equal as can be. A group is never cut, however large.
+        Passes hold whole BatchNorm groups and are of nearly equal size. A single group may exceed `most`.
 
         >>> BatchPlan.of(batch=64, workers=2, micro=4).merged(range(2), 24)
         [slice(0, 20, None), slice(20, 40, None), slice(40, 64, None)]
@@ -99,7 +99,7 @@ class BatchPlan:
         return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     def describe(self, normalises: bool = True) -> str:
-        """In words, for people; `normalises`: the model has BatchNorm.
+        """Return the plan as text; `normalises` is whether the model has BatchNorm.
 
         >>> BatchPlan.of(batch=512, workers=8, micro=32).describe()
         '512 = 8 workers x 2 groups of 32; BatchNorm over 32; 1 process'

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics over a step: whose samples they follow, however the batch is cut into passes."""
+"""BatchNorm's running statistics in a step, independent of how the batch is split into passes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .batch_plan import BatchPlan
 
 
 def may_merge(task: Task, model: nn.Module) -> bool:
-    """Whether a pass may hold several BatchNorm groups: the task says so, and no layer would mix or number them."""
+    """Return whether a pass may hold several BatchNorm groups: `pass_size` is set, and no layer mixes groups."""
     if task.pass_size is None or draws(task, model):
         return False
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
@@ -26,13 +26,16 @@ def may_merge(task: Task, model: nn.Module) -> bool:
 
 
 def draws(task: Task, model: nn.Module) -> bool:
-    """Whether the loss may draw random numbers: a model may say so by an attribute `draws`, beside its layers."""
+    """Return whether the loss may draw random numbers.
+
+    It may if the task sets no `pass_size`, or if the model has active dropout or an attribute `draws` that is true.
+    """
     dropout = any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in model.modules())
     return task.pass_size is None or dropout or bool(getattr(model, "draws", False))
 
 
-class OneByOne:
-    """For any BatchNorm, one group a pass: every worker starts from the same statistics and follows its own groups."""
+class PerGroupStatistics:
+    """Running statistics of any BatchNorm with one group per pass: every worker starts from the same statistics."""
 
     def __init__(self, model: nn.Module, plan: BatchPlan, policy: str) -> None:
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -41,12 +44,12 @@ class OneByOne:
         self.kept: list[list[Tensor]] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Start a step."""
         self.before, self.kept = self._copies(), []
 
     @contextlib.contextmanager
-    def following(self, worker: int | None) -> Iterator[None]:
-        """Within, statistics follow the worker's passes if they are to be kept; None: stay as they are."""
+    def tracking(self, worker: int | None) -> Iterator[None]:
+        """Update statistics by the passes in the body if this worker's are kept; None for no update."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
         track(self.norms, worker is not None if self.mean else worker == 0)
@@ -57,13 +60,13 @@ class OneByOne:
         if worker is not None:
             self.kept.append(self._copies())
 
-    def at(self, piece: slice) -> None:
-        """This part of the batch comes next. A pass of one group needs no telling."""
+    def set_pass(self, piece: slice) -> None:
+        """Set the part of the batch of the next pass: nothing to do here."""
 
     def end(self) -> None:
-        """All passes are done: keep the mean over workers of the statistics each has come to, if that is asked for."""
+        """End a step: with the policy "mean", set the statistics to their mean over workers."""
         for i, b in enumerate(self._buffers() if self.mean else []):
-            if not b.is_floating_point():  # the number of batches seen, equal for all
+            if not b.is_floating_point():  # num_batches_tracked, equal for all workers
                 continue
             mean = torch.stack([copies[i] for copies in self.kept]).sum(0) / self.plan.workers
             if self.plan.ranks > 1:
@@ -79,18 +82,19 @@ class OneByOne:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a pass adds to running statistics: see :class:`GhostBatchNorm2d`. Without weights: nothing."""
+    """What a pass adds to running statistics, see :class:`GhostBatchNorm2d`; nothing if `weights` is None."""
 
     weights: Tensor | None
     keep: float = 1.0
     batches: int = 0
 
 
-class Ghost:
-    """For GhostBatchNorm2d and passes of many groups: each group has a weight that gives what :class:`OneByOne` gives.
+class GhostStatistics:
+    """Running statistics of GhostBatchNorm2d with several groups per pass; equal to `PerGroupStatistics`.
 
-    A worker with groups 1..n moves r to (1-m)^n r + sum_i m (1-m)^(n-i) s_i. The first worker's groups count as
-    there, or all workers' groups, divided by the number of workers: their mean.
+    A worker with groups 1..n moves r to (1-m)^n r + sum_i m (1-m)^(n-i) s_i, so each group has a fixed weight. With
+    the policy "first", groups of other workers have weight 0; with "mean", weights are divided by the number of
+    workers.
     """
 
     def __init__(
@@ -105,15 +109,15 @@ class Ghost:
         momenta = {(float(norm.momentum or 0.0), devices[norm]) for norm in self.tracked}
         shares = {key: self._shares(key[0], rank, passes, dtype, key[1]) for key in momenta}
         self.shares = {norm: shares[float(norm.momentum or 0.0), devices[norm]] for norm in self.tracked}
-        self.follows = False
+        self.tracks = False
 
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Share]:
-        """By the start of each pass. Old statistics fade once a step, at the first pass that counts."""
-        each = self.plan.share // self.plan.bn_group  # groups of a worker
+        """Return the share of each pass by its start. Only the first pass with weights decays the old statistics."""
+        each = self.plan.share // self.plan.bn_group  # groups per worker
         weights, keep = one_after_another(each, momentum)
-        if self.mean:  # over the workers here: the mean over processes comes after
+        if self.mean:  # over the workers of this process; `end` averages over processes
             weights = weights.repeat(self.plan.workers) / len(self.plan.workers_of(rank))
         else:
             weights = torch.cat([weights, torch.zeros(each * (self.plan.workers - 1), dtype=weights.dtype)])
@@ -129,26 +133,26 @@ class Ghost:
         return shares
 
     def begin(self) -> None:
-        """A step begins; there is nothing to remember."""
+        """Start a step: nothing to do here."""
 
     @contextlib.contextmanager
-    def following(self, worker: int | None) -> Iterator[None]:
-        """Within, statistics follow the passes that count; None: stay as they are."""
-        self.follows = worker is not None
+    def tracking(self, worker: int | None) -> Iterator[None]:
+        """Update statistics by the passes in the body; None for no update."""
+        self.tracks = worker is not None
         try:
             yield
         finally:
             track(self.tracked, True)
 
-    def at(self, piece: slice) -> None:
-        """This part of the batch comes next."""
+    def set_pass(self, piece: slice) -> None:
+        """Set the part of the batch of the next pass."""
         for norm in self.tracked:
             share = self.shares[norm][piece.start]
-            norm.track_running_stats = self.follows and share.weights is not None
+            norm.track_running_stats = self.tracks and share.weights is not None
             norm.weights, norm.keep, norm.batches = share.weights, share.keep, share.batches
 
     def end(self) -> None:
-        """All passes are done: take the mean over processes, if that is asked for."""
+        """End a step: with the policy "mean", average the statistics over processes."""
         if not self.mean or self.plan.ranks == 1:
             return
         for norm in self.tracked:
@@ -158,6 +162,6 @@ class Ghost:
 
 
 def track(norms: Sequence[_BatchNorm], follow: bool) -> None:
-    """Let running statistics follow what comes, or not."""
+    """Turn the tracking of running statistics on or off."""
     for norm in norms:
         norm.track_running_stats = follow

@@ -1,4 +1,4 @@
-"""Everything a run needs before its first step. What could not be run is refused here, before anything is written."""
+"""Preparation of a run: everything before its first step. Invalid runs raise here, before any file is written."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from ..options import Execution
 from ..tasks import Samples, Schedule, Splits, Task
 from . import rng
 from .batch_plan import BatchPlan
-from .batchnorm_stats import Ghost, OneByOne, may_merge
+from .batchnorm_stats import GhostStatistics, PerGroupStatistics, may_merge
 from .config import RunConfig
-from .cuda_graph_step import Captured, choose, without_capture
+from .cuda_graph_step import CapturedStepper, choose, without_capture
 from .data_loading import Resident, Streamed, fits, loaders_of
 from .distributed import Processes
 from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
-from .optimizer import build_optimizer, captures
-from .recurrent_state import Carried
-from .step import Stepper, turns_of
+from .optimizer import build_optimizer, can_capture
+from .recurrent_state import RecurrentState
+from .step import Stepper, worker_passes_of
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A run about to begin. `training` is what it trains on, `held_out` what it is scored on."""
+    """A prepared run. `training` are the samples to train on, `held_out` those to score, by name."""
 
     task: Task
     training: Samples
     held_out: HeldOut
-    data: dict[str, Any]  # what the record says of them
+    data: dict[str, Any]  # their description in the record
     per_epoch: int  # steps
     steps: int
     schedule: Schedule
     plan: BatchPlan
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    feed: Resident | Streamed
-    carried: Carried
-    stepper: Stepper | Captured
+    data_source: Resident | Streamed
+    recurrent_state: RecurrentState
+    stepper: Stepper | CapturedStepper
 
 
 def prepare(
@@ -51,7 +51,11 @@ def prepare(
     execution: Execution | None = None,
     splits: Splits | None = None,
 ) -> Setup:
-    """Data, batch plan, schedule, model and optimizer of a run, and how its steps are made."""
+    """Prepare a run: data, batch plan, schedule, model, optimizer and training step.
+
+    Raises:
+        UsageError: the run is not possible with this config, task or device.
+    """
     execution = execution or Execution()
     step, loaders = execution.step, execution.loaders
     config.check_source()
@@ -68,39 +72,39 @@ def prepare(
             "BatchNorm over a single sample: take a larger --batch, fewer --workers, or a larger --bn-group"
         )
     streams = task.loaders > 0 or bool(loaders)
-    elsewhere = why_elsewhere(training, streams, processes.device)
-    # EXTRAP-SGD looks twice at each worker's samples
+    not_on_gpu = why_not_on_gpu(training, streams, processes.device)
+    # EXTRAP-SGD computes each worker's gradient twice
     passes = plan.batch // plan.bn_group * (2 if config.method == "extrap-sgd" else 1)
-    mode = choose(step, task, model, processes.device, processes.ranks, elsewhere, passes)
+    mode = choose(step, task, model, processes.device, processes.ranks, not_on_gpu, passes)
     optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
-    if "captured" in mode and not captures(optimizer):
+    if "captured" in mode and not can_capture(optimizer):
         if step != "auto":
             raise UsageError(f"--step {step}: {config.method} cannot be captured")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
-    most = most_of_a_pass(task, model, processes.device, execution.pass_size)
-    turns = turns_of(plan, processes.rank, optimizer, most)
-    pieces = [piece for turn in turns for piece in turn.passes]
-    statistics: Ghost | OneByOne = OneByOne(model, plan, config.running_stats)
+    most = largest_pass_size(task, model, processes.device, execution.pass_size)
+    own = worker_passes_of(plan, processes.rank, optimizer, most)
+    pieces = [piece for each in own for piece in each.passes]
+    statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
     if most is not None:
-        statistics = Ghost(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
-    feed: Resident | Streamed = Resident(training, processes.device)
+        statistics = GhostStatistics(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
+    source: Resident | Streamed = Resident(training, processes.device)
     if streams:
         count = loaders_of(task, loaders)
-        feed = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
-    carried = Carried(task, model, plan, processes.rank)
+        source = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
+    state = RecurrentState(task, model, plan, processes.rank)
     plain = Stepper(
-        config, task, feed, model, optimizer, plan, processes.device, turns, statistics, carried, mode, step != "auto"
+        config, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
     )
-    stepper = Captured(plain, config.batch, processes.device) if "captured" in mode else plain
+    stepper = CapturedStepper(plain, config.batch, processes.device) if "captured" in mode else plain
     steps = per_epoch * config.epochs
     return Setup(
-        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, feed, carried, stepper
+        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper
     )
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """The task's model with the weights of the config's seed, where and as it is trained."""
+    """Return the task's model, initialised with the config's seed, on its device and in its dtype."""
     rng.seed_torch(config.seed, rng.MODEL)
     with MemoryLimit(config.task_in_words, copies=1 if device.type == "cuda" else 2) as limit:
         model = task.model()
@@ -108,13 +112,13 @@ def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Modul
         raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
     limit.check(model)
     model = model.to(device, config.dtype)
-    if device.type == "cuda" and config.precision == "bfloat16":  # the order in which tensor cores read images
+    if device.type == "cuda" and config.precision == "bfloat16":  # the layout that tensor cores use
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
 
-def why_elsewhere(samples: Samples, streams: bool, device: torch.device) -> str:
-    """What keeps samples from a GPU's memory, in words; empty if nothing does."""
+def why_not_on_gpu(samples: Samples, streams: bool, device: torch.device) -> str:
+    """Return why samples cannot be in GPU memory, as text; empty if they can."""
     if streams:
         return "batches come from other processes"
     if getattr(samples, "device", None) is None:
@@ -122,8 +126,8 @@ def why_elsewhere(samples: Samples, streams: bool, device: torch.device) -> str:
     return "" if fits(samples, device) else "samples take more than half of the GPU's free memory"
 
 
-def most_of_a_pass(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
-    """Samples that a pass of many BatchNorm groups may hold; None: a pass is one group."""
+def largest_pass_size(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
+    """Return the most samples of a pass of several BatchNorm groups; None for one group per pass."""
     if may_merge(task, model):
         usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)
         return usual if asked is None else asked

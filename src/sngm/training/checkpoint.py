@@ -1,4 +1,4 @@
-"""The last two checkpoints of a run, each with a checksum: a broken one is noticed, and the one before it used."""
+"""Checkpoints with checksums. The last two are kept: if one is broken, the one before it is used."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ INDEX = "checkpoints.json"
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write a checkpoint, note its checksum, and drop those before the last two."""
+    """Write a checkpoint and its checksum, and delete all but the last two."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
     path = folder / f"checkpoint-{step:08d}.pt"
     write_atomically(path, content)
-    # later ones belong to a course that was given up: they were broken, and the run went back before them
+    # drop later ones: they are broken, and the run resumed from before them
     before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
     kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
@@ -37,22 +37,22 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def discard(folder: Path) -> None:
-    """Remove all checkpoints of a folder; its index last, so that no part of them is taken for a whole."""
+    """Delete all checkpoints of a folder, then their index."""
     for path in [*_files(folder), folder / INDEX]:
         path.unlink(missing_ok=True)
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
-    """The newest checkpoint that is whole, or None. A broken one gets a warning."""
+    """Return the newest intact checkpoint, or None; warn of broken ones."""
     for content in _whole(folder):
-        # weights_only: a checkpoint is data, and must not be able to run code
+        # weights_only: a checkpoint must not be able to run code
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
         return state
     return None
 
 
 def whole(folder: Path) -> bool:
-    """Return whether any checkpoint is whole."""
+    """Return whether any checkpoint is intact."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `load` warns of broken ones
         return any(True for _ in _whole(folder))
@@ -61,7 +61,7 @@ def whole(folder: Path) -> bool:
 def is_broken(folder: Path) -> bool:
     """Return whether the last checkpoint is corrupt, or missing while the one before it is there.
 
-    If all were deleted, nothing is broken: a finished run does not need them.
+    If all were deleted, the result is False: a finished run does not need them.
     """
     index = _index(folder)
     last = max([*index, *(path.name for path in _files(folder))], default=None)
@@ -104,7 +104,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The checksums of checkpoints by name, as they were noted; none if those are all gone, or the index is broken."""
+    """Return checksums by file name; {} if the index is broken or missing, or all its files are gone."""
     path = folder / INDEX
     try:
         index = {str(name): str(checksum) for name, checksum in read_json(path).items()}
@@ -117,7 +117,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _loads(content: bytes, step: int) -> bool:
-    """Return whether this is the checkpoint of a step whose parts all match their CRC-32 in the file."""
+    """Return whether the content is a checkpoint of this step, with all parts matching their CRC-32."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
             if parts.testzip() is not None:  # torch.load checks no CRC
@@ -125,5 +125,5 @@ def _loads(content: bytes, step: int) -> bool:
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         parts_are_dicts = all(isinstance(state[key], dict) for key in ("run", "model", "optimizer"))
         return parts_are_dicts and isinstance(state["run"]["history"], list) and bool(state["run"]["step"] == step)
-    except Exception:  # of many kinds: the content may be anything
+    except Exception:  # the content may be anything
         return False

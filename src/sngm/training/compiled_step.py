@@ -1,4 +1,4 @@
-"""The loss of a pass by torch.compile: augmentation, model and loss in one piece."""
+"""The loss of a pass with torch.compile: augmentation, model and loss in one graph."""
 
 from __future__ import annotations
 
@@ -15,42 +15,45 @@ from .config import RunConfig
 from .data_loading import to_device
 
 BACKEND = "inductor"
-KINDS_OF_PASS = 64  # that may be compiled in one process: shapes, models and what BatchNorm follows
+RECOMPILE_LIMIT = 64  # recompilations allowed per process: for shapes, models and BatchNorm tracking
 
 
 class NotCompiled(Exception):
-    """torch.compile gave up; the reason in one line."""
+    """torch.compile failed; the message is the reason in one line."""
 
 
 def compiled(
     task: Task,
     model: nn.Module,
     samples: Samples,
-    taken: Tensor | Batch,
+    inputs: Tensor | Batch,
     carried: Batch,
     config: RunConfig,
     epoch: int | Tensor,
     device: torch.device,
 ) -> tuple[Tensor, Batch]:
-    """The loss of a pass and what it hands on: of the samples at some indices, or of a batch that is there.
+    """Return the loss of a pass and the new recurrent state; `inputs` are indices of samples, or a batch.
 
-    A model of the same shape finds what was compiled for another: what differs between runs goes in as tensors.
+    Seed and epoch are passed as tensors, so that runs with models of the same shape share compiled code.
+
+    Raises:
+        NotCompiled: torch.compile does not support this task.
     """
     dtype = config.dtype
     try:
-        if not isinstance(taken, Tensor):
-            return _compile(_loss_of_batch)(task, model, to_device(taken, device, dtype), carried)
-        seed = _number("seed", config.seed, taken.device)
-        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, taken.device)
-        return _compile(_loss_of_samples)(task, model, samples, taken, carried, seed, epoch, device, dtype)
+        if not isinstance(inputs, Tensor):
+            return _compile(_loss_of_batch)(task, model, to_device(inputs, device, dtype), carried)
+        seed = _number("seed", config.seed, inputs.device)
+        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, inputs.device)
+        return _compile(_loss_of_samples)(task, model, samples, inputs, carried, seed, epoch, device, dtype)
     except Exception as error:
-        if "TorchDynamoException" not in (cls.__name__ for cls in type(error).__mro__):  # of a private module
+        if "TorchDynamoException" not in (cls.__name__ for cls in type(error).__mro__):  # private class
             raise
         raise NotCompiled(in_one_line(error)) from error
 
 
 def in_one_line(error: Exception) -> str:
-    """What went wrong, without the pages that follow.
+    """Return the message of an error without the traceback that torch appends.
 
     >>> in_one_line(RuntimeError("backend='inductor' raised:\\nTypeError: no\\n\\nSet TORCHDYNAMO_VERBOSE=1"))
     "backend='inductor' raised: TypeError: no"
@@ -61,7 +64,10 @@ def in_one_line(error: Exception) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _number(name: str, value: int, device: torch.device) -> Tensor:
-    """An epoch or a seed as a tensor, sent once; of each its own, since code for two tensors does not serve one."""
+    """Return an epoch or a seed as a cached tensor.
+
+    `name` keeps them distinct tensors: code compiled for two tensors is not valid if both are the same object.
+    """
     return torch.tensor(value, device=device)
 
 
@@ -90,7 +96,7 @@ def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tup
     if hasattr(dynamo, "allow_rnn"):
         dynamo.allow_rnn = True
     if hasattr(dynamo, "recompile_limit"):
-        dynamo.recompile_limit = max(dynamo.recompile_limit, KINDS_OF_PASS)
-    # random numbers as in an eager step
+        dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
+    # draw the same random numbers as an eager step
     options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
     return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **options)

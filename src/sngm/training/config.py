@@ -1,4 +1,4 @@
-"""What makes a run the run it is."""
+"""The config of a run, and how it follows from arguments and the defaults of a task."""
 
 from __future__ import annotations
 
@@ -31,31 +31,31 @@ BIAS_LR = ("scaled", "full")
 CHOICES = {
     "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
 }  # fmt: skip
-LATER = {
+ADDED_LATER = {
     "decay_on": "weights",
     "bias_lr": "scaled",
     "method_source": None,
-}  # fields that older records lack, with what was done then
+}  # fields that older records lack, with their former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
 WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
-INNER = 1 / 8  # of lr, EXTRAP-SGD's inner rate: linear scaling for one of eight workers
+INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr: linear scaling for one of eight workers
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """One training, resolved: two runs with equal configs give the same numbers on the same machine.
+    """Resolved config of one run. Runs with equal configs give the same numbers on the same machine.
 
     Attributes:
-        task, task_settings, task_source: what is trained; a checksum of the user's own file.
-        method, method_settings, method_source: the optimizer; a checksum of the code of a registered one.
-        part: "full" trains on the whole training set and tests; "select" holds out a validation part and scores that.
-        running_stats: whose BatchNorm statistics a model keeps: of the "first" worker, as DDP does, or their "mean".
-        precision: of weights and of all that is computed. "bfloat16" is autocast: convolutions and matrix products in
+        task, task_settings, task_source: the task; a checksum of its code if it is the user's own.
+        method, method_settings, method_source: the optimizer; a checksum of its code if it is a registered one.
+        part: "full" trains on the whole training set and tests; "select" holds out a validation set and scores it.
+        running_stats: BatchNorm's running statistics: of the "first" worker, as in DDP, or the "mean" of all workers.
+        precision: dtype of weights and arithmetic. "bfloat16" is autocast: convolutions and matrix products in
             bfloat16; weights, norms and optimizer state in float32.
-        decay_on: weight decay acts on "weights", which biases and normalisation layers are not, or on "all".
-        bias_lr: LARS and CLARS train biases and normalisation layers at ``trust_coefficient * lr``, "scaled", or at
-            the "full" rate, as the published code does.
-        The others are named as on the command line.
+        decay_on: apply weight decay to "weights", without biases and normalisation layers, or to "all" parameters.
+        bias_lr: learning rate of biases and normalisation layers with LARS and CLARS: "scaled" for
+            ``trust_coefficient * lr``, "full" for ``lr``, as in the published code.
+        The other fields are the options of the same name on the command line.
     """
 
     task: str
@@ -92,7 +92,7 @@ class RunConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        largest = torch.finfo(self.dtype).max  # torch's own optimizers break off beyond it
+        largest = torch.finfo(self.dtype).max  # torch's optimizers fail beyond it
         for name, value in {"lr": self.lr, **self.method_settings}.items():
             for number in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
@@ -100,7 +100,7 @@ class RunConfig:
         for name, value in {**self.method_settings, **self.task_settings}.items():
             try:
                 json.dumps(value, allow_nan=False)
-            except ValueError:  # a record would have null for it, and two configs would look the same
+            except ValueError:  # JSON would hold null, the same for different configs
                 raise UsageError(f"setting {name} must be finite, got {_short(value)}") from None
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"clip must be a positive number, got {self.clip!r}")
@@ -109,7 +109,7 @@ class RunConfig:
         Schedule(self.schedule, self.warmup)
 
     def _check_types(self) -> None:
-        """Refuse a field of another type than it is annotated with; an int is a float too, a bool is neither."""
+        """Raise UsageError if a field is not of its annotated type. An int is a valid float, a bool is not."""
         for name, kind in _field_types().items():
             value, kinds = getattr(self, name), get_args(kind) or (kind,)
             if get_origin(kind) is dict:
@@ -126,28 +126,31 @@ class RunConfig:
 
     @property
     def hash(self) -> str:
-        """Short, and the same for the same settings in any order; older runs keep theirs when fields are added."""
-        values = {k: v for k, v in self.as_dict().items() if k not in LATER or v != LATER[k]}
+        """Short hash of the config. Independent of the order of settings, and unchanged by fields added later."""
+        values = {k: v for k, v in self.as_dict().items() if k not in ADDED_LATER or v != ADDED_LATER[k]}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of weights and inputs."""
+        """The dtype of weights and inputs."""
         return torch.float64 if self.precision == "float64" else torch.float32
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """What a model is called in, for this precision."""
+        """Return the autocast context of this precision."""
         if self.precision != "bfloat16":
             return contextlib.nullcontext()
-        if device.type == "cpu":  # one without bfloat16 says so with a page of C++, and then computes all the same
+        if device.type == "cpu":  # a CPU without bfloat16 warns, but computes correctly
             warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        # no cache: it would outlive a captured step, and hold casts of weights that have moved on
+        # no cache: a CUDA graph would reuse casts of weights from before the last update
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
     @property
     def label(self) -> str:
-        """What to call the method: its name, with the settings that differ from the task's usual ones."""
-        usual = {"weight_decay": tasks.find(self.task).usual(self.batch)["weight_decay"], "inner_lr": self.lr * INNER}
+        """The name of the method, with the settings that differ from the task's defaults."""
+        usual = {
+            "weight_decay": tasks.find(self.task).usual(self.batch)["weight_decay"],
+            "inner_lr": self.lr * INNER_LR,
+        }
         special = {k: v for k, v in self.method_settings.items() if usual.get(k) != v}
         return format_call(self.method, special)
 
@@ -157,13 +160,13 @@ class RunConfig:
         return format_call(f"task {self.task}", self.task_settings)
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON would give it back."""
+        """Return the fields as JSON types."""
         plain: dict[str, Any] = json.loads(json.dumps(dataclasses.asdict(self)))
         return plain
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """The inverse of :meth:`as_dict`, of older records too; lists become tuples, as settings like betas are."""
+        """Build a config from :meth:`as_dict`, also of older records. Lists in settings become tuples, as for betas."""
         values = completed(values)
         missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
         if missing:
@@ -174,7 +177,7 @@ class RunConfig:
         return cls(**{**values, "method_settings": settings})
 
     def check_source(self) -> None:
-        """Refuse to go on with a task that is not the one this run began with."""
+        """Raise UsageError if the code of the task has changed since this run began."""
         now = tasks.source_of(self.task, self.task_settings)
         if now != self.task_source:
             raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
@@ -189,8 +192,8 @@ def _field_types() -> dict[str, Any]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """The config of an older record with the fields it lacks."""
-    return {**LATER, **values}
+    """Return the config of a record, with defaults for fields that older records lack."""
+    return {**ADDED_LATER, **values}
 
 
 def resolve(
@@ -203,13 +206,13 @@ def resolve(
     processes: int = 1,
     **given: Any,
 ) -> RunConfig:
-    """The config that follows from what the user said and the task's defaults. None means: not said.
+    """Return the config given by arguments and the defaults of the task. None stands for the default.
 
     Args:
         task, method: their names.
-        method_settings, task_settings: those that differ from the defaults.
-        device: what the run will be made on. On a GPU the default precision is the task's `precision_on_gpu`.
-        processes: how many the run will have; the default number of workers can be shared out over them.
+        method_settings, task_settings: settings that differ from the defaults.
+        device: the device of the run. On a GPU the default precision is the task's `precision_on_gpu`.
+        processes: the number of processes. The default number of workers is a multiple of it.
         given: fields of :class:`RunConfig`.
     """
     cls = tasks.find(task)
@@ -225,7 +228,7 @@ def resolve(
     settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
     clip = usual["clip"]
     settings.setdefault("clip", clip.get(method) if isinstance(clip, Mapping) else clip)
-    if settings["clip"] == math.inf:  # how to say "no clipping" where the task has it
+    if settings["clip"] == math.inf:  # how to turn off clipping that the task has by default
         settings["clip"] = None
     settings.setdefault("precision", usual_precision(task, settings["batch"], device))
     chosen = dict(method_settings or {})
@@ -233,7 +236,7 @@ def resolve(
     if "weight_decay" in known:
         chosen.setdefault("weight_decay", usual["weight_decay"])
     if method == "extrap-sgd" and "lr" in settings:
-        chosen.setdefault("inner_lr", settings["lr"] * INNER)
+        chosen.setdefault("inner_lr", settings["lr"] * INNER_LR)
     settings |= _batch_plan(settings, usual, processes)
     return RunConfig(
         task=task,
@@ -246,7 +249,7 @@ def resolve(
 
 
 def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int) -> dict[str, int]:
-    """Workers, micro-batches and BatchNorm groups: as said, and else the task's as far as they fit the batch."""
+    """Return workers, micro and bn_group: as given, else the task's defaults as far as they fit the batch."""
     batch, micro, bn_group = settings["batch"], settings.get("micro"), settings.get("bn_group")
     workers = settings.get("workers")
     if workers is None:
@@ -264,7 +267,7 @@ def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int)
 
 
 def _short(value: Any) -> str:
-    """Return a value as text, cut where it is long: Python refuses to print integers of 5,000 digits."""
+    """Return the repr of a value, truncated to 80 characters. Python cannot print integers of 5,000 digits."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -273,7 +276,7 @@ def _short(value: Any) -> str:
 
 
 def largest_divisor(value: int, most: int) -> int:
-    """Up to `most`.
+    """Return the largest divisor of `value` that is at most `most`.
 
     >>> largest_divisor(1024, 128), largest_divisor(100, 64)
     (128, 50)
@@ -282,13 +285,13 @@ def largest_divisor(value: int, most: int) -> int:
 
 
 def usual_precision(task: str, batch: int, device: torch.device | str | None) -> str:
-    """The precision of a task where the user says nothing."""
+    """Return the default precision of a task on a device."""
     on_gpu = device is not None and torch.device(device).type == "cuda"
     return str(tasks.find(task).usual(batch)["precision_on_gpu"]) if on_gpu else "float32"
 
 
 def method_settings_of(method: str) -> list[str]:
-    """The settings a method has, besides lr."""
+    """Return the names of the settings of a method, without lr."""
     try:
         return [name for name in registry.settings_of(method) if name != "lr"]
     except (ValueError, TypeError) as error:

@@ -1,4 +1,4 @@
-"""How long a run will take and what memory it needs, from one of its own passes through the model."""
+"""Estimate of the time and memory of a run, from a pass of it through the model."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from ..models.ghost_norm import GhostBatchNorm2d
 from ..optim import CLARS, ExtrapSGD
 from .build import Setup
 from .config import RunConfig
-from .data_loading import loaders_of, place, size_of, to_device
+from .data_loading import loaders_of, size_of, to_device, to_device_if_fits
 from .distributed import set_numerics
 from .optimizer import build_optimizer
 
-MOST_ON_CPU = 128  # samples of the pass that is measured there
-SECONDS = 8.0  # that all may take there
-TIMES = 4  # that it is taken: once for the memory, the others for the time
-PROBE = 8  # samples of the pass before it, which warms up and says how many can be afforded
+MOST_ON_CPU = 128  # samples of the measured pass on a CPU
+SECONDS = 8.0  # for the whole measurement on a CPU
+TIMES = 4  # passes: the first measures memory, the others time
+PROBE = 8  # samples of the warm-up pass, whose time sets the size of the measured pass
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One pass of a run, and what follows from it for this process. Bytes and seconds.
+    """Measured time and memory of a pass, for this process.
 
     Attributes:
-        samples: of the pass that was measured.
-        largest: samples of the run's largest pass.
-        sample_seconds, step_seconds: of a sample's way forward and back; of the optimizer, once a step.
-        memory: what for, and how much at the most.
+        samples: number of samples of the measured pass.
+        largest: number of samples of the run's largest pass.
+        sample_seconds, step_seconds: forward and backward pass per sample; optimizer step.
+        memory: peak bytes by purpose.
     """
 
     samples: int
@@ -44,26 +44,26 @@ class Measured:
     memory: dict[str, int]
 
     def epoch_seconds(self, setup: Setup) -> float:
-        """Of training; evaluation comes on top."""
-        looks = 2 if isinstance(setup.optimizer, ExtrapSGD) else 1
-        samples = setup.plan.batch // setup.plan.ranks * looks
+        """Return the estimated seconds of an epoch, without evaluation."""
+        gradients = 2 if isinstance(setup.optimizer, ExtrapSGD) else 1
+        samples = setup.plan.batch // setup.plan.ranks * gradients
         return setup.per_epoch * (samples * self.sample_seconds + self.step_seconds)
 
 
 def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int | None = None) -> Measured:
-    """Take one pass of a run that has been prepared, with a copy of its model: the run is left as it is."""
+    """Measure a pass of a prepared run on a copy of its model."""
     set_numerics(device)
     model = copy.deepcopy(setup.model).train()
     optimizer = build_optimizer(config, model)
     on_gpu = device.type == "cuda"
-    training = place(setup.training, device) if on_gpu and not setup.feed.streams else setup.training
+    training = to_device_if_fits(setup.training, device) if on_gpu and not setup.data_source.streams else setup.training
     here = getattr(training, "device", None)
     task, group = setup.task, setup.plan.bn_group
     largest = samples = _largest_pass(setup)
     preparing = [0.0]
 
     def take(samples: int) -> float:
-        """Seconds of one pass of so many samples."""
+        """Return the seconds of a pass over the first `samples` samples."""
         for norm in model.modules():
             if isinstance(norm, GhostBatchNorm2d):
                 norm.group, norm.weights = (group if samples % group == 0 else samples), None
@@ -83,12 +83,12 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
         samples -= samples % group if samples > group else 0
     optimizer.zero_grad()
     activations = _activations(lambda: take(samples), model, device)
-    if samples < largest:  # some are of no sample, such as gradients that a loss keeps
+    if samples < largest:  # extrapolate linearly: some activations do not grow with the samples
         few = max(1, samples // 2)
         of_few = _activations(lambda: take(few), model, device)
         activations += round((activations - of_few) / max(1, samples - few) * (largest - samples))
     seconds = statistics.median(take(samples) for _ in range(TIMES - 1))
-    if setup.feed.streams:  # other processes prepare batches while the model works
+    if setup.data_source.streams:  # loader processes prepare batches in parallel
         count = loaders_of(task, loaders)
         work = seconds - preparing[0]
         seconds = max(work, preparing[0] / count) if count else seconds
@@ -105,12 +105,12 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
 
 def _largest_pass(setup: Setup) -> int:
     stepper: Any = setup.stepper
-    turns = getattr(stepper, "stepper", stepper).turns  # a captured step has the plain one inside
-    return max(int(piece.stop - piece.start) for turn in turns for piece in turn.passes)
+    own = getattr(stepper, "stepper", stepper).worker_passes  # CapturedStepper wraps a Stepper
+    return max(int(piece.stop - piece.start) for each in own for piece in each.passes)
 
 
 def _activations(take: Callable[[], float], model: nn.Module, device: torch.device) -> int:
-    """Bytes that a pass keeps for its way back; on a GPU all that it allocates."""
+    """Return the bytes that a pass saves for backward; on a GPU the peak of all allocations."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,7 +132,7 @@ def _activations(take: Callable[[], float], model: nn.Module, device: torch.devi
 
 
 def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Seconds of the optimizer's step: the second of two, where it takes no more than the gradient there is."""
+    """Return the seconds of an optimizer step, the second of two; 0 for CLARS and EXTRAP-SGD, which need more input."""
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
         return 0.0
     optimizer.step()

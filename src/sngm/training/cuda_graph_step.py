@@ -1,4 +1,4 @@
-"""Steps as CUDA graphs: recorded once, then launched as a whole. And which kind of step a run is made of."""
+"""Training steps as CUDA graphs, and the choice between eager, compiled and captured steps."""
 
 from __future__ import annotations
 
@@ -15,19 +15,22 @@ from .batchnorm_stats import draws
 from .compiled_step import in_one_line
 from .step import Stepper
 
-WARM_UP = 3  # ordinary steps before the recording, which make state, tables and compiled code
+WARM_UP = 3  # eager steps before capture, which create optimizer state, pointer tables and compiled code
 
 
 def choose(
-    asked: str, task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str, passes: int
+    asked: str, task: Task, model: nn.Module, device: torch.device, ranks: int, not_on_gpu: str, passes: int
 ) -> str:
-    """How steps are made; what was asked for and cannot be is refused.
+    """Return the step mode of a run: "eager", "compiled", "captured" or "compiled+captured".
 
     Args:
         asked: one of `sngm.options.STEPS`.
         task, model, device, ranks: of the run.
-        elsewhere: why no GPU holds the samples, in words.
-        passes: that a step would take if each drew random numbers of its own.
+        not_on_gpu: why the samples are not in GPU memory, as text; empty if they are.
+        passes: the number of passes of a step if BatchNorm groups are not merged.
+
+    Raises:
+        UsageError: `asked` names a captured mode that this run does not support.
     """
     mode = asked
     if asked == "auto":
@@ -36,20 +39,20 @@ def choose(
         mode = "eager" if task.pass_size is None else "captured"
     if "captured" not in mode:
         return mode
-    obstacle = why_not(task, model, device, ranks, elsewhere, passes)
+    obstacle = why_not(task, model, device, ranks, not_on_gpu, passes)
     if obstacle and asked != "auto":
         raise UsageError(f"`step`={asked!r}: {obstacle}")
     return without_capture(mode) if obstacle else mode
 
 
-def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, elsewhere: str, passes: int) -> str:
-    """What keeps steps of a run from being captured, in words; empty if nothing does."""
+def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, not_on_gpu: str, passes: int) -> str:
+    """Return why the steps of a run cannot be captured, as text; empty if they can."""
     if device.type != "cuda":
         return f"CUDA graphs are for GPUs, and this run is on {device.type}"
     if ranks > 1:
         return f"a graph cannot hold the exchange between {ranks} processes"
-    if elsewhere:
-        return f"{elsewhere}, where a graph cannot get them"
+    if not_on_gpu:
+        return f"{not_on_gpu}, where a graph cannot get them"
     if passes > 1 and draws(task, model):
         source = "the task's loss may draw random numbers (it sets no pass_size)"
         source = source if task.pass_size is None else "the model has dropout, which draws random numbers"
@@ -58,7 +61,7 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, else
 
 
 def without_capture(mode: str) -> str:
-    """The same mode step by step.
+    """Return a mode without its CUDA graph.
 
     >>> without_capture("compiled+captured"), without_capture("captured")
     ('compiled', 'eager')
@@ -66,66 +69,66 @@ def without_capture(mode: str) -> str:
     return mode.removesuffix("captured").removesuffix("+") or "eager"
 
 
-class Captured:
-    """Takes the steps of one run by a CUDA graph of :class:`Stepper`'s.
+class CapturedStepper:
+    """The training step of a run as a CUDA graph of a :class:`Stepper`.
 
-    The first steps are ordinary ones, on a stream of their own. Then one is recorded, which computes nothing; from
-    there on each is a replay. What changes from step to step is in tensors: `indices`, `epoch` and the optimizer's
-    rates. All else is a constant of the recording.
+    The first `WARM_UP` steps run eagerly on a side stream. Then a step is captured, and it and all later ones are
+    replays. Values that change between steps are in tensors: `indices`, `epoch` and the optimizer's learning rates.
+    Everything else is a constant of the graph.
     """
 
     def __init__(self, stepper: Stepper, batch: int, device: torch.device) -> None:
         self.stepper, self.device = stepper, device
         self.indices = torch.zeros(batch, dtype=torch.int64, device=device)
         self.epoch = torch.zeros((), dtype=torch.int64, device=device)
-        self.epoch_there = 0
+        self.epoch_on_device = 0
         self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.graph: torch.cuda.CUDAGraph | None = None
         self.loss: Tensor | None = None
-        self.taken = 0
-        self.gave_up = False
+        self.warm_up_steps = 0
+        self.capture_failed = False
 
     @property
     def mode(self) -> str:
-        """As it turned out: what cannot be captured or compiled goes on without."""
-        return without_capture(self.stepper.mode) if self.gave_up else self.stepper.mode
+        """The mode in use, after any fallback."""
+        return without_capture(self.stepper.mode) if self.capture_failed else self.stepper.mode
 
     def __call__(self, indices: Tensor, *, epoch: int, step: int) -> Tensor:
-        """Take a step on the samples of the global batch; return their mean loss, to be read before the next step."""
+        """Train on the samples of the global batch; return their mean loss, which the next step overwrites."""
         self.indices.copy_(indices, non_blocking=True)
-        if epoch != self.epoch_there:
+        if epoch != self.epoch_on_device:
             self.epoch.fill_(epoch)
-            self.epoch_there = epoch
-        if self.graph is None and not self.gave_up and self.taken == WARM_UP:
+            self.epoch_on_device = epoch
+        if self.graph is None and not self.capture_failed and self.warm_up_steps == WARM_UP:
             self._capture(step)
         if self.graph is not None and self.loss is not None:
-            self.stepper.seed(step, self.stepper.turns[0].worker)
+            self.stepper.seed(step, self.stepper.worker_passes[0].worker)
             self.graph.replay()
             return self.loss
-        self.taken += 1
-        with self._aside():
+        self.warm_up_steps += 1
+        with self._on_side_stream():
             return self.stepper(self.indices, epoch=self.epoch, step=step)
 
     def _capture(self, step: int) -> None:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         try:
-            # on the stream of the first steps, where autograd has its nodes that add gradients up
+            # on the stream of the warm-up steps, to which autograd's AccumulateGrad nodes are bound
             with torch.cuda.graph(graph, stream=self.stream):
                 self.loss = self.stepper(self.indices, epoch=self.epoch, step=step)
         except RuntimeError as error:
-            torch.cuda.set_stream(current)  # a recording that fails leaves its own in place
+            torch.cuda.set_stream(current)  # a failed capture does not restore it
             reason = in_one_line(error)
             if self.stepper.asked:
                 raise Failed(f"--step {self.stepper.mode}: a step of this run cannot be captured: {reason}") from error
             warnings.warn(f"a step cannot be captured, going on without: {reason}", stacklevel=3)
-            self.gave_up = True
+            self.capture_failed = True
             return
         self.graph = graph
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """On the stream of our own, after what went before and before what comes after."""
+    def _on_side_stream(self) -> Iterator[None]:
+        """Run the body on the side stream, ordered with the current stream before and after it."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

@@ -1,9 +1,8 @@
-"""Where passes get their samples: from memory of the device, or from processes that prepare them ahead.
+"""Data loading: samples in device memory, or batches prepared ahead by worker processes.
 
-``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a pass. Of samples on the device, `indices` is an
-int64 tensor there. In captured steps `epoch`, and in compiled ones `seed` too, is an int64 tensor without dimensions,
-because a number would be a constant of the code; everywhere else both are ints. Batches for a stream are made on the
-host, with `indices` there.
+``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a pass. `indices` is an int64 tensor on the device of
+the samples; worker processes make batches on the host. `seed` and `epoch` are ints, except that captured steps pass
+`epoch`, and compiled steps both, as 0-d int64 tensors, because an int would be a constant of the graph.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from ..errors import DataMissing, Failed, UsageError
 from ..tasks import Batch, Samples, Task
 from .distributed import cores
 
-AHEAD = 4  # batches that each process makes before they are wanted
-ROOM = 0.5  # of a GPU's free memory that samples may take
-WIDE = (torch.float32, torch.float64)
-OURS = {kind.__name__: kind for kind in (DataMissing, Failed, UsageError)}
+PREFETCH = 4  # batches that each worker process prepares ahead
+MEMORY_FRACTION = 0.5  # the fraction of free GPU memory that samples may use
+CAST_DTYPES = (torch.float32, torch.float64)
+OWN_ERRORS = {kind.__name__: kind for kind in (DataMissing, Failed, UsageError)}
 
 
-def place(samples: Samples, device: torch.device) -> Samples:
-    """The samples on the device, if they are tensors in memory and there is room; else as they are."""
+def to_device_if_fits(samples: Samples, device: torch.device) -> Samples:
+    """Return the samples, moved to a GPU if they are tensors in memory and fit there."""
     move = getattr(samples, "to", None)
     if move is None or device.type != "cuda" or not fits(samples, device):
         return samples
@@ -42,52 +41,52 @@ def place(samples: Samples, device: torch.device) -> Samples:
 
 
 def fits(samples: Samples, device: torch.device) -> bool:
-    """Whether there is room for the samples on the device, and as much for all else."""
-    return device.type != "cuda" or size_of(samples) <= ROOM * torch.cuda.mem_get_info(device)[0]
+    """Return whether the samples take at most `MEMORY_FRACTION` of the free memory of a GPU; always True on a CPU."""
+    return device.type != "cuda" or size_of(samples) <= MEMORY_FRACTION * torch.cuda.mem_get_info(device)[0]
 
 
 def size_of(samples: Any) -> int:
-    """Bytes, of tensors or a part of them."""
+    """Return the bytes of samples that are tensors in memory, or of the samples a `Part` refers to; else 0."""
     held = getattr(samples, "samples", samples)
     return sum(t.nbytes for t in getattr(held, "tensors", ()))
 
 
 def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
-    """A batch where the model is, floating-point inputs in its precision; those of fewer bits stay as they are."""
-    return tuple(t.to(device, dtype if t.dtype in WIDE else t.dtype, non_blocking=True) for t in batch)
+    """Return a batch on a device, with float32 and float64 tensors cast to `dtype`."""
+    return tuple(t.to(device, dtype if t.dtype in CAST_DTYPES else t.dtype, non_blocking=True) for t in batch)
 
 
 class Resident:
-    """Samples that are gathered when their pass comes: from the device's memory if they fit, else from the host's."""
+    """Samples gathered by each pass, from device memory if they fit, else from host memory."""
 
     streams = False
 
     def __init__(self, samples: Samples, device: torch.device) -> None:
         self.samples, self.device = samples, device
-        self.placed = self.on_gpu = False
+        self.moved = self.on_gpu = False
         self.pinned: Tensor | None = None
 
     def begin(self, order: Tensor, epoch: int, first: int) -> Tensor:
-        """An epoch begins at its step `first`: its order, sent to where samples are gathered."""
-        if not self.placed:
-            self.samples, self.placed = place(self.samples, self.device), True
+        """Start an epoch at its step `first`; return its order on the device of the samples."""
+        if not self.moved:
+            self.samples, self.moved = to_device_if_fits(self.samples, self.device), True
             self.on_gpu = getattr(getattr(self.samples, "device", None), "type", "cpu") == "cuda"
         if not self.on_gpu:
             return order
-        if self.pinned is None:  # once: to pin memory takes longer than the copy, which is done when an epoch ends
+        if self.pinned is None:  # once: pinning is slow. Copies from it finish within their epoch
             self.pinned = torch.empty_like(order, pin_memory=True)
         return self.pinned.copy_(order).to(self.device, non_blocking=True)
 
     def take(self, indices: Tensor) -> Tensor | Batch:
-        """What the next pass reads: indices, to be gathered by the pass itself."""
+        """Return the indices; the pass gathers the samples."""
         return indices
 
     def close(self) -> None:
-        """There is nothing to stop."""
+        """Do nothing: there are no worker processes."""
 
 
 class Streamed:
-    """Batches that other processes make ahead, in the order of this process's passes."""
+    """Batches that worker processes prepare ahead, in the order of this process's passes."""
 
     streams = True
 
@@ -97,27 +96,27 @@ class Streamed:
     ) -> None:  # fmt: skip
         self.samples, self.passes, self.batch, self.device = samples, passes, batch, device
         self.loader = Loader(Fetch(task, samples, seed), loaders, device)
-        self.coming: Iterator[Batch] = iter(())
+        self.batches: Iterator[Batch] = iter(())
 
     def begin(self, order: Tensor, epoch: int, first: int) -> Tensor:
-        """An epoch begins at its step `first`: all its passes from there on are known, and work on them starts."""
+        """Start an epoch at its step `first`: send the indices of all its remaining passes to the workers."""
         starts = range(first * self.batch, len(order) // self.batch * self.batch, self.batch)
         pieces = [slice(s + piece.start, s + piece.stop) for s in starts for piece in self.passes]
-        self.coming = self.loader.over([(epoch, order[piece].tolist()) for piece in pieces])
+        self.batches = self.loader.over([(epoch, order[piece].tolist()) for piece in pieces])
         return order
 
     def take(self, indices: Tensor) -> Tensor | Batch:
-        """The batch of the next pass, on its way to the device."""
-        return tuple(t.to(self.device, non_blocking=True) for t in next(self.coming))
+        """Return the batch of the next pass, copied to the device asynchronously."""
+        return tuple(t.to(self.device, non_blocking=True) for t in next(self.batches))
 
     def close(self) -> None:
-        """Stop the other processes."""
+        """Stop the worker processes."""
         self.loader.close()
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Makes the batch of an epoch and some samples."""
+    """Function of (epoch, indices) that returns the batch."""
 
     task: Task
     samples: Samples
@@ -127,8 +126,8 @@ class Fetch:
         epoch, indices = item
         return self.task.batch(self.samples, torch.tensor(indices), seed=self.seed, epoch=epoch)
 
-    def culprit(self, item: tuple[int, list[int]]) -> str:
-        """Which sample the error comes from, in words."""
+    def failing_sample(self, item: tuple[int, list[int]]) -> str:
+        """Return which sample cannot be loaded, as text."""
         epoch, indices = item
         for index in indices:
             try:
@@ -139,9 +138,9 @@ class Fetch:
 
 
 class Loader:
-    """What `fetch` makes of some items, in their order: in this process, or ahead of time in `loaders` others.
+    """DataLoader that calls `fetch` on each item, in order: in this process, or ahead in `loaders` worker processes.
 
-    Those are started at the first item and live until `close`. Numbers do not depend on how many there are.
+    Workers start with the first call of `over` and run until `close`. Results do not depend on their number.
     """
 
     def __init__(self, fetch: Callable[[Any], Batch], loaders: int, device: torch.device) -> None:
@@ -151,20 +150,20 @@ class Loader:
             sampler=self.items,
             batch_size=None,
             num_workers=loaders,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=device.type == "cuda",
-            worker_init_fn=_deaf_to_interrupts,
-            multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,  # tasks need no pickling
-            generator=torch.Generator(),  # the default one is the model's
+            worker_init_fn=_ignore_sigint,
+            multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,  # no pickling of tasks
+            generator=torch.Generator(),  # the default generator is the model's
             persistent_workers=loaders > 0,
-            prefetch_factor=AHEAD if loaders else None,
+            prefetch_factor=PREFETCH if loaders else None,
         )
         self.iterator: Any = None
 
     def over(self, items: list[Any]) -> Iterator[Batch]:
-        """The batches of these items. Work on them begins at once."""
+        """Start the workers on these items and return an iterator over the batches."""
         self.items[:] = items
-        # A forked process must not collect what it has inherited: to free a tensor of a GPU there is to crash.
+        # A forked process must not garbage-collect inherited objects: freeing a CUDA tensor there crashes.
         gc.collect()
         gc.freeze()
         try:
@@ -176,16 +175,16 @@ class Loader:
     def _batches(self) -> Iterator[Batch]:
         try:
             for found in self.iterator:
-                if isinstance(found, _Trouble):
-                    found.tell()
+                if isinstance(found, _WorkerError):
+                    found.reraise()
                 yield tuple(found)
         except RuntimeError as error:
-            if "DataLoader worker" in str(error):  # killed, for want of memory as a rule
+            if "DataLoader worker" in str(error):  # killed, usually for lack of memory
                 raise Failed(f"a process that loads data ended: {str(error).splitlines()[0]}") from error
             raise
 
     def close(self) -> None:
-        """Stop the other processes, busy or not."""
+        """Stop the worker processes, even if busy."""
         stop = getattr(self.iterator, "_shutdown_workers", None)
         self.iterator = self.loader = None
         if stop is not None:
@@ -193,17 +192,17 @@ class Loader:
 
 
 def loaders_of(task: Task, asked: int | None) -> int:
-    """How many processes shall make batches ahead: as asked for, or as the task wants; no more than there are cores."""
+    """Return the number of loader processes: `asked`, or the task's default; at most one per core."""
     if asked is not None and asked < 0:
         raise UsageError(f"loaders must be at least 0, got {asked}")
-    if multiprocessing.current_process().daemon:  # which may not start processes
+    if multiprocessing.current_process().daemon:  # daemons cannot start processes
         return 0
     here = local_ranks()
     return min(task.loaders if asked is None else asked, max(1, cores() // here))
 
 
 class _Fetched(Dataset[Any]):
-    """Items are looked up by themselves; an error is handed over as a value, to be told in one line."""
+    """Dataset indexed by the items themselves; returns errors as values, to be raised in the main process."""
 
     def __init__(self, fetch: Callable[[Any], Batch]) -> None:
         self.fetch = fetch
@@ -212,29 +211,29 @@ class _Fetched(Dataset[Any]):
         try:
             return self.fetch(item)
         except Exception as error:
-            name = getattr(self.fetch, "culprit", lambda item: "data")(item)
+            name = getattr(self.fetch, "failing_sample", lambda item: "data")(item)
             reason = traceback.format_exception_only(error)[-1].strip()
-            if type(error).__name__ in OURS:
-                return _Trouble(type(error).__name__, str(error), traceback.format_exc())
-            return _Trouble("Failed", f"{name} cannot be loaded: {reason}", traceback.format_exc())
+            if type(error).__name__ in OWN_ERRORS:
+                return _WorkerError(type(error).__name__, str(error), traceback.format_exc())
+            return _WorkerError("Failed", f"{name} cannot be loaded: {reason}", traceback.format_exc())
 
 
 @dataclass(frozen=True, slots=True)
-class _Trouble:
-    """What went wrong in another process."""
+class _WorkerError:
+    """An error of a worker process."""
 
     kind: str
     text: str
     trace: str
 
-    def tell(self) -> None:
-        raise OURS[self.kind](self.text) from RuntimeError(self.trace)
+    def reraise(self) -> None:
+        raise OWN_ERRORS[self.kind](self.text) from RuntimeError(self.trace)
 
 
-def _as_it_is(found: Any) -> Any:
+def _identity(found: Any) -> Any:
     return found
 
 
-def _deaf_to_interrupts(worker: int) -> None:
-    """Ctrl-C reaches every process of a terminal; the first one decides when to stop, and stops the others."""
+def _ignore_sigint(worker: int) -> None:
+    """Ignore Ctrl-C, which the terminal sends to all processes: the main process stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

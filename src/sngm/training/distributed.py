@@ -1,4 +1,4 @@
-"""The processes of one run, as torchrun starts them."""
+"""The processes of a run, started by torchrun, and their device."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from torch import nn
 from .. import environment
 from ..errors import Failed, UsageError
 
-ASK_EVERY = 10  # steps
+EXCHANGE_EVERY = 10  # steps between exchanges of flags
 
 
 def cores() -> int:
-    """Those that this process may use; all of them where the system cannot tell."""
+    """Return the number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Which of how many this one is, and the device it computes on."""
+    """Rank of this process, number of processes, and device."""
 
     rank: int
     ranks: int
@@ -36,16 +36,16 @@ class Processes:
     def first(self) -> bool:
         return self.rank == 0
 
-    def share(self, value: Any) -> Any:
-        """The first process's value, in all of them."""
+    def broadcast(self, value: Any) -> Any:
+        """Return the first process's value in all processes."""
         if self.ranks == 1:
             return value
         box = [value]
         dist.broadcast_object_list(box, src=0, device=self.device if self.device.type == "cuda" else None)
         return box[0]
 
-    def ask_first(self, function: Callable[[], Any]) -> Any:
-        """Call a function in the first process; return its value, or raise its UsageError, in all of them."""
+    def call_in_first(self, function: Callable[[], Any]) -> Any:
+        """Call a function in the first process only; return its value, or raise its UsageError, in all processes."""
         value: Any = None
         error: Any = None
         if self.first:
@@ -53,23 +53,23 @@ class Processes:
                 value = function()
             except UsageError as refused:
                 error = refused
-        value, error = self.share((value, error))
+        value, error = self.broadcast((value, error))
         if error is not None:
             error.of_first_process = not self.first
             raise error
         return value
 
-    def start_alike(self, model: nn.Module) -> None:
-        """Give every process the first one's weights and buffers, however a task makes its model."""
+    def broadcast_model(self, model: nn.Module) -> None:
+        """Broadcast the first process's weights and buffers to all processes."""
         if self.ranks > 1:
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
 
     def any(self, flag: bool, step: int) -> bool:
-        """Whether any process says so. Several ask each other only now and then, and act at the same step."""
+        """Return whether `flag` is set in any process. With several processes, False except at every 10th step."""
         if self.ranks == 1:
             return flag
-        if step % ASK_EVERY:
+        if step % EXCHANGE_EVERY:
             return False
         said = torch.tensor(int(flag), device=self.device)
         dist.all_reduce(said, op=dist.ReduceOp.MAX)
@@ -77,10 +77,10 @@ class Processes:
 
 
 def set_numerics(device: torch.device, deterministic: bool = False) -> None:
-    """How this process computes, for training, scoring and measuring alike."""
+    """Set torch's backends: no TF32; cuDNN autotuning, or deterministic algorithms."""
     backends: Any = torch.backends
     for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-        backend.fp32_precision = "ieee"  # float32 means float32: no rounding of inputs to TF32
+        backend.fp32_precision = "ieee"  # no TF32
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(deterministic)
@@ -89,7 +89,7 @@ def set_numerics(device: torch.device, deterministic: bool = False) -> None:
 
 @contextlib.contextmanager
 def join(device: str | None = None) -> Iterator[Processes]:
-    """Join the other processes if torchrun started this one; else be the only one."""
+    """Join the process group if torchrun started this process; else yield a single process."""
     rank, ranks, local = environment.launch()
     chosen = choose_device(device)
     if ranks == 1:
@@ -102,8 +102,7 @@ def join(device: str | None = None) -> Iterator[Processes]:
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
     own = chosen if chosen.type == "cuda" else None
-    # the others wait while the first one evaluates
-    try:
+    try:  # a long timeout: the others wait while the first one evaluates
         dist.init_process_group("nccl" if own else "gloo", device_id=own, timeout=timedelta(hours=2))
     except (ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
@@ -115,7 +114,7 @@ def join(device: str | None = None) -> Iterator[Processes]:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """The device asked for, or the GPU if there is one."""
+    """Return the device of this name; for None the GPU if there is one, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -1,4 +1,4 @@
-"""Which samples a run trains on and which it is scored on, and the scoring."""
+"""The training and held-out samples of a run, and evaluation."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ HeldOut = dict[str, Samples]
 
 
 class Part:
-    """Some of the samples."""
+    """A subset of samples, given by indices."""
 
     def __init__(self, samples: Samples, indices: Tensor) -> None:
         self.samples, self.indices = samples, indices
 
     @property
     def device(self) -> torch.device | None:
-        """Where the samples are, if they say."""
+        """The device of the samples, if they have one."""
         return getattr(self.samples, "device", None)
 
     def __len__(self) -> int:
@@ -37,24 +37,24 @@ class Part:
         return self.samples[self.indices.to(indices.device)[indices]]
 
     def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
-        """Where samples of tensors lie: see :meth:`sngm.tasks.Tensors.rows`."""
+        """Return the underlying tensors and the row of each sample, as :meth:`sngm.tasks.Tensors.rows` does."""
         found: tuple[Batch, Tensor] = self.samples.rows(self.indices.to(indices.device)[indices])  # type: ignore[attr-defined]
         return found
 
     def fingerprint(self) -> str | None:
-        """That of the samples it is a part of, if they have one."""
+        """Return the fingerprint of the underlying samples, if they have one."""
         return fingerprint(self.samples)
 
     def to(self, device: torch.device | str) -> Part:
-        """The same samples on a device, where those they are a part of can be moved."""
+        """Return the same samples on a device, if the underlying samples can be moved."""
         move = getattr(self.samples, "to", None)
         return self if move is None else Part(move(device), self.indices.to(device))
 
 
 def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> tuple[Samples, HeldOut]:
-    """What to train on, and what to score, by name. A run that selects a learning rate never sees the test set.
+    """Return the training samples, and the samples to score, by name. A "select" run never sees the test set.
 
-    `splits` are the task's data, if they have been loaded already.
+    `splits` are the data of the task, if they are loaded already.
     """
     splits = task.data() if splits is None else splits
     if not isinstance(splits, Splits):
@@ -73,12 +73,12 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
         )
     count = len(splits.train)
     held = max(1, round(count * task.holdout))
-    order = rng.permutation(count, rng.HOLDOUT)  # the same for every seed: all methods choose on the same samples
+    order = rng.permutation(count, rng.HOLDOUT)  # the same for all seeds and methods
     return Part(splits.train, order[:-held]), {"validation": Part(splits.train, order[-held:])}
 
 
 def check_samples(name: str, samples: Any) -> None:
-    """Refuse what has no samples at a tensor of indices, or none at all."""
+    """Raise UsageError if `samples` is empty or cannot be indexed with a tensor."""
     if hasattr(samples, "in_streams"):
         return
     kind = type(samples)
@@ -92,24 +92,24 @@ def check_samples(name: str, samples: Any) -> None:
 
 
 def in_streams(samples: Samples, batch: int) -> Samples:
-    """Samples that follow one another, as they are read with this batch; others as they are."""
+    """Return sequential samples, such as text, as streams for this batch size; others unchanged."""
     cut = getattr(samples, "in_streams", None)
     return samples if cut is None else cut(batch)
 
 
 def order_of(samples: Samples, *key: int) -> Tensor:
-    """The order of an epoch: that of a text, where samples follow one another, or a random one."""
+    """Return the order of samples in an epoch: sequential for streams, else random."""
     return torch.arange(len(samples)) if hasattr(samples, "streams") else rng.permutation(len(samples), *key)
 
 
 def fingerprint(samples: Samples) -> str | None:
-    """What tells samples from others, where they can say."""
+    """Return the fingerprint of samples, or None if they have none."""
     say = getattr(samples, "fingerprint", None)
     return None if say is None else str(say())
 
 
 def data_of(training: Samples, held_out: HeldOut) -> dict[str, Any]:
-    """What a run's record says of its data."""
+    """Return the number and fingerprint of the samples of each split, for a record."""
     return {
         name: {"samples": len(samples), "fingerprint": fingerprint(samples)}
         for name, samples in {"training": training, **held_out}.items()
@@ -117,7 +117,7 @@ def data_of(training: Samples, held_out: HeldOut) -> dict[str, Any]:
 
 
 def steps_per_epoch(config: RunConfig, count: int) -> int:
-    """Whole batches in `count` samples; the rest of an epoch's order is left out."""
+    """Return the number of whole batches in `count` samples; the rest of an epoch is dropped."""
     if config.batch > count:
         most = count // config.workers * config.workers or count
         rest = ", the rest being held out to choose a learning rate by" if config.part == "select" else ""
@@ -126,7 +126,7 @@ def steps_per_epoch(config: RunConfig, count: int) -> int:
 
 
 def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
-    """The schedule, refused if it needs validation scores that this run will not have."""
+    """Return the schedule; raise UsageError if it needs validation scores and there is no validation set."""
     schedule = Schedule(config.schedule, config.warmup)
     if schedule.needs_history and "validation" not in held_out:
         raise UsageError(
@@ -145,10 +145,10 @@ def evaluate(
     pass_size: int | None = None,
     loaders: int | None = None,
 ) -> dict[str, float]:
-    """All scores, such as ``test_accuracy``, with every layer left in the mode it was in."""
+    """Return all scores, such as ``test_accuracy``. Each layer keeps its training or evaluation mode."""
     device = next(model.parameters()).device
     size = EVAL_BATCH
-    if device.type == "cuda":  # where small batches leave it idle
+    if device.type == "cuda":  # small batches would leave it idle
         size = max(size, 1 << (task.pass_size or 1).bit_length() - 1)
     size = size if pass_size is None else min(size, pass_size)
     count = loaders_of(task, loaders) if task.loaders or loaders else 0
@@ -165,27 +165,27 @@ def evaluate(
                 raise UsageError(
                     f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
                 )
-            # plain numbers, whatever a task of the user's returns: a checkpoint can hold no others
+            # floats: torch.load(weights_only=True) rejects other types
             scores |= {f"{name}_{key}": float(value) for key, value in found.items()}
         return scores
     finally:
-        for module, flag in training:  # a task may keep some layers, such as a frozen BatchNorm, out of training
+        for module, flag in training:  # a task may keep layers in evaluation mode, such as frozen BatchNorm
             module.training = flag
 
 
 def batches(
     samples: Samples, device: torch.device, dtype: torch.dtype, size: int = EVAL_BATCH, loaders: int = 0
 ) -> Iterator[Batch]:
-    """All samples in order; those that have to be loaded, by as many other processes ahead of time."""
-    place = getattr(samples, "device", None)  # samples on a device are picked there
-    size = getattr(samples, "streams", size)  # where each goes on from the one before
-    if not loaders or place is not None:
-        for indices in torch.split(torch.arange(len(samples), device=place), size):
+    """Yield all samples in order, in batches on a device; `loaders` processes load them ahead, unless in memory."""
+    own_device = getattr(samples, "device", None)  # index samples on their device
+    size = getattr(samples, "streams", size)  # streams have a fixed batch size
+    if not loaders or own_device is not None:
+        for indices in torch.split(torch.arange(len(samples), device=own_device), size):
             yield to_device(samples[indices], device, dtype)
         return
     loader = Loader(lambda indices: samples[indices], loaders, device)
     try:
-        # small ones: each process holds several
+        # small batches: each process holds several
         for batch in loader.over(list(torch.split(torch.arange(len(samples)), min(size, LOADED_BATCH)))):
             yield to_device(batch, device, dtype)
     finally:

@@ -1,4 +1,4 @@
-"""One run, from its config to its record."""
+"""The training loop of a run, with checkpoints and records."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .build import Setup, prepare
 from .config import RunConfig
-from .data_loading import place
+from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
 from .optimizer import set_rates
-from .run_folder import FINISHED, LASTING, RunFolder, describe, final, goes_on
+from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
 from .timing import Clock
-from .trackers import check_tracker, open_sink
+from .trackers import check_tracker, open_tracker
 
-CHECK_EVERY = 50  # steps between looks at the loss, which make the host wait for the device
+CHECK_EVERY = 50  # steps between checks of the loss, each of which synchronises with the device
 Record = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Execution):
-    """How one run is executed, with functions that it calls."""
+    """How one run is executed, with its callbacks."""
 
     checkpoint_every: int | None = None  # steps; None: about once a minute
     tracker: str | None = None
-    restart: bool = False  # discard what the folder holds of the run, and train from the start
+    restart: bool = False  # delete the run in the folder and train from the start
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
     should_stop: Callable[[], bool] = lambda: False
 
@@ -55,64 +55,63 @@ class Options(Execution):
 
 @dataclass(slots=True)
 class State:
-    """All that a run is in the middle of, besides model, optimizer and what streams carry."""
+    """Progress of a run: what a checkpoint holds besides model, optimizer and recurrent state."""
 
     step: int = 0
-    loss_sum: float = 0.0  # of this epoch's steps so far
-    seconds: Record = field(default_factory=dict)  # what the clock says
+    loss_sum: float = 0.0  # over the steps of the current epoch
+    seconds: Record = field(default_factory=dict)  # of `Clock.pack`
     history: list[Record] = field(default_factory=list)
-    best_model: dict[str, Tensor] | None = None  # of the best epoch so far, where the result is of that one
+    best_model: dict[str, Tensor] | None = None  # of the best epoch so far, if task.result_of is "best"
 
     def scores(self, task: Task) -> list[float]:
-        """The validation score of each epoch, where there are any."""
+        """Return the validation score of each epoch; empty without a validation set."""
         key = f"validation_{task.metric}"
         return [metrics[key] for metrics in self.history if key in metrics]
 
     def best(self, task: Task) -> int:
-        """Where in the history the best validation score is, the first of equal ones; the last without any."""
+        """Return the index in `history` of the first best validation score; -1 if there are no scores."""
         scores = self.scores(task)
         order = max if task.higher_is_better else min
-        # a score that is no number is never the best
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
     def pack(self, record: Record, setup: Setup, carried: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
-        # plain values: a checkpoint can hold no others
-        whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *LASTING) if key in record}))
+        # JSON types only: torch.load(weights_only=True) rejects others
+        whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
         return {"run": own, **lasting, "best_model": self.best_model, **whose}
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup) -> State:
-        """Put all that lasts back as it was, and say where the run is: at its start without a checkpoint."""
+        """Load a checkpoint into `setup` and return the progress of the run; without one, that of its start."""
         if packed is None:
             return cls()
         setup.model.load_state_dict(packed["model"])
         setup.optimizer.load_state_dict(packed["optimizer"])
-        setup.carried.put_back(packed["carried"])
+        setup.recurrent_state.load(packed["carried"])
         return cls(**packed["run"], best_model=packed.get("best_model"))
 
 
 def train(config: RunConfig, path: Path, options: Options | None = None) -> Record:
-    """Train, or go on where a run stopped; return its record. A finished run is not repeated, if it is whole.
+    """Train a run, or resume it from its last checkpoint, and return its record. A finished run is not repeated.
 
     Raises:
-        UsageError: `path` holds another run, or one on other data.
+        UsageError: `path` holds another run, or this run on different data.
     """
     options = options or Options()
     with join(options.device) as processes:
         folder = RunFolder(path)
-        # a process that torchrun starts again goes on from what it has reached since
+        # a process restarted by torchrun resumes, and must not delete the run again
         restart = options.restart and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
-        record, whole = processes.ask_first(lambda: _find(config, folder, restart))
+        record, whole = processes.call_in_first(lambda: _find(config, folder, restart))
         if whole:
-            with contextlib.suppress(DataMissing):  # which a finished run can do without
+            with contextlib.suppress(DataMissing):  # a finished run does not need its data
                 folder.check_data(record, data_of(*samples_of(config.build_task(options.data_dir), config)))
             return dict(record)
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
-        processes.any(False, step=0)  # all are ready: one that failed before would leave an empty folder
+        processes.any(False, step=0)  # wait for all: if one failed, create no folder
         if not processes.first:
             return _run(config, setup, folder, options, processes, restart)
         path.mkdir(parents=True, exist_ok=True)
@@ -121,20 +120,20 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
 
 
 def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
-    """The record of this run as it is in the folder, and whether nothing is left to do."""
+    """Return the record of this run in the folder, and whether the run is finished and intact."""
     record = folder.open(config, restart)
     if record.get("status") in FINISHED and not restart and not checkpoint.is_broken(folder.path):
         state = checkpoint.load(folder.path)
         if state is not None:
             folder.check_checkpoint(state, record, config)
-        folder.mend_metrics(record, state)
+        folder.repair_metrics(record, state)
         return record, True
     check_writable(folder.path)
     return record, False
 
 
 def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) -> tuple[Record, Record | None]:
-    """The record and the checkpoint that this run goes on from, read with the lock held."""
+    """Return the record and the checkpoint to resume from. Call it with the lock of the folder held."""
     record, state = folder.open(config, restart), checkpoint.load(folder.path)
     if state is not None and ("config" in state or not restart):
         folder.check_checkpoint(state, record, config)
@@ -147,22 +146,22 @@ def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) ->
     remove_leftovers(folder.path)  # not before: a folder of another run is left as it is
     if not record and folder.file.exists():
         warnings.warn(f"{folder.file} is broken, or was changed since written; it is written anew", stacklevel=2)
-    return record or {key: state[key] for key in LASTING if state and key in state}, state
+    return record or {key: state[key] for key in RESUMED if state and key in state}, state
 
 
 def _run(
     config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes, restart: bool
 ) -> Record:
     task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
-    processes.start_alike(model)
-    before, packed = processes.ask_first(lambda: _begin(config, setup, folder, restart))
+    processes.broadcast_model(model)
+    before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup)
     record = describe(config, model, processes, setup.data, task.metric)
     if before:
-        record |= goes_on(before, record)
+        record |= resumed_fields(before, record)
     journal = Journal(config, folder, record, state, options) if processes.first else None
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
-    held_out = {name: place(samples, processes.device) for name, samples in setup.held_out.items()}
+    held_out = {name: to_device_if_fits(samples, processes.device) for name, samples in setup.held_out.items()}
     clock = Clock(state.seconds)
 
     @functools.lru_cache(maxsize=2)
@@ -173,13 +172,13 @@ def _run(
         state.loss_sum = loss_sum.item()
         clock.trained()
         state.seconds = clock.pack()
-        carried = setup.carried.pack()
+        carried = setup.recurrent_state.gather()
         if journal:
             checkpoint.save(folder.path, state.step, state.pack(record, setup, carried))
         clock.wrote()
 
     def due() -> bool:
-        """Whether to write a checkpoint, all processes at the same step, though each has a clock of its own."""
+        """Return whether to write a checkpoint, the same in all processes although their clocks differ."""
         mine = clock.due(options.checkpoint_every, state.step)
         return mine if options.checkpoint_every else processes.any(mine, state.step)
 
@@ -193,9 +192,9 @@ def _run(
         for epoch in range(state.step // per_epoch, config.epochs):
             first, scores = state.step % per_epoch, state.scores(task)
             clock.begin_epoch(whole=first == 0)
-            order = setup.feed.begin(order_in(epoch), epoch, first)
+            order = setup.data_source.begin(order_in(epoch), epoch, first)
             if first == 0:
-                setup.carried.begin_epoch()
+                setup.recurrent_state.reset()
             for i in range(first, per_epoch):
                 factor = setup.schedule(
                     Moment(state.step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
@@ -206,7 +205,7 @@ def _run(
                 state.step += 1
                 ends = i + 1 == per_epoch
                 if ends:
-                    order_in(epoch + 1)  # while the device is at work
+                    order_in(epoch + 1)  # computed while the device is busy
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
                     clock.trained()
                     return close("diverged", diverged_at_step=state.step)
@@ -216,7 +215,7 @@ def _run(
                     clock.trained(epoch_ends=True)
                     how = options.pass_size, options.loaders
                     scored = evaluate(task, model, held_out, config, *how) if processes.first else None
-                    metrics |= processes.share(scored)
+                    metrics |= processes.broadcast(scored)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
@@ -240,11 +239,11 @@ def _run(
         record = close("finished", result=final(counts), result_of=task.result_of, result_epoch=counts["epoch"])
     except Exception as error:
         if not isinstance(error, Interrupted):
-            with contextlib.suppress(OSError):  # a full disk must not hide what went wrong
+            with contextlib.suppress(OSError):  # a full disk must not hide the first error
                 close("failed", error="".join(traceback.format_exception_only(error)).strip())
         raise
     finally:
-        setup.feed.close()
+        setup.data_source.close()
     for name in (f"{part}_{task.metric}" for part in held_out):
         if not math.isfinite(counts[name]):
             warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
@@ -252,20 +251,20 @@ def _run(
 
 
 class Journal:
-    """What the first process writes down while a run goes on."""
+    """Record, metrics and tracker of a run, written by the first process."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
         self.folder, self.record, self.history = folder, record, state.history
-        self.sink = open_sink(options.tracker, folder.path, config.hash, config.as_dict())
+        self.tracker = open_tracker(options.tracker, folder.path, config.hash, config.as_dict())
         folder.write(record)
         folder.rewrite(state.history)
 
     def note(self, metrics: Record) -> None:
         self.folder.append(metrics)
-        if self.sink:
-            self.sink.log(metrics)
+        if self.tracker:
+            self.tracker.log(metrics)
 
     def close(self) -> None:
         self.folder.close(self.record, self.history)
-        if self.sink:
-            self.sink.close()
+        if self.tracker:
+            self.tracker.close()

@@ -15,22 +15,22 @@ from ..optim.lars import trust
 from ..optim.state import HOW
 from .config import RunConfig
 
-RATES = ("lr", "inner_lr")  # EXTRAP-SGD looks less far ahead as it takes smaller steps
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # torch's own that we know to have fused steps on CUDA
+RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those of torch with fused steps on CUDA
 
 
 def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool = False) -> torch.optim.Optimizer:
-    """The method with its settings; decay on weights or on all parameters, as the config says.
+    """Build the optimizer of a run, with its parameter groups.
 
-    LARS and CLARS multiply the rate of weights by a trust ratio, often a thousandth, and leave biases and
-    normalisation layers at the full rate, where they would explode. Those train at ``trust_coefficient * lr`` here,
-    unless the config asks for the full rate.
+    LARS and CLARS multiply the learning rate of weights by a trust ratio, often about 0.001. Biases and normalisation
+    layers have no trust ratio and would diverge at the full rate, so they train at ``trust_coefficient * lr``, unless
+    the config has ``bias_lr="full"``.
 
     Args:
         config: of the run.
-        model: where it shall be trained.
-        tensor_rates: keep rates in tensors on the device, which :func:`set_rates` fills: a captured step reads them
-            anew at each replay. Checkpoints are the same with and without.
+        model: on the device it is trained on.
+        tensor_rates: keep learning rates in tensors on the device, which :func:`set_rates` fills, so that each replay
+            of a CUDA graph reads the current values. Checkpoints do not depend on it.
     """
     settings = dict(config.method_settings)
     try:
@@ -53,7 +53,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
 
 
 def _scale_vectors(optimizer: LARS | CLARS) -> None:
-    """Train tensors of one dimension at trust_coefficient * lr, in a group apart from matrices."""
+    """Move tensors of at most one dimension to groups with the learning rate trust_coefficient * lr."""
     for group in list(optimizer.param_groups):
         vectors = [p for p in group["params"] if p.ndim <= 1]
         if group["adapt"] is not None or not vectors:
@@ -66,13 +66,13 @@ def _scale_vectors(optimizer: LARS | CLARS) -> None:
             optimizer.add_param_group({**group, "params": vectors, "lr": rate})
 
 
-def captures(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether a CUDA graph may hold a step of this optimizer, once its rates are tensors."""
+def can_capture(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether a CUDA graph can capture this optimizer's step, given learning rates in tensors."""
     return isinstance(optimizer, (LargeBatchOptimizer, *FUSED))
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Multiply the rates a run began with by a schedule's factor. Tensors are filled, if the factor is a new one."""
+    """Set learning rates to their initial values times a schedule's factor. Tensors are filled in place."""
     changed = getattr(optimizer, "rate_factor", None) != factor
     for group in optimizer.param_groups:
         for key in RATES:
@@ -87,7 +87,7 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
-    """Torch's fused steps on a GPU, where the user's settings leave the choice open."""
+    """Turn on torch's fused steps on a GPU, unless the settings choose otherwise."""
     for group in optimizer.param_groups:
         if not isinstance(optimizer, FUSED) or any(p.device.type != "cuda" for p in group["params"]):
             continue
@@ -98,8 +98,8 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
     how = [{key: group[key] for key in HOW if key in group} for group in optimizer.param_groups]
 
     def keep(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint may come from another device; how steps are computed is for this one to say."""
-        if len(state["param_groups"]) != len(how):  # torch will say so
+        """Keep `fused`, `foreach` and the like when a checkpoint of another device is loaded."""
+        if len(state["param_groups"]) != len(how):  # torch raises ValueError
             return state
         return {**state, "param_groups": [g | own for g, own in zip(state["param_groups"], how, strict=True)]}
 
@@ -107,11 +107,11 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
 
 
 def _hold_rates_in_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Rates in tensors that stay the same ones when a checkpoint is loaded, and that checkpoints know nothing of."""
+    """Hold learning rates in tensors that survive `load_state_dict`; checkpoints hold plain numbers instead."""
     held: list[dict[str, Tensor]] = []
     for group in optimizer.param_groups:
         device = group["params"][0].device
-        # torch's fused kernels read a float32 there, whatever it is
+        # torch's fused kernels read lr as float32, whatever its dtype
         exact = torch.float32 if isinstance(optimizer, FUSED) and device.type == "cuda" else torch.float64
         held.append({k: torch.tensor(group[k], dtype=exact, device=device) for k in RATES if k in group})
         group |= held[-1]
@@ -129,7 +129,7 @@ def _hold_rates_in_tensors(optimizer: torch.optim.Optimizer) -> None:
             for key, tensor in tensors.items():
                 tensor.fill_(group[key])
             group |= tensors
-        optimizer.__dict__.pop("rate_factor", None)  # whatever it was, the next one is new
+        optimizer.__dict__.pop("rate_factor", None)  # so that set_rates fills the tensors again
 
     optimizer.register_state_dict_post_hook(as_numbers)
     optimizer.register_load_state_dict_post_hook(back_into_tensors)

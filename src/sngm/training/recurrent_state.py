@@ -1,4 +1,4 @@
-"""What streams hand on from one step to the next, such as the hidden state of an LSTM."""
+"""Recurrent state carried from one step to the next, such as the hidden state of an LSTM."""
 
 from __future__ import annotations
 
@@ -12,36 +12,37 @@ from ..tasks import Batch, Task
 from .batch_plan import BatchPlan
 
 
-class Carried:
-    """Tensors with a row for each sample of the batch, always the same ones, so that a captured step may hold them.
+class RecurrentState:
+    """Recurrent state of all streams: tensors with one row per sample of the batch.
 
-    A process knows the rows of its own workers. For tasks that carry nothing there are no tensors.
+    The tensors are updated in place, so that a CUDA graph can hold them. A process has valid rows only for its own
+    workers. Tasks without recurrent state have no tensors.
     """
 
     def __init__(self, task: Task, model: nn.Module, plan: BatchPlan, rank: int) -> None:
-        self.at_first = task.start(model, plan.batch)
-        # contiguous, as an exchange between GPUs wants them
-        self.rows = tuple(t.clone(memory_format=torch.contiguous_format) for t in self.at_first)
+        self.initial = task.start(model, plan.batch)
+        # contiguous, for all_reduce
+        self.rows = tuple(t.clone(memory_format=torch.contiguous_format) for t in self.initial)
         own = plan.workers_of(rank)
         self.own = slice(own.start * plan.share, own.stop * plan.share)
         self.ranks = plan.ranks
 
-    def begin_epoch(self) -> None:
-        """Streams begin anew."""
-        self.put_back(self.at_first)
+    def reset(self) -> None:
+        """Reset the state to that of the start of an epoch."""
+        self.load(self.initial)
 
-    def of(self, piece: slice) -> Batch:
-        """The rows of a part of the batch: copies, because `keep` is called before their gradients are computed."""
+    def rows_of(self, piece: slice) -> Batch:
+        """Return copies of the rows of a part of the batch: the rows are overwritten before the backward pass."""
         return tuple(t[piece].clone() for t in self.rows)
 
     @torch.no_grad()
-    def keep(self, piece: slice, after: Batch) -> None:
-        """Hand on what a part of the batch has come to."""
+    def update(self, piece: slice, after: Batch) -> None:
+        """Store the new state of a part of the batch."""
         for t, new in zip(self.rows, after, strict=True):
             t[piece] = new
 
-    def pack(self) -> list[Tensor]:
-        """All rows, of all processes, which must call this together."""
+    def gather(self) -> list[Tensor]:
+        """Return the rows of all processes. A collective: every process must call it."""
         if self.ranks == 1:
             return list(self.rows)
         packed = [torch.zeros_like(t) for t in self.rows]
@@ -50,7 +51,7 @@ class Carried:
             dist.all_reduce(whole)
         return packed
 
-    def put_back(self, rows: Sequence[Tensor]) -> None:
-        """Go on from here."""
+    def load(self, rows: Sequence[Tensor]) -> None:
+        """Load rows that `gather` returned."""
         for t, old in zip(self.rows, rows, strict=True):
             t.copy_(old)

@@ -1,16 +1,16 @@
-"""Random numbers as functions of where a run is, so that neither a restart nor the number of processes changes them."""
+"""Seeds as functions of run, epoch and step: independent of restarts and of the number of processes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-ORDER, DROPOUT, MODEL, HOLDOUT = range(4)  # what a stream of random numbers is for
+ORDER, DROPOUT, MODEL, HOLDOUT = range(4)  # purposes of random numbers: part of each key
 MASK = (1 << 64) - 1
 
 
 def fold(*values: int) -> int:
-    """Mix integers into one seed (splitmix64): far apart for neighbours, and the same on every machine.
+    """Mix integers into one seed with splitmix64, the same on every machine.
 
     >>> fold(0, 1) != fold(1, 0)
     True
@@ -21,17 +21,17 @@ def fold(*values: int) -> int:
         state = (state ^ state >> 30) * 0xBF58476D1CE4E5B9 & MASK
         state = (state ^ state >> 27) * 0x94D049BB133111EB & MASK
         state ^= state >> 31
-    return state >> 1  # torch wants it below 2**63
+    return state >> 1  # torch needs a seed below 2**63
 
 
 def permutation(n: int, *key: int) -> Tensor:
-    """An order of n samples."""
+    """Return a random permutation of n samples."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(fold(*key)))
 
 
 def seed_torch(*key: int) -> None:
-    """Seed what a model draws its dropout and first weights from, on every device in use."""
+    """Seed torch's generators of the CPU and of all GPUs in use."""
     seed = fold(*key)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed asks for every kind of device there is: 30x slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every backend: 30x slower
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a folder with run.json, metrics.jsonl and checkpoints."""
+"""The folder of a run: run.json, metrics.jsonl and checkpoints."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ FINISHED = ("finished", "diverged")
 
 
 class NothingLeft(UsageError):
-    """Of a run's record and checkpoints none can be read."""
+    """Neither the record nor a checkpoint of a run can be read."""
 
 
 class RunFolder:
-    """The folder of one run. `open` refuses a folder that belongs to another run."""
+    """The folder of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -44,7 +44,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
 
     def open(self, config: RunConfig, restart: bool = False) -> dict[str, Any]:
-        """Return the record of this run; {} if there is none, or only one that its checkpoint makes again.
+        """Return the record of this run; {} if there is none, or if it is broken and a checkpoint can replace it.
 
         Raises:
             UsageError: the folder belongs to another run, or its record is broken and no checkpoint can replace it.
@@ -57,7 +57,7 @@ class RunFolder:
             record = self.read()
         except BrokenRecord as error:
             if checkpoint.whole(self.path):
-                return {}  # the checkpoint says whose it is
+                return {}  # the checkpoint holds the config to check
             if error.record is not None and isinstance(there := error.record.get("config"), dict):
                 self._check_same("another run", completed(there), config.as_dict())
             if not restart:
@@ -70,7 +70,10 @@ class RunFolder:
         return record
 
     def check_checkpoint(self, state: dict[str, Any], record: dict[str, Any], config: RunConfig) -> None:
-        """Refuse the checkpoint of another run. Those of older versions do not say whose they are; `record` may."""
+        """Raise UsageError if a checkpoint belongs to another run.
+
+        Checkpoints of older versions hold no config; that of `record` is used for them.
+        """
         there = state.get("config", record.get("config"))
         if there is None:
             raise UsageError(
@@ -80,7 +83,7 @@ class RunFolder:
         self._check_same("another run", completed(there), config.as_dict())
 
     def check_data(self, record: dict[str, Any], data: dict[str, Any]) -> None:
-        """Refuse other data than `record`, or a checkpoint, is of; those of older versions say nothing of it."""
+        """Raise UsageError if a record or checkpoint was made with different data. Older ones are not checked."""
         self._check_same("a run on other data", record.get("data", data), data)
 
     def _check_same(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -98,27 +101,27 @@ class RunFolder:
         write_record(self.file, record)
 
     def discard(self) -> None:
-        """Remove what the folder holds of its run."""
+        """Delete record, metrics, checkpoints and tracker files."""
         checkpoint.discard(self.path)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
         for path in (self.path / "mlflow_run", self.metrics, self.file):
             path.unlink(missing_ok=True)
 
     def append(self, metrics: dict[str, Any]) -> None:
-        """One line of metrics.jsonl, handed to the system before the next step."""
+        """Append a line to metrics.jsonl and flush it."""
         with open(self.metrics, "a") as file:
             file.write(_lines([metrics]).decode())
             file.flush()
 
     def close(self, record: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Write the record of a run that ended, and its metrics again if the file was changed meanwhile."""
+        """Write the record of a run that ended; rewrite metrics.jsonl if it was changed meanwhile."""
         digest = hashlib.sha256(_lines(history)).hexdigest()
         if digest != metrics_digest(self.path):
             self.rewrite(history)
         record["metrics_digest"] = digest
         self.write(record)
 
-    def mend_metrics(self, record: dict[str, Any], state: dict[str, Any] | None) -> None:
+    def repair_metrics(self, record: dict[str, Any], state: dict[str, Any] | None) -> None:
         """Write the metrics of a finished run again from its checkpoint, if they were lost or changed."""
         if self.metrics.exists() and not metrics_changed(self.path, record):
             return
@@ -131,7 +134,7 @@ class RunFolder:
             warnings.warn(f"{self.metrics} was lost, or changed after it was written", stacklevel=2)
 
     def rewrite(self, history: list[dict[str, Any]]) -> None:
-        """Cut metrics.jsonl back to what a checkpoint knows of."""
+        """Write metrics.jsonl from the history of a checkpoint."""
         write_atomically(self.metrics, _lines(history))
 
 
@@ -140,7 +143,7 @@ def _lines(history: list[dict[str, Any]]) -> bytes:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> list[str]:
-    """Field by field.
+    """Return one line of text for each field that differs between two dicts.
 
     >>> differences({"lr": 0.1, "batch": 32, "settings": {"a": 1}}, {"lr": 0.2, "batch": 32, "settings": {}})
     ['lr: 0.1 there, 0.2 here', 'settings.a: 1 there, not set here']
@@ -158,7 +161,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 def describe(
     config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any], metric: str
 ) -> dict[str, Any]:
-    """The record of a run that begins."""
+    """Return the record of a run at its start."""
     return {
         "format": 1,
         "status": "running",
@@ -176,11 +179,11 @@ def describe(
     }
 
 
-LASTING = ("started", "commit", "hardware", "versions", "made_before")  # what `goes_on` needs of a record
+RESUMED = ("started", "commit", "hardware", "versions", "made_before")  # what `resumed_fields` needs of a record
 
 
-def goes_on(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """What the record of a run that goes on keeps of its beginning: when that was, and what else it was made with."""
+def resumed_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that a resumed run takes over: its start, and earlier commits, hardware and versions."""
     kept = {"started": before["started"]} if "started" in before else {}
     made = {key: before.get(key) for key in ("commit", "hardware", "versions")}
     others = before.get("made_before", []) + ([made] if any(made[key] != now[key] for key in made) else [])
@@ -188,12 +191,12 @@ def goes_on(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
 
 
 def final(metrics: dict[str, Any]) -> dict[str, Any]:
-    """What counts of an epoch's metrics: its scores, and nothing that depends on where or when it ran."""
+    """Return the scores among the metrics of an epoch."""
     return {k: finite(v) for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Versions, hardware, commit and command."""
+    """Return versions, hardware, commit and command, for a record."""
     return {
         "versions": {"sngm": sngm.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "hardware": {
@@ -209,7 +212,7 @@ def provenance(device: torch.device) -> dict[str, Any]:
 
 
 def command() -> str:
-    """The command line that was given, as one would type it."""
+    """Return the command line of this process, quoted for a shell."""
     import shlex
 
     name = Path(sys.argv[0]).name
@@ -218,7 +221,7 @@ def command() -> str:
 
 @functools.cache
 def cpu_name() -> str:
-    """What the processor calls itself."""
+    """Return the model name of the CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -232,18 +235,18 @@ def cpu_name() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """The commit of the code that runs, from SNGM_COMMIT or git; "+" says there were changes besides."""
+    """Return the commit of this code, from SNGM_COMMIT or git; "+" marks uncommitted changes."""
     given = os.environ.get("SNGM_COMMIT")
     if given:
         return given
-    here = Path(__file__).parent.parent  # the package: every part of it makes a run what it is
+    here = Path(__file__).parent.parent  # the package
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     try:
-        if not git("ls-files", __file__):  # installed inside somebody else's repository
+        if not git("ls-files", __file__):  # installed inside another repository
             return None
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.SubprocessError):

@@ -1,4 +1,4 @@
-"""One step: the mean gradient of the global batch over passes, workers and processes; then the optimizer."""
+"""One training step: the mean gradient over passes, workers and processes, then the optimizer's step."""
 
 from __future__ import annotations
 
@@ -16,49 +16,55 @@ from ..optim import CLARS, ExtrapSGD
 from ..tasks import Batch, Task
 from . import rng
 from .batch_plan import BatchPlan
-from .batchnorm_stats import Ghost, OneByOne, draws
+from .batchnorm_stats import GhostStatistics, PerGroupStatistics, draws
 from .compiled_step import NotCompiled, compiled
 from .config import RunConfig
 from .data_loading import Resident, Streamed, to_device
-from .recurrent_state import Carried
+from .recurrent_state import RecurrentState
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
-    """Passes that follow one another: those of a worker, or of all workers of a process, named by the first."""
+class WorkerPasses:
+    """Consecutive passes of one worker, or of all workers of a process; `worker` is the first of them."""
 
     worker: int
     passes: list[slice]
 
 
-def turns_of(plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None) -> list[Turn]:
-    """A process's part of a step. `most`: samples of a pass that may hold many BatchNorm groups; None: one group.
+def worker_passes_of(
+    plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None
+) -> list[WorkerPasses]:
+    """Return the passes of a process in one step.
 
-    CLARS looks at each micro-batch's gradient, and EXTRAP-SGD at each worker's.
+    Args:
+        plan, rank, optimizer: of the run and of this process.
+        most: the most samples of a pass that holds several BatchNorm groups; None for one group per pass.
+
+    CLARS needs the gradient of each micro-batch and EXTRAP-SGD that of each worker, so their passes are not merged.
     """
     mine = plan.workers_of(rank)
     if most is None or isinstance(optimizer, CLARS):
-        return [Turn(worker, plan.pieces(worker)) for worker in mine]
+        return [WorkerPasses(worker, plan.pieces(worker)) for worker in mine]
     if isinstance(optimizer, ExtrapSGD):
-        return [Turn(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
-    return [Turn(mine.start, plan.merged(mine, most))]
+        return [WorkerPasses(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
+    return [WorkerPasses(mine.start, plan.merged(mine, most))]
 
 
 class Stepper:
-    """Takes the steps of one run. All that lasts is in the model, in the optimizer, and in `carried`."""
+    """The training step of a run. Its state is in model, optimizer and `recurrent_state`."""
 
     def __init__(
         self,
         config: RunConfig,
         task: Task,
-        feed: Resident | Streamed,
+        data_source: Resident | Streamed,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         plan: BatchPlan,
         device: torch.device,
-        turns: list[Turn],
-        statistics: OneByOne | Ghost,
-        carried: Carried,
+        worker_passes: list[WorkerPasses],
+        statistics: PerGroupStatistics | GhostStatistics,
+        recurrent_state: RecurrentState,
         mode: str = "eager",
         asked: bool = False,
     ) -> None:
@@ -66,39 +72,39 @@ class Stepper:
             raise UsageError("extrap-sgd takes its gradients inside its step, where clip cannot reach them")
         if isinstance(optimizer, CLARS) and plan.batch == plan.bn_group:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it --workers or --micro")
-        self.config, self.task, self.feed, self.model = config, task, feed, model
+        self.config, self.task, self.data_source, self.model = config, task, data_source, model
         self.optimizer, self.plan, self.device = optimizer, plan, device
-        self.turns, self.statistics, self.carried = turns, statistics, carried
-        self.mode, self.asked = mode, asked  # asked: for this mode, so that another will not do
+        self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
+        self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.draws = draws(task, model)
-        self.scale = task.scale(config.batch)  # of gradients, not of the loss that is recorded
+        self.scale = task.scale(config.batch)  # scales the gradients, not the recorded loss
 
     def __call__(self, indices: Tensor, *, epoch: int | Tensor, step: int) -> Tensor:
-        """Take a step on the samples of the global batch; return their mean loss."""
+        """Train on the samples of the global batch and return their mean loss."""
         if isinstance(self.optimizer, ExtrapSGD):
             return self._extrapolate(indices, epoch, step)
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
-        apart = _Apart(self.params) if isinstance(self.optimizer, CLARS) else None
+        micro_batches = _MicroBatchGradients(self.params) if isinstance(self.optimizer, CLARS) else None
         self.statistics.begin()
-        for turn in self.turns:
-            with self.statistics.following(turn.worker):
-                for i, piece in enumerate(turn.passes):
+        for own in self.worker_passes:
+            with self.statistics.tracking(own.worker):
+                for i, piece in enumerate(own.passes):
                     weight = (piece.stop - piece.start) / self.plan.batch
-                    part = self._loss(self.feed.take(indices[piece]), piece, epoch, (step, turn.worker, i))
-                    if apart is None:
+                    part = self._loss(self.data_source.take(indices[piece]), piece, epoch, (step, own.worker, i))
+                    if micro_batches is None:
                         (part * (weight * self.scale)).backward()
                     else:
                         (part * self.scale).backward()  # type: ignore[no-untyped-call]
-                        apart.take(weight)
+                        micro_batches.add(weight)
                     loss += part.detach() * weight
-        mean_norms = apart.give_back() if apart is not None else None
+        mean_norms = micro_batches.finish() if micro_batches is not None else None
         self._reduce(loss, mean_norms)
         self.statistics.end()
         if (clip := self.config.clip) is not None:
             norm = nn.utils.clip_grad_norm_(self.params, clip)
-            if mean_norms is not None:  # of the same gradients, by the factor that torch takes
+            if mean_norms is not None:  # clip the norms by the same factor as clip_grad_norm_
                 mean_norms = mean_norms * (clip / (norm + 1e-6)).clamp(max=1.0)
         if mean_norms is None:
             self.optimizer.step()
@@ -107,28 +113,31 @@ class Stepper:
         return loss
 
     def _extrapolate(self, indices: Tensor, epoch: int | Tensor, step: int) -> Tensor:
-        """EXTRAP-SGD asks each worker for its gradient twice; statistics and hidden states follow the second look."""
+        """Take a step of EXTRAP-SGD, which computes each worker's gradient twice.
+
+        Running statistics and recurrent states are updated by the second computation only.
+        """
         self.statistics.begin()
         seen: dict[int, list[Tensor | Batch]] = {}
 
-        def closure(turn: Turn) -> Tensor:
-            second = turn.worker in seen
+        def closure(own: WorkerPasses) -> Tensor:
+            second = own.worker in seen
             if not second:
-                seen[turn.worker] = [self.feed.take(indices[piece]) for piece in turn.passes]
+                seen[own.worker] = [self.data_source.take(indices[piece]) for piece in own.passes]
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            with self.statistics.following(turn.worker if second else None):
-                for i, (piece, taken) in enumerate(zip(turn.passes, seen[turn.worker], strict=True)):
+            with self.statistics.tracking(own.worker if second else None):
+                for i, (piece, inputs) in enumerate(zip(own.passes, seen[own.worker], strict=True)):
                     weight = (piece.stop - piece.start) / self.plan.share
-                    part = self._loss(taken, piece, epoch, (step, turn.worker, i), hands_on=second)
+                    part = self._loss(inputs, piece, epoch, (step, own.worker, i), update_state=second)
                     (part * (weight * self.scale)).backward()
                     loss += part.detach() * weight
             if second:
-                seen[turn.worker] = []
+                seen[own.worker] = []
             return loss
 
         group = dist.group.WORLD if self.plan.ranks > 1 else None
         assert isinstance(self.optimizer, ExtrapSGD)
-        loss: Tensor = self.optimizer.step([lambda t=turn: closure(t) for turn in self.turns], group=group)  # type: ignore[misc]
+        loss: Tensor = self.optimizer.step([lambda t=own: closure(t) for own in self.worker_passes], group=group)  # type: ignore[misc]
         if group is not None:
             dist.all_reduce(loss.div_(self.plan.ranks))
         self.statistics.end()
@@ -136,58 +145,58 @@ class Stepper:
 
     def _loss(
         self,
-        taken: Tensor | Batch,
+        inputs: Tensor | Batch,
         piece: slice,
         epoch: int | Tensor,
-        place: tuple[int, int, int],
-        hands_on: bool = True,
+        key: tuple[int, int, int],
+        update_state: bool = True,
     ) -> Tensor:
-        """The mean loss of a pass, which holds this part of the batch; `place`: step, worker and pass."""
-        self.statistics.at(piece)
+        """Return the mean loss of the pass over `piece` of the batch; `key` is (step, worker, pass), to seed by."""
+        self.statistics.set_pass(piece)
         with self.config.autocast(self.device):
-            loss, after = self._forward(taken, self.carried.of(piece), epoch, place)
+            loss, after = self._forward(inputs, self.recurrent_state.rows_of(piece), epoch, key)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise UsageError(f"task {self.config.task}: loss() must return one number, as a tensor, got {got}")
-        if hands_on:
-            self.carried.keep(piece, after)
+        if update_state:
+            self.recurrent_state.update(piece, after)
         return loss
 
     def _forward(
-        self, taken: Tensor | Batch, carried: Batch, epoch: int | Tensor, place: tuple[int, int, int]
+        self, inputs: Tensor | Batch, carried: Batch, epoch: int | Tensor, key: tuple[int, int, int]
     ) -> tuple[Tensor, Batch]:
         if self.mode.startswith("compiled"):
-            self.seed(*place)
-            samples = self.feed.samples
+            self.seed(*key)
+            samples = self.data_source.samples
             try:
-                return compiled(self.task, self.model, samples, taken, carried, self.config, epoch, self.device)
+                return compiled(self.task, self.model, samples, inputs, carried, self.config, epoch, self.device)
             except NotCompiled as error:
-                self._do_without(error)
-        if isinstance(taken, Tensor):
-            taken = self.task.batch(self.feed.samples, taken, seed=self.config.seed, epoch=cast(int, epoch))
-        self.seed(*place)
-        return self.task.follow(self.model, to_device(taken, self.device, self.config.dtype), carried)
+                self._fall_back(error)
+        if isinstance(inputs, Tensor):
+            inputs = self.task.batch(self.data_source.samples, inputs, seed=self.config.seed, epoch=cast(int, epoch))
+        self.seed(*key)
+        return self.task.follow(self.model, to_device(inputs, self.device, self.config.dtype), carried)
 
     def seed(self, step: int, worker: int, number: int = 0) -> None:
-        """Seed what a worker's pass of this number draws. A graph cannot: whoever replays it does."""
+        """Seed the random numbers of a pass. During capture this does nothing: the caller seeds before each replay."""
         if self.draws and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             rng.seed_torch(self.config.seed, rng.DROPOUT, step, worker, number)
 
-    def _do_without(self, error: NotCompiled) -> None:
-        """Go on with eager passes, unless compiled ones were asked for."""
+    def _fall_back(self, error: NotCompiled) -> None:
+        """Fall back to eager passes, or raise Failed if the user asked for compiled ones."""
         if self.asked:
             raise Failed(f"--step {self.mode}: torch cannot compile this task: {error}") from error
         warnings.warn(f"this task cannot be compiled, going on without: {error}", stacklevel=3)
         self.mode = self.mode.removeprefix("compiled").removeprefix("+") or "eager"
 
     def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:
-        """Sum gradients, loss and norms over processes. Each has already been weighted by its part of the batch."""
+        """Sum gradients, loss and norms over processes; each is already weighted by its part of the batch."""
         if self.plan.ranks == 1:
             return
         trained = [p for p in self.params if p.requires_grad]
         missing = [p.grad is None for p in trained]
         for p in trained:
-            if p.grad is None:  # another process may have one
+            if p.grad is None:  # another process may have a gradient
                 p.grad = torch.zeros_like(p)
         for bucket in buckets([p.grad for p in trained if p.grad is not None]):
             flat = torch.cat([g.reshape(-1) for g in bucket])
@@ -200,14 +209,14 @@ class Stepper:
         loss.copy_(sums[0])
         if any(missing):
             for p, without in zip(trained, sums[1:].tolist(), strict=True):
-                if without == self.plan.ranks:  # no process has one: the optimizer leaves it alone, as with one process
+                if without == self.plan.ranks:  # no process has a gradient
                     p.grad = None
         if mean_norms is not None:
             dist.all_reduce(mean_norms.div_(self.plan.ranks))
 
 
-class _Apart:
-    """Gradients of micro-batches taken one by one: their weighted sum, and the mean of each tensor's norm."""
+class _MicroBatchGradients:
+    """Accumulator for CLARS: the weighted sum of micro-batch gradients, and the mean of each tensor's norm."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
@@ -215,13 +224,13 @@ class _Apart:
         self.norms = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
         self.count = 0
 
-    def take(self, weight: float) -> None:
+    def add(self, weight: float) -> None:
         found = [i for i, p in enumerate(self.params) if p.grad is not None]
         grads = [g for p in self.params if (g := p.grad) is not None]
         columns = [self.norms.new_zeros(())] * len(self.params)
         for i, norm in zip(found, torch._foreach_norm(grads, 2, torch.float64), strict=True):
             columns[i] = norm.to(self.norms.device)
-        self.norms += torch.stack(columns)  # one tensor, whose making waits for nothing
+        self.norms += torch.stack(columns)  # stacked on the device, without synchronisation
         torch._foreach_mul_(grads, weight)
         known = [(self.sums[i], g) for i, g in zip(found, grads, strict=True) if i in self.sums]
         if known:
@@ -231,15 +240,15 @@ class _Apart:
             p.grad = None
         self.count += 1
 
-    def give_back(self) -> Tensor:
-        """Put the mean gradient into place; return the mean norms, one a parameter."""
+    def finish(self) -> Tensor:
+        """Set ``p.grad`` to the mean gradient; return the mean norms, one per parameter."""
         for i, p in enumerate(self.params):
             p.grad = self.sums.get(i)
         return self.norms / self.count
 
 
 def buckets(tensors: list[Tensor], elements: int = 1 << 23) -> Iterator[list[Tensor]]:
-    """Runs of tensors that are sent together: few messages, and little memory for their copies."""
+    """Yield buckets of consecutive tensors of one dtype, each to be all-reduced as one flat copy."""
     bucket: list[Tensor] = []
     size = 0
     for t in tensors:

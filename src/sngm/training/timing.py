@@ -1,4 +1,4 @@
-"""What takes how long in a run, over restarts too."""
+"""Time spent on training and evaluation in a run, including time before it was resumed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 
 class Clock:
-    """Seconds of training, of evaluation and of all, and when the next checkpoint is due.
+    """Seconds of training, of evaluation and in total, and when the next checkpoint is due.
 
-    A device works on when the host has gone ahead, so these are called only after the host has waited for it.
+    CUDA kernels run asynchronously, so call these methods only after a synchronisation with the device.
     """
 
     def __init__(self, before: dict[str, Any]) -> None:
@@ -20,17 +20,17 @@ class Clock:
         before = {"all": 0.0, "training": 0.0, "evaluation": 0.0, "epochs": [], **before}
         self.start = now - before["all"]
         self.training, self.evaluation = before["training"], before["evaluation"]
-        self.epochs: list[float] = list(before["epochs"])  # training alone, of epochs made at a stretch
-        self.epoch: float | None = None  # so far, if from its first step on
+        self.epochs: list[float] = list(before["epochs"])  # training seconds of epochs that were not interrupted
+        self.epoch: float | None = None  # seconds of the current epoch; None if resumed within it
         self.mark = self.saved = now
 
     def begin_epoch(self, whole: bool) -> None:
-        """Training begins or goes on; `whole`: from the epoch's first step."""
+        """Start timing an epoch; `whole` is whether it starts at its first step."""
         self._lap()
         self.epoch = 0.0 if whole else None
 
     def trained(self, *, epoch_ends: bool = False) -> None:
-        """What went by since the last call was training."""
+        """Count the time since the last call as training."""
         seconds = self._lap()
         self.training += seconds
         self.epoch = None if self.epoch is None else self.epoch + seconds
@@ -38,25 +38,25 @@ class Clock:
             self.epochs.append(self.epoch)
 
     def evaluated(self) -> None:
-        """What went by since the last call was evaluation."""
+        """Count the time since the last call as evaluation."""
         self.evaluation += self._lap()
 
     def wrote(self) -> None:
-        """What went by since the last call was neither: a checkpoint was written."""
+        """Note that a checkpoint was written; the time since the last call is neither training nor evaluation."""
         self._lap()
         self.saved = self.mark
 
     def due(self, every: int | None, step: int) -> bool:
-        """Whether to write a checkpoint: every so many steps, or about once a minute."""
+        """Return whether to write a checkpoint: after `every` steps, or for None about once a minute."""
         return step % every == 0 if every else time.perf_counter() - self.saved >= SECONDS_BETWEEN_CHECKPOINTS
 
     def pack(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Return the times for a checkpoint."""
         everything = time.perf_counter() - self.start
         return {"all": everything, "training": self.training, "evaluation": self.evaluation, "epochs": self.epochs}
 
     def timing(self) -> dict[str, float]:
-        """For the record. The first epoch compiles and warms up, and counts only where there is no other."""
+        """Return the times for the record. The first epoch, with its warm-up, counts only if there is no other."""
         found = {
             "seconds": time.perf_counter() - self.start,
             "training_seconds": self.training,

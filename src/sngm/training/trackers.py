@@ -1,4 +1,4 @@
-"""Trackers, imported only when asked for. The files of a run are the record; these are copies for other tools."""
+"""Trackers: copies of metrics.jsonl for TensorBoard, Weights & Biases and MLflow, imported on demand."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from ..errors import UsageError
 from ..files import write_atomically
 
 
-class Sink(Protocol):
-    """Takes each line of metrics.jsonl as it is written."""
+class Tracker(Protocol):
+    """Interface of a tracker: `log` gets each line of metrics.jsonl."""
 
     def log(self, metrics: dict[str, Any]) -> None: ...
 
@@ -20,7 +20,7 @@ class Sink(Protocol):
 
 
 class TensorBoard:
-    """Event files in the run's folder."""
+    """TensorBoard event files in the run folder."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
         _import("tensorboard")
@@ -53,12 +53,12 @@ class Wandb:
 
 
 class MLflow:
-    """An MLflow run, where MLFLOW_TRACKING_URI says."""
+    """An MLflow run at MLFLOW_TRACKING_URI."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
         self.mlflow = _import("mlflow")
         self.mlflow.set_experiment("sngm")
-        kept = folder / "mlflow_run"  # its id, which MLflow makes up: a run that goes on does so there too
+        kept = folder / "mlflow_run"  # MLflow's run id, to resume the same run
         if not kept.exists():
             write_atomically(kept, self.mlflow.start_run(run_name=name).info.run_id.encode())
             self.mlflow.log_params(config)
@@ -66,7 +66,7 @@ class MLflow:
         try:
             self.mlflow.start_run(run_id=kept.read_text())
             self.mlflow.log_params(config)
-        except self.mlflow.exceptions.MlflowException as error:  # deleted, of another run, or where another URI says
+        except self.mlflow.exceptions.MlflowException as error:  # deleted, of another run, or at another URI
             raise UsageError(f"MLflow cannot go on ({error}); delete {kept} to begin a new run there") from error
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -77,7 +77,7 @@ class MLflow:
         self.mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[Path, str, dict[str, Any]], Sink]] = {
+TRACKERS: dict[str, Callable[[Path, str, dict[str, Any]], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": MLflow,
@@ -85,13 +85,13 @@ TRACKERS: dict[str, Callable[[Path, str, dict[str, Any]], Sink]] = {
 
 
 def check_tracker(tracker: str | None) -> None:
-    """Refuse one that there is not."""
+    """Raise UsageError if no tracker has this name."""
     if tracker not in (None, *TRACKERS):
         raise UsageError(f"no tracker is called {tracker!r}; there are {', '.join(TRACKERS)}")
 
 
-def open_sink(tracker: str | None, folder: Path, name: str, config: dict[str, Any]) -> Sink | None:
-    """The tracker of this name."""
+def open_tracker(tracker: str | None, folder: Path, name: str, config: dict[str, Any]) -> Tracker | None:
+    """Return the tracker of this name, or None for None."""
     check_tracker(tracker)
     return None if tracker is None else TRACKERS[tracker](folder, name, config)
 

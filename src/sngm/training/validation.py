@@ -1,4 +1,4 @@
-"""Validation of run.json: records come from disk, where anything may have been written into them."""
+"""Validation of run.json."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ NEEDED = {"finished": ("label", "result", "timing"), "diverged": ("label", "dive
 
 
 def check_record(record: dict[str, Any], file: Path) -> None:
-    """Refuse a record whose fields are missing or of the wrong type; `file` is named in the message."""
+    """Raise UsageError if fields of a record are missing or of the wrong type; the message names `file`."""
     if record.get("format", 1) != 1:
         raise UsageError(f"{file} is the record of another version of sngm (format {_short(record['format'])})")
     if "format" not in record or "config" not in record:
@@ -46,7 +46,7 @@ def config_of(record: dict[str, Any], file: Path) -> RunConfig:
     """Return the config of a record.
 
     Raises:
-        UsageError: it is not one; `file` is named in the message.
+        UsageError: the config is invalid; the message names `file`.
     """
     try:
         return RunConfig.from_dict(record["config"])
