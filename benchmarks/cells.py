@@ -123,7 +123,7 @@ def write_docs(parser: argparse.ArgumentParser, page: Path, path: Path, text: Ca
         shown = text(json.loads(path.read_text()))
     except (ValueError, KeyError, TypeError):
         parser.error(f"{path} is not what this benchmark writes")
-    page.write_text(f"{head}{BEGIN}{shown}{END}{rest.split(END, 1)[1]}")
+    page.write_text(f"{head}{BEGIN}{shown.rstrip()}\n\n{END}{rest.split(END, 1)[1]}")
 
 
 def need_gpu(parser: argparse.ArgumentParser, instead: str = "") -> None:

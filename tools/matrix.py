@@ -75,7 +75,7 @@ def write(rows: list[list[str]]) -> None:
     table += ["", f"`make matrix`, commit {commit.strip()}, {platform.system()} {platform.machine()}."]
     begin, end = "<!-- matrix: begin -->\n", "<!-- matrix: end -->"
     before, rest = PAGE.read_text().split(begin)
-    PAGE.write_text(before + begin + "\n".join(table) + "\n" + end + rest.split(end)[1])
+    PAGE.write_text(before + begin + "\n" + "\n".join(table) + "\n" + end + rest.split(end)[1])
 
 
 def main() -> None:

@@ -145,7 +145,7 @@ def write_docs(found: Outcome) -> None:
         rows.append(f"| {kind} | {own['cases']} | {counted} | {own['failures']} |")
     where = f"seed {found['seed']}, {found['minutes']:g} minutes, commit {found['commit']}, torch {found['torch']}, "
     rows += ["", f"One campaign: {where}Python {found['python']}, {found['processor']}."]
-    block = "\n".join(["<!-- campaign: begin -->", *rows, "<!-- campaign: end -->"])
+    block = "\n".join(["<!-- campaign: begin -->", "", *rows, "<!-- campaign: end -->"])
     text = re.sub(
         "<!-- campaign: begin -->.*<!-- campaign: end -->", lambda _: block, PAGE.read_text(), flags=re.DOTALL
     )
