@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..optim import CLARS, LARS, create, decay_groups
 from ..optim.base import LargeBatchOptimizer
 from ..optim.lars import trust
-from ..optim.state import HOW
+from ..optim.state import EXECUTION_FLAGS
 from .config import RunConfig
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
@@ -95,7 +95,7 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
             group["fused"] = True
         if capture and "capturable" in group:
             group["capturable"] = True
-    how = [{key: group[key] for key in HOW if key in group} for group in optimizer.param_groups]
+    how = [{key: group[key] for key in EXECUTION_FLAGS if key in group} for group in optimizer.param_groups]
 
     def keep(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
         """Keep `fused`, `foreach` and the like when a checkpoint of another device is loaded."""
