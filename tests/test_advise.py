@@ -267,9 +267,9 @@ def test_each_curve_is_the_best_bound_of_the_theory_and_all_are_held_to_one_targ
         assert relaxed.bounds[i] == pytest.approx(min(best.bound for best in both))
     target = NEAR_LOWEST * min(min(curve.bounds) for curve in (msgd, sngm_, relaxed))
     for curve in (msgd, sngm_, relaxed):
-        borne = [batch for batch, bound in zip(curve.batches, curve.bounds, strict=True) if bound <= target]
-        assert (curve.largest is None) == (not borne)
-        assert curve.largest is None or curve.batches[curve.largest] == borne[-1]
+        tolerated = [batch for batch, bound in zip(curve.batches, curve.bounds, strict=True) if bound <= target]
+        assert (curve.largest is None) == (not tolerated)
+        assert curve.largest is None or curve.batches[curve.largest] == tolerated[-1]
         assert curve.bounds[curve.best] == min(curve.bounds)
     assert msgd.largest is not None
     assert max(bearable(budget, constants._replace(samples=1000))[0].batches) == 512

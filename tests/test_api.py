@@ -17,7 +17,7 @@ import sngm
 from sngm import tasks
 from sngm.errors import Failed, UsageError
 from sngm.optim import registry
-from sngm.study import launch
+from sngm.study import worker
 
 torch.manual_seed(0)
 X = torch.randn(240, 4)
@@ -218,7 +218,7 @@ def test_compare_takes_names_classes_and_functions(monkeypatch):
     with pytest.raises(ValueError, match="batch must be one of 20"):
         study.best(batch=21)
     before = {run.folder: run.result for run in study.runs}
-    monkeypatch.setattr(launch, "_make", None)  # nothing is run again
+    monkeypatch.setattr(worker, "make", None)  # nothing is run again
     assert {run.folder: run.result for run in sngm.load_study(study.folder).runs} == before
     assert sngm.compare(task(), methods=methods, batches=[20], lrs=[0.1], seeds=2, **QUIET).folder == study.folder
 
@@ -226,7 +226,7 @@ def test_compare_takes_names_classes_and_functions(monkeypatch):
 def test_worker_processes_give_the_numbers_of_this_process(monkeypatch):
     given = {"methods": [plain], "batches": [20], "lrs": [0.1], "seeds": 1, **QUIET}
     apart = sngm.compare(task(), out="apart", **given)
-    monkeypatch.setattr(launch, "_pack_local", lambda: (_ for _ in ()).throw(TypeError("cannot pickle")))
+    monkeypatch.setattr(worker, "pack_local", lambda: (_ for _ in ()).throw(TypeError("cannot pickle")))
     with pytest.warns(UserWarning, match="runs go one after another in this process"):
         here = sngm.compare(task(), out="here", **given)
     assert [run.result for run in here.runs] == [run.result for run in apart.runs]

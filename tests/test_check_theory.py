@@ -367,7 +367,7 @@ def test_the_verdicts_on_batches_follow_the_limits(monkeypatch):
 def test_where_the_reference_diverges_the_verdicts_are_open(monkeypatch):
     lost = norms(1024, 256, 64, 16)
     lost.mean[-1], lost.low[-1], lost.high[-1] = np.inf, np.inf, np.inf
-    found = batches.borne({"msgd": lost, "sngm": norms(2048, 2048, 2048, 2048)})
+    found = batches.tolerated({"msgd": lost, "sngm": norms(2048, 2048, 2048, 2048)})
     assert batches.in_words(found["msgd"]).endswith("and unknown")
     assert verdicts(monkeypatch, lost, norms(2048, 2048, 2048, 2048)) == ["open", "open", "open", "open"]
 

@@ -229,9 +229,9 @@ def _warnings(constants: Constants, curves: Sequence[Curve]) -> list[str]:
 
 def _notes(gradients: float, constants: Constants, curves: Sequence[Curve], measured: bool) -> list[str]:
     notes = [
-        "Theory: bounds, rates and the batch of the lowest bound. Rule of thumb: that a batch is borne up to "
-        f"{NEAR_LOWEST:g} times the lowest bound of any method; a method that never comes so low bears none. Batches "
-        "are powers of two.",
+        "Theory: bounds, rates and the batch of the lowest bound. Rule of thumb: that a batch is tolerated up to "
+        f"{NEAR_LOWEST:g} times the lowest bound of any method; a method that never comes so low tolerates none. "
+        "Batches are powers of two.",
         "A bound is a promise for the worst function with these constants, and its rates are as a rule far below those "
         "that train best: for a rate to train with, see --from-sgd.",
     ]

@@ -42,11 +42,11 @@ def answer(advice: Record) -> str:
             f"SNGM at batch {value['batch']}: learning rate {value['learning rate']}, weight decay "
             f"{value['weight decay']}, {value['steps']} steps."
         )
-    borne = "; ".join(
+    tolerated = "; ".join(
         f"{row['method']} none" if row["batch"] is None else f"{row['method']} {row['batch']:,} at lr {row['lr']:.3g}"
         for row in advice["methods"]
     )
-    return f"Largest batches for {advice['gradients']:,.0f} gradients: {borne}."
+    return f"Largest batches for {advice['gradients']:,.0f} gradients: {tolerated}."
 
 
 def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:

@@ -6,14 +6,11 @@ import contextlib
 import dataclasses
 import multiprocessing
 import os
-import pickle
 import signal
 import sys
-import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field, replace
@@ -24,18 +21,18 @@ import torch
 
 from .. import tasks
 from ..environment import ranks
-from ..errors import BrokenRecord, Failed, Interrupted, UsageError
+from ..errors import BrokenRecord, Failed, UsageError
 from ..files import locked, metrics_changed, read_record, remove_leftovers, write_record
-from ..optim import registry
 from ..options import Execution
 from ..tasks import Splits
 from ..training import checkpoint
 from ..training.build import prepare
 from ..training.config import RunConfig
 from ..training.distributed import Processes, choose_device, cores
-from ..training.loop import Options, train
+from ..training.loop import Options
 from ..training.run_folder import FINISHED, NothingLeft, RunFolder, command, differences
 from ..training.validation import config_of
+from . import worker
 from .grid import Cell, StudyConfig, run_name
 
 MOST_JOBS = 1024
@@ -194,7 +191,7 @@ class _Launcher:
 
     def run(self) -> Progress:
         try:
-            local = _pack_local()
+            local = worker.pack_local()
         except Exception as error:
             warnings.warn(
                 f"runs go one after another in this process: worker processes cannot be sent {self.study.task} "
@@ -213,7 +210,7 @@ class _Launcher:
             before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server, which must ignore Ctrl-C
             forkserver.ensure_running()
             signal.signal(signal.SIGINT, before)
-        how_to_start: Any = {"mp_context": context, "initializer": _warm_up, "initargs": (local,)}
+        how_to_start: Any = {"mp_context": context, "initializer": worker.warm_up, "initargs": (local,)}
         return self._run_in(ProcessPoolExecutor(self.jobs, **how_to_start))
 
     def _run_in(self, pool: Executor) -> Progress:
@@ -235,14 +232,14 @@ class _Launcher:
                 "--jobs 1 needs the least memory"
             ) from None
         except BaseException:
-            for worker in set(multiprocessing.active_children()) - others:
-                worker.terminate()  # it writes a checkpoint first, see _on_signal
-            _stop_runs_here(True)
+            for child in set(multiprocessing.active_children()) - others:
+                child.terminate()  # it writes a checkpoint first, see worker.on_signal
+            worker.stop_runs_here(True)
             raise
         finally:
             self.progress.running.clear()
             pool.shutdown(wait=True, cancel_futures=True)
-            _stop_runs_here(False)
+            worker.stop_runs_here(False)
             self._write()
 
     def _submit(self, pool: Executor, cell: Cell, configs: list[RunConfig]) -> None:
@@ -255,7 +252,7 @@ class _Launcher:
                 self._finish(pool, cell, config, finished)
             else:
                 with _signals_deferred(), _main_hidden():  # submit() may start a process
-                    future = pool.submit(_make, config, path, options, os.environ.get("SNGM_COMMIT"))
+                    future = pool.submit(worker.make, config, path, options, os.environ.get("SNGM_COMMIT"))
                 self.futures[future] = cell, config
 
     def _finish(self, pool: Executor, cell: Cell, config: RunConfig, record: Record) -> None:
@@ -316,25 +313,17 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
     return record
 
 
-# Windows has neither SIGALRM nor signal masks
-INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
-
-
-def _mask(how: str, signals: Iterable[int]) -> set[Any]:
-    return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
-
-
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer Ctrl-C, SIGTERM and SIGALRM: here until the body ends, in processes started by it until `_warm_up`."""
+    """Defer Ctrl-C, SIGTERM and SIGALRM: here until the body ends, in processes started by it until `warm_up`."""
     came: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in INTERRUPTS}
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in worker.INTERRUPTS}
     # child processes inherit the mask; other threads of this process still receive the signals
-    mask = _mask("SIG_BLOCK", INTERRUPTS)
+    mask = worker.mask_signals("SIG_BLOCK", worker.INTERRUPTS)
     try:
         yield
     finally:
-        _mask("SIG_SETMASK", mask)
+        worker.mask_signals("SIG_SETMASK", mask)
         for number, handler in handlers.items():
             signal.signal(number, handler)
     for late in came:
@@ -364,86 +353,3 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-# ---------------------------------------------------------------- in a worker process
-
-_stop = _end = _steps = False  # stop the run; end the process; the run has made steps
-
-
-def _pack_local() -> bytes | None:
-    """Return tasks and methods that workers cannot import, pickled by value; None if there are none."""
-    methods = {name: method for name, method in registry.METHODS.items() if name not in registry.BUILT_IN}
-    if not tasks.LOCAL and not methods:
-        return None
-    try:
-        import cloudpickle
-    except ImportError:  # older versions of joblib, a dependency of scikit-learn, include a copy
-        from joblib.externals import cloudpickle
-
-    packed: bytes = cloudpickle.dumps((tasks.LOCAL, methods))
-    return packed
-
-
-def _warm_up(local: bytes | None = None) -> None:
-    if local is not None:
-        found, methods = pickle.loads(local)
-        tasks.LOCAL.update(found)
-        registry.METHODS.update(methods)
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # the parent process has loaded the same data, and warned already
-    warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
-    torch.set_num_threads(1)  # independent of --jobs: the number of threads changes the last digits
-    signal.signal(signal.SIGINT, _on_signal)
-    signal.signal(signal.SIGTERM, _on_signal)
-    _mask("SIG_UNBLOCK", INTERRUPTS)
-
-
-def _exit_with_parent() -> None:
-    """Exit when the parent process ends, to release the locks of run folders."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _on_signal(number: int, _: Any) -> None:
-    """Handle signals: stop the run at its next step; on SIGTERM then exit, at once if no step has been made."""
-    global _stop, _end
-    _stop, _end = True, _end or number == signal.SIGTERM
-    if _end and not _steps:
-        os._exit(0)
-
-
-def _stop_runs_here(stop: bool) -> None:
-    """Set or clear the request that a run in a thread of this process stops at its next step."""
-    global _stop
-    _stop = stop
-
-
-def _should_stop() -> bool:
-    """Return whether to stop; called after each step. Before the first step SIGTERM ends the process at once."""
-    global _steps
-    _steps = True
-    return _stop
-
-
-def _make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> Record:
-    global _steps
-    if commit is not None:  # the fork server may have an older environment
-        os.environ["SNGM_COMMIT"] = commit
-    try:
-        if _stop:
-            return {"status": "interrupted"}
-        return train(config, path, Options(**options, should_stop=_should_stop))
-    except Interrupted:
-        return {"status": "interrupted"}
-    except (UsageError, OSError):  # the next run would fail in the same way
-        raise
-    except Exception as error:
-        text = "".join(traceback.format_exception(error))
-        return {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text, "result": {}}
-    finally:
-        _steps = False
-        if _end:
-            os._exit(0)

@@ -20,14 +20,14 @@ Flags = NDArray[np.bool_]
 
 BUDGET = 2**18  # gradients, so that sqrt(C) is 512
 TRIED_BATCHES = [2**k for k in range(2, 15)]
-SLACK = 2.0  # a batch is borne if it increases the gradient norm by at most this factor
-FIXED = (0.15, 0.25, 0.5, 1.0)  # gradient norms, for another meaning of "borne"; the norm at the start is 1
+SLACK = 2.0  # a batch is tolerated if it increases the gradient norm by at most this factor
+FIXED = (0.15, 0.25, 0.5, 1.0)  # gradient norms, for another meaning of "tolerated"; the norm at the start is 1
 BETA = 0.9
 TUNING_RATES = np.array([float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)])
 RACE_RATES = np.geomspace(1e-5, 0.5, 60)  # a grid of twice as many rates changes no norm by more than 0.3 %
 TABLE, TUNED = "the learning rates of Table 1", f"the best of {len(TUNING_RATES)} learning rates"
-BEARS = (
-    f"A method bears a batch if its mean gradient norm is at most {SLACK:g} times that of MSGD at batch "
+TOLERATES = (
+    f"A method tolerates a batch if its mean gradient norm is at most {SLACK:g} times that of MSGD at batch "
     f"{TRIED_BATCHES[0]} on the same function, with C = {BUDGET} gradients in all; it is unsure where the 99 % "
     "interval over seeds spans that limit, and all is unsure where MSGD diverges at that batch."
 )
@@ -42,9 +42,9 @@ class Ends(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """For each L, the largest batch that is surely borne, 0 for none, and the largest that is not surely too large.
+    """For each L, the largest batch that is surely tolerated, 0 for none, and the largest that is not surely too large.
 
-    The second is infinite where that is the largest batch of the grid: a larger one may be borne as well.
+    The second is infinite where that is the largest batch of the grid: a larger one may be tolerated as well.
     """
 
     sure: Array
@@ -87,8 +87,8 @@ def all_sharp(rates: int) -> Problem:
     return replace(sharp(1.0), gradient=lambda w: curvature * w)
 
 
-def borne(ends: dict[str, Ends]) -> dict[str, Limits]:
-    """Return the limits of both methods by the rule `BEARS`."""
+def tolerated(ends: dict[str, Ends]) -> dict[str, Limits]:
+    """Return the limits of both methods by the rule `TOLERATES`."""
     target = SLACK * ends["msgd"].mean[:, 0]
     return {method: limits(each, target) for method, each in ends.items()}
 
@@ -123,11 +123,11 @@ def above(found: dict[str, Limits]) -> tuple[Flags, Flags]:
     return found["sngm"].sure > found["msgd"].possible, found["sngm"].possible <= found["msgd"].sure
 
 
-AT_FIXED = f"if a batch is borne that comes to a fixed norm, of {', '.join(f'{norm:g}' for norm in FIXED)}"
+AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f'{norm:g}' for norm in FIXED)}"
 
 
 def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
-    """Describe the fall of SNGM's limit and its comparison with MSGD's, if "borne" means to reach a norm of `FIXED`."""
+    """Describe the fall of SNGM's limit and its comparison with MSGD's, if "tolerated" means to reach `FIXED`."""
     found = [{method: limits(each, norm) for method, each in ends.items()} for norm in FIXED]
     falling = sum(falls(each["sngm"])[0] for each in found)
     reached = np.array([np.maximum(each["sngm"].possible, each["msgd"].possible) > 0 for each in found])
@@ -142,12 +142,12 @@ def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
 def batch_limit_msgd(seeds: int) -> Finding:
     """Check whether MSGD's limit falls with L, at Table 1's learning rates."""
     ends = measure(TABLE, seeds)
-    found = borne(ends)
+    found = tolerated(ends)
     return Finding(
         "Table 1 read with constants: at a fixed number of gradients, MSGD's largest batch falls with L.",
-        f"{BEARS} Holds if the largest batch at L = 64 is below that at L = 1, fails if not, open if unsure.",
+        f"{TOLERATES} Holds if the largest batch at L = 64 is below that at L = 1, fails if not, open if unsure.",
         judge(*falls(found["msgd"])),
-        f"with {TABLE}, MSGD bears {in_words(found['msgd'])} at {EACH_L}",
+        f"with {TABLE}, MSGD tolerates {in_words(found['msgd'])} at {EACH_L}",
         **numbers(TABLE, ends, found),
     )
 
@@ -155,13 +155,13 @@ def batch_limit_msgd(seeds: int) -> Finding:
 def batch_limit_sngm(seeds: int) -> Finding:
     """Check whether SNGM's limit falls with L, at Table 1's learning rates."""
     ends = measure(TABLE, seeds)
-    found = borne(ends)["sngm"]
+    found = tolerated(ends)["sngm"]
     lost = {method: int(sharp(1.0).diverges(each.mean).sum()) for method, each in ends.items()}
     return Finding(
         "Table 1 read with constants: at a fixed number of gradients, SNGM's largest batch does not fall with L.",
-        f"{BEARS} Fails if the largest batch at L = 64 is below that at L = 1, holds if not, open if unsure.",
+        f"{TOLERATES} Fails if the largest batch at L = 64 is below that at L = 1, holds if not, open if unsure.",
         judge(*falls(found)[::-1]),
-        f"with {TABLE}, SNGM bears {in_words(found)} at {EACH_L}; it diverges at {lost['sngm']} of "
+        f"with {TABLE}, SNGM tolerates {in_words(found)} at {EACH_L}; it diverges at {lost['sngm']} of "
         f"the {ends['sngm'].mean.size} points, MSGD at {lost['msgd']}; {AT_FIXED}, {at_fixed_norms(ends)[0]}",
         expected="fails",
         why="docs/theory.md, What the orders hide: the order in C is free of L, its constant is not",
@@ -171,12 +171,12 @@ def batch_limit_sngm(seeds: int) -> Finding:
 def batch_larger(seeds: int, rates: str = TABLE) -> Finding:
     """Compare SNGM's limit with MSGD's."""
     ends = measure(rates, seeds)
-    found = borne(ends)
+    found = tolerated(ends)
     return Finding(
-        "Table 1 read with constants: at the same number of gradients, SNGM bears a larger batch than MSGD.",
-        f"{BEARS} Holds if SNGM's largest batch is above MSGD's at every L, fails if not at one, open if unsure.",
+        "Table 1 read with constants: at the same number of gradients, SNGM tolerates a larger batch than MSGD.",
+        f"{TOLERATES} Holds if SNGM's largest batch is above MSGD's at every L, fails if not at one, open if unsure.",
         judge(*above(found)),
-        f"with {rates}, SNGM bears {in_words(found['sngm'])} and MSGD {in_words(found['msgd'])} at {EACH_L}; "
+        f"with {rates}, SNGM tolerates {in_words(found['sngm'])} and MSGD {in_words(found['msgd'])} at {EACH_L}; "
         f"{at_fixed_norms(ends)[1]}",
     )
 
@@ -190,7 +190,7 @@ def batch_larger_tuned(seeds: int) -> Finding:
         measured=f"{found.measured}; {at_fixed_norms(ends)[0]}",
         expected="fails",
         why="docs/theory.md, What the orders hide: tuned, both have the same bound, and noise costs SNGM more",
-        **numbers(TUNED, ends, borne(ends)),
+        **numbers(TUNED, ends, tolerated(ends)),
     )
 
 
@@ -209,7 +209,7 @@ def numbers(rates: str, ends: dict[str, Ends], found: dict[str, Limits]) -> dict
             series.append(Series(f"L = {L:g}", slot, points, lost=[float(batch) for batch in lost], ring=float(sure)))
     figure = chart(
         f"Gradient norm against batch size, with {rates}",
-        f"{BUDGET} gradients on quadratics. Rings mark the largest batch borne, crosses divergence.",
+        f"{BUDGET} gradients on quadratics. Rings mark the largest batch tolerated, crosses divergence.",
         "batch", "mean gradient norm", panels, log="xy",
     )  # fmt: skip
     name = "batch-table-1" if rates == TABLE else "batch-tuned"

@@ -1,0 +1,113 @@
+"""What a worker process of a study executes, and how it stops."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import threading
+import traceback
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import tasks
+from ..errors import Interrupted, UsageError
+from ..optim import registry
+from ..training.config import RunConfig
+from ..training.loop import Options, train
+
+# Windows has neither SIGALRM nor signal masks
+INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+
+
+def mask_signals(how: str, signals: Iterable[int]) -> set[Any]:
+    """Change the signal mask of this thread, where the system has one; return the mask before."""
+    return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
+
+
+_stop = _end = _steps = False  # stop the run; end the process; the run has made steps
+
+
+def pack_local() -> bytes | None:
+    """Return tasks and methods that workers cannot import, pickled by value; None if there are none."""
+    methods = {name: method for name, method in registry.METHODS.items() if name not in registry.BUILT_IN}
+    if not tasks.LOCAL and not methods:
+        return None
+    try:
+        import cloudpickle
+    except ImportError:  # older versions of joblib, a dependency of scikit-learn, include a copy
+        from joblib.externals import cloudpickle
+
+    packed: bytes = cloudpickle.dumps((tasks.LOCAL, methods))
+    return packed
+
+
+def warm_up(local: bytes | None = None) -> None:
+    """Prepare a new worker process: tasks and methods of the parent, one torch thread, signal handlers."""
+    if local is not None:
+        found, methods = pickle.loads(local)
+        tasks.LOCAL.update(found)
+        registry.METHODS.update(methods)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    # the parent process has loaded the same data, and warned already
+    warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
+    torch.set_num_threads(1)  # independent of --jobs: the number of threads changes the last digits
+    signal.signal(signal.SIGINT, on_signal)
+    signal.signal(signal.SIGTERM, on_signal)
+    mask_signals("SIG_UNBLOCK", INTERRUPTS)
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent process ends, to release the locks of run folders."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def on_signal(number: int, _: Any) -> None:
+    """Handle signals: stop the run at its next step; on SIGTERM then exit, at once if no step has been made."""
+    global _stop, _end
+    _stop, _end = True, _end or number == signal.SIGTERM
+    if _end and not _steps:
+        os._exit(0)
+
+
+def stop_runs_here(stop: bool) -> None:
+    """Set or clear the request that a run in a thread of this process stops at its next step."""
+    global _stop
+    _stop = stop
+
+
+def _should_stop() -> bool:
+    """Return whether to stop; called after each step. Before the first step SIGTERM ends the process at once."""
+    global _steps
+    _steps = True
+    return _stop
+
+
+def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> dict[str, Any]:
+    """Make one run; return its record, or one that says why there is none."""
+    global _steps
+    if commit is not None:  # the fork server may have an older environment
+        os.environ["SNGM_COMMIT"] = commit
+    try:
+        if _stop:
+            return {"status": "interrupted"}
+        return train(config, path, Options(**options, should_stop=_should_stop))
+    except Interrupted:
+        return {"status": "interrupted"}
+    except (UsageError, OSError):  # the next run would fail in the same way
+        raise
+    except Exception as error:
+        text = "".join(traceback.format_exception(error))
+        return {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text, "result": {}}
+    finally:
+        _steps = False
+        if _end:
+            os._exit(0)
