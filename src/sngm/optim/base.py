@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -13,12 +12,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, kernels
-from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
+from .buckets import Bucket, Closure, Work, as_dense, evaluate, lr_of, state_dtype
 from .hooks import with_hooks_if_any
 from .sharded_norms import local, local_gradient
 from .state import StatefulOptimizer
-
-grad_of = attrgetter("grad")
 
 
 class LargeBatchOptimizer(StatefulOptimizer):
@@ -34,7 +31,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
     KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if they support it
 
     _inside_hooks = False  # True while a step runs under hooks or a profiler
-    _captured_plans: tuple[Any, ...] = ()  # plans whose memory captured CUDA graphs use
+    _layout: Any = None  # scratch memory of the Triton kernels
+    _captured: tuple[Any, ...] = ()  # memory that captured CUDA graphs use
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -127,7 +125,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
-            if not isinstance(p, Tensor) or (p.device.type in kernels.DEVICES and self.KERNEL and kernels.serve([p])):
+            if not isinstance(p, Tensor) or (self.KERNEL and kernels.support([p])):
                 continue
             if p.device.type != "cpu" or p.dtype not in self.FUSED_DTYPES:
                 served = ", ".join(str(d).removeprefix("torch.") for d in self.FUSED_DTYPES) or "nothing"
@@ -156,34 +154,74 @@ class LargeBatchOptimizer(StatefulOptimizer):
         return loss
 
     def _take_step(self, *given: Any) -> None:
-        plan = self._plan_step()
-        if plan is not None:
-            try:
-                plan.step(self, *given)
-            except BaseException:  # kernels that did not run leave counters in a wrong state
-                self._plan = None
-                raise
-        else:
-            with torch.no_grad():
-                self._step(*given)
+        with torch.no_grad():
+            work = self._gather()
+            if not (self._wants_kernels() and self._step_by_kernels(work, *given)):
+                self._step(work, *given)
 
-    def _step(self, *given: Any) -> None:
+    def _step(self, work: Work, *given: Any) -> None:
         """Take a step with torch operations, for tensors on any device."""
         raise NotImplementedError
 
-    def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
-        """Return whether the step of `p` is scaled by a ratio of norms."""
-        adapt: bool | None = group.get("adapt", False)
-        return p.ndim > 1 if adapt is None else adapt
+    def _adapts(self, bucket: Bucket) -> list[bool]:
+        """Return for each parameter whether its step is scaled by a ratio of norms."""
+        adapt: bool | None = bucket.group.get("adapt", False)
+        return [p.ndim > 1 if adapt is None else adapt for p in bucket.owners]
 
-    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
-        """Return a group's settings under the names of `kernels.layout`."""
+    # ---------------------------------------------------------------- Triton kernels
+
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
+        """Return a group's settings under the names of `kernels.table_schema`."""
         return {
+            "lr": lr_of(group),
             "momentum": group.get("momentum", 0.0),
             "weight_decay": group["weight_decay"],
             "sign": -1.0 if group["maximize"] else 1.0,
             "stochastic": group.get("stochastic_rounding", False),
         }
+
+    def _wants_kernels(self) -> bool:
+        """Return whether every group has fused=True or leaves the implementation open."""
+        return all(
+            group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
+        )
+
+    def _step_by_kernels(self, work: Work, mean_norms: Any = None) -> bool:
+        """Take this step with the Triton kernels; return False if they do not support its tensors."""
+        buckets = work.buckets
+        if self.KERNEL is None or torch.compiler.is_compiling() or not kernels.support([p for b in buckets for p in b.params[:1]]):
+            return False
+        from .kernels.device_tables import KernelStep, take_step  # imported late: needs Triton
+
+        self._move_counters(work.home)
+        step = KernelStep(
+            method=self.KERNEL,
+            scope=getattr(self, "scope", "global"),
+            work=work,
+            settings=[self._kernel_settings(group) for group in self.param_groups],
+            adapts=[adapts for bucket in buckets for adapts in self._adapts(bucket)],
+            grad_norm=self._grad_norm,
+            skipped=self._skipped,
+            mean_norms=mean_norms,
+        )
+        layout, self._layout = self._layout, None  # an interrupted step leaves its counters in a wrong state
+        try:
+            layout = take_step(step, layout)
+        except kernels.Unsupported as error:
+            if any(group["fused"] for group in self.param_groups):
+                raise ValueError(f"fused=True, but {error}; use fused=None") from error
+            return False
+        if work.home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._captured += (step, layout)  # a layout made in a graph's memory cannot be used outside
+        else:
+            self._layout = layout
+        return True
+
+    def _move_counters(self, home: torch.device) -> None:
+        if self._grad_norm.device != home and not torch.compiler.is_compiling():  # the model was moved since
+            self._grad_norm, self._skipped = self._grad_norm.to(home), self._skipped.to(home)
+
+    # ---------------------------------------------------------------- torch operations
 
     def _rounding_step(self, device: torch.device) -> Tensor:
         """Return the counter of steps with stochastic rounding, as a tensor on `device`.
@@ -196,51 +234,6 @@ class LargeBatchOptimizer(StatefulOptimizer):
             there = 0 if step is None else step
             step = group["rounding_step"] = torch.as_tensor(there, dtype=torch.int64, device=device)
         return step
-
-    def _wants_kernels(self) -> bool:
-        """Return whether every group has fused=True or leaves the implementation open."""
-        return self.KERNEL is not None and all(
-            group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
-        )
-
-    def _plan_step(self) -> Any:
-        """Return a plan of this step for the Triton kernels, or None if they cannot be used."""
-        if torch.compiler.is_compiling():
-            return None
-        try:
-            return self._make_plan()
-        except BufferError as error:  # a tensor subclass that wraps other tensors
-            if any(group["fused"] for group in self.param_groups):
-                raise ValueError(f"fused=True, but {error}; use fused=None") from error
-            return None
-
-    def _make_plan(self) -> Any:
-        params = self.param_groups[0]["params"]
-        if len(self.param_groups) > 1:
-            params = [p for group in self.param_groups for p in group["params"]]
-        plan, self._plan = self._plan, None
-        if plan is not None:
-            grads = local_gradients(params, plan.sharded)
-            if plan.ready(self, params, grads):
-                self._plan = plan
-                if not plan.capturing():
-                    return plan
-                plan = plan.for_capture()
-                self._captured_plans += (plan,)  # a graph uses this memory whenever it is replayed
-                return plan
-        if not (self._wants_kernels() and params and kernels.serve(params)):
-            return None
-        from .kernels.plan import Plan  # imported late: needs Triton
-
-        self._find_shards(params)
-        if plan is None or plan.sharded != self._shards.sharded:
-            grads = local_gradients(params, self._shards.sharded)
-        plan = Plan(self, params, grads)
-        if plan.capturing():  # its tables are filled only when the graph runs
-            self._captured_plans += (plan,)
-        else:
-            self._plan = plan
-        return plan
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
         """Return all parameters that have a gradient (`.grad`, or an entry of `grads`), in buckets.
@@ -262,7 +255,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
                 if grad is None:
                     continue
                 device, dtype, shape = p.device, p.dtype, p.shape
-                checks.gradient(grad, shape, device)
+                if grad.shape != shape or grad.device != device:
+                    checks.gradient(grad, shape, device)
                 if bucket is None or bucket.dtype is not dtype or bucket.device != device:
                     bucket = buckets.get((position, device, dtype))
                     if bucket is None:
@@ -280,9 +274,15 @@ class LargeBatchOptimizer(StatefulOptimizer):
                     ):
                         buffer = self._make_state(p, group)[key]
                     bucket.buffers[key].append(local(buffer) if sharded else buffer)
+                for key in self.COUNTS:
+                    count = state.get(key)
+                    if not isinstance(count, Tensor) or count.dtype is not torch.float32 or count.device != device:
+                        count = self._make_state(p, group)[key]
+                    bucket.counts.append(count)
                 if sharded:
                     grad = local_gradient(p, grad)
                 bucket.owners.append(p)
+                bucket.states.append(state)
                 bucket.params.append(local(p) if sharded else p)
                 bucket.indices.append(index)
                 # inlined because it runs for every tensor; torch.compile does not support is_neg()
@@ -313,8 +313,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         Returns:
             A bool if the value may be read on the host, else a 0-d bool tensor, to avoid a device synchronisation.
         """
-        if self._grad_norm.device != work.home and not torch.compiler.is_compiling():  # the model was moved since
-            self._grad_norm, self._skipped = self._grad_norm.to(work.home), self._skipped.to(work.home)
+        self._move_counters(work.home)
         # in place: attributes assigned in a CUDA graph or a compiled step are lost (and torch 2.13 loses what a
         # compiled step writes by copy_ into a 0-d float64 tensor on the CPU)
         norm = total.sqrt() / work.scale
@@ -323,7 +322,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         torch._foreach_copy_([self._grad_norm], [shown])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(total) or work.scale == 0.0  # scale 0: halved until it underflowed
+            skip = overflow or not math.isfinite(total) or not work.scale > 0.0  # halved until it underflowed, or NaN
             if skip:
                 self._skipped += 1
             return skip
@@ -331,14 +330,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         if work.found_inf is not None:  # a sum over devices: any non-zero value is an overflow
             bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
         if isinstance(work.scale, Tensor):
-            bad = bad | (work.scale.to(total.device) == 0)
+            bad = bad | ~(work.scale.to(total.device) > 0)
         self._skipped.add_(bad.to(self._skipped.device))
         return bad
 
-
-def local_gradients(params: list[Tensor], sharded: bool) -> list[Any]:
-    """Return the gradient of each parameter, or None; of DTensors the local shard."""
-    grads = list(map(grad_of, params))
-    if sharded:
-        return [None if g is None else local_gradient(p, g) for p, g in zip(params, grads, strict=True)]
-    return grads

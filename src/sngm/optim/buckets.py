@@ -26,9 +26,11 @@ class Bucket:
     dtype: torch.dtype  # of `owners`
     owners: list[Tensor] = field(default_factory=list)  # the user's parameters, before view_as_real and local()
     indices: list[int] = field(default_factory=list)  # their indices among all parameters
+    states: list[dict[str, Any]] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
+    counts: list[Tensor] = field(default_factory=list)  # LAMB's steps, one-element float32 tensors
     rounding: Tensor | None = None  # step counter, if rounding is stochastic
 
     def view_as_real(self) -> None:
@@ -58,6 +60,8 @@ class Bucket:
             self,
             owners=pick(self.owners),
             indices=pick(self.indices),
+            states=pick(self.states),
+            counts=pick(self.counts) if self.counts else [],
             params=pick(self.params),
             grads=pick(self.grads),
             buffers={key: pick(tensors) for key, tensors in self.buffers.items()},

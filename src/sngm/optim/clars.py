@@ -105,7 +105,7 @@ class CLARS(LargeBatchOptimizer):
             checks.number("max_ratio", group["max_ratio"], 0.0, include_low=False)
         checks.flag("adapt", group["adapt"], none=True)
 
-    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
             **super()._kernel_settings(group),
             "trust": group["trust_coefficient"],
@@ -129,8 +129,7 @@ class CLARS(LargeBatchOptimizer):
         self._take_step(given)
         return loss
 
-    def _step(self, given: Sequence[Any] | Tensor) -> None:
-        work = self._gather()
+    def _step(self, work: Work, given: Sequence[Any] | Tensor) -> None:
         means = [self._means(given, bucket.indices, work, bucket.device) for bucket in work.buckets]
         parts = []
         for bucket, mean in zip(work.buckets, means, strict=True):

@@ -12,7 +12,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
 from .base import LargeBatchOptimizer
-from .buckets import Bucket, lr_of
+from .buckets import Bucket, Work, lr_of
 from .heavy_ball import Coefficient, axpy_, same_layout, update_params
 from .lars import bounds, clip
 from .norms import upcast
@@ -130,17 +130,10 @@ class LAMB(LargeBatchOptimizer):
             state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
         return state
 
-    def _count(self, p: Tensor, group: dict[str, Any]) -> Tensor:
-        """Return the step counter of `p`, converted if it has another type, dtype or device."""
-        step: Tensor | None = self.state[p].get("step")
-        if not isinstance(step, Tensor) or step.dtype != torch.float32 or step.device != p.device:
-            step = self._make_state(p, group)["step"]
-        return step
+    def _adapts(self, bucket: Bucket) -> list[bool]:
+        return [bucket.group["adapt"] is not False] * len(bucket.owners)
 
-    def _adapts(self, p: Tensor, group: dict[str, Any]) -> bool:
-        return group["adapt"] is not False
-
-    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
             **super()._kernel_settings(group),
             **bounds(group["phi"]),
@@ -151,8 +144,7 @@ class LAMB(LargeBatchOptimizer):
             "bias_correction": group["bias_correction"],
         }
 
-    def _step(self) -> None:
-        work = self._gather()
+    def _step(self, work: Work) -> None:
         total = work.sums([self._squares(bucket, work.scale) for bucket in work.buckets])[0]
         skip = self._skip(work, total)
         if skip is True:
@@ -163,10 +155,10 @@ class LAMB(LargeBatchOptimizer):
         for round in [work.buckets] if work.shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
             squares = [
-                torch.stack([norms.squares(q), norms.squares(b.params)]) for b, q in zip(round, directions, strict=True)
+                torch.stack([norms.squares(b.params), norms.squares(q)]) for b, q in zip(round, directions, strict=True)
             ]
             squares, _ = work.tensor_squares(squares, kinds=2, buckets=round)
-            for bucket, q, (q_square, w_square) in zip(round, directions, squares, strict=True):
+            for bucket, q, (w_square, q_square) in zip(round, directions, squares, strict=True):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
@@ -192,7 +184,7 @@ class LAMB(LargeBatchOptimizer):
             grads = [g * factor for g in grads]
         if isinstance(skip, Tensor):  # last, because the factor may be NaN too
             grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
-        steps = [self._count(p, group) for p in bucket.owners]
+        steps = bucket.counts
         foreach, fused = group["foreach"], group["fused"]
         if isinstance(skip, Tensor):
             torch._foreach_add_(steps, [(~skip).to(bucket.device, torch.float32)] * len(steps))

@@ -15,7 +15,7 @@ from . import checks, norms
 from .base import LargeBatchOptimizer
 from .buckets import Bucket, Work, lr_of
 from .heavy_ball import Rule, heavy_ball, update_params
-from .kernels.layout import VARIANTS
+from .kernels.table_schema import VARIANTS
 
 MAX_RATIO = 1e35  # largest ratio; its product with a learning rate must not overflow float32
 
@@ -129,7 +129,7 @@ class LARS(LargeBatchOptimizer):
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"]) or group["variant"] == "momentum"
 
-    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
             **super()._kernel_settings(group),
             **bounds(group["phi"]),
@@ -140,8 +140,7 @@ class LARS(LargeBatchOptimizer):
             "clamp": math.inf if group["clamp_grad"] is None else group["clamp_grad"],
         }
 
-    def _step(self) -> None:
-        work = self._gather()
+    def _step(self, work: Work) -> None:
         parts = [torch.stack([norms.squares(b.grads), norms.squares(b.params)]) for b in work.buckets]
         parts, total = work.tensor_squares(parts, kinds=2)
         skip = self._skip(work, total)
@@ -203,7 +202,7 @@ def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
 def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
     """Return lr * ratio of each tensor: ratio 1 if undefined, at most max_ratio, and 1 for tensors not adapted."""
     ratio = torch.where(defined, ratio, 1.0).clamp_max(ratio_limit(bucket.group))
-    chosen = [optimizer._adapts(p, bucket.group) for p in bucket.owners]
+    chosen = optimizer._adapts(bucket)
     if not all(chosen):
         if ratio.device.type == "cpu":
             ratio = torch.where(torch.tensor(chosen, device="cpu"), ratio, 1.0)

@@ -13,7 +13,7 @@ from . import checks, norms
 from .base import LargeBatchOptimizer
 from .buckets import Bucket, Work, lr_of
 from .heavy_ball import Rule, heavy_ball
-from .kernels.layout import MODES
+from .kernels.table_schema import MODES
 
 SCOPES = ("global", "group", "tensor")
 MIN_EPS = 1e-19  # smallest eps: squares of smaller norms underflow float32
@@ -116,7 +116,7 @@ class SNGM(LargeBatchOptimizer):
         if group.get("scope", self.scope) != self.scope:
             raise ValueError(f"scope belongs to the whole optimizer, not to a group; got scope={group['scope']!r}")
 
-    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float]:
+    def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {
             **super()._kernel_settings(group),
             "eps": max(group["eps"], MIN_EPS),
@@ -127,8 +127,7 @@ class SNGM(LargeBatchOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "scope": self.scope}
 
-    def _step(self) -> None:
-        work = self._gather()
+    def _step(self, work: Work) -> None:
         parts = [self._squares(bucket, work) for bucket in work.buckets]
         parts, total = self._divisor_squares(work, parts)
         skip = self._skip(work, total)

@@ -31,7 +31,6 @@ class StatefulOptimizer(Optimizer):
     _grad_norm: Tensor
     _skipped: Tensor
     _shards = Shards(())  # of the parameters at the last step
-    _plan: Any = None  # plan of a step for the Triton kernels
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -117,7 +116,6 @@ class StatefulOptimizer(Optimizer):
             self.__dict__.setdefault("norm_group", None)
             self._find_shards([p for group in self.param_groups for p in group["params"]])
             return
-        self._plan = None
         groups = []
         for here, loaded in zip(self.param_groups, state["param_groups"], strict=True):
             group = {**here, **loaded, **{key: here[key] for key in EXECUTION_FLAGS}}

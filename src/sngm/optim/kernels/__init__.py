@@ -1,27 +1,39 @@
-"""Triton kernels for a step on a GPU: a few launches whatever the number of tensors, and nothing read on the host."""
+"""Triton kernels for a step on a GPU: a few launches for any number of tensors, without synchronisation."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
-from typing import Any
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
-# Triton's interpreter runs the same kernels on the CPU, slowly: for tests
+# Triton's interpreter runs the kernels on the CPU, slowly, for tests
 DEVICES: tuple[str, ...] = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-# a * b + c rounded once, whatever Triton's default is: another one would give other bits after a resume
+# round a * b + c once, whatever Triton's default: another default would change bits after a resume
 ONE_ROUNDING = {"enable_fp_fusion": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
+class Unsupported(Exception):
+    """Some tensor has no memory of its own that a kernel could read in order."""
+
+
 @functools.cache
 def installed() -> bool:
-    """Whether Triton is there to compile the kernels."""
+    """Return whether Triton is installed."""
     return importlib.util.find_spec("triton") is not None
 
 
-def serve(params: list[Any]) -> bool:
-    """Whether the kernels can step all of these parameters."""
-    return all(p.device.type in DEVICES and p.dtype in DTYPES for p in params) and installed()
+def support(tensors: Iterable[Tensor]) -> bool:
+    """Return whether the kernels support all of these devices and dtypes; a step must be on one device."""
+    kinds = {(t.device, t.dtype) for t in tensors}
+    devices = {device for device, _ in kinds}
+    return (
+        len(devices) == 1
+        and devices.pop().type in DEVICES
+        and all(dtype in DTYPES for _, dtype in kinds)
+        and installed()
+    )

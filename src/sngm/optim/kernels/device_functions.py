@@ -1,9 +1,9 @@
-"""What the kernels do to one chunk of one tensor, in blocks of elements that go through registers.
+"""What the kernels do to one chunk of one tensor, block by block.
 
-WHOLE chunks are gone through without masks, the last of a tensor with them.
+A WHOLE chunk is processed without masks; only the last chunk of a tensor needs them.
 """
 
-# Triton compiles these functions: they have no types, and names in capitals are constants of a compilation.
+# Triton compiles these functions: they have no types, and names in capitals are compile-time constants.
 # mypy: ignore-errors
 # ruff: noqa: SIM108
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Of an address; ALIGNED ones begin where wide loads do."""
+    """Return the address as a pointer; ALIGNED addresses are multiples of 16 bytes, for wide loads."""
     there = address.to(tl.pointer_type(dtype))
     if ALIGNED:
         there = tl.multiple_of(there, 16)
@@ -22,8 +22,8 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    """Elements as WIDE numbers, zeros past the end."""
-    # without a mask where the chunk is whole: a mask of unknown alignment would forbid wide loads
+    """Load elements as WIDE numbers, zeros past the end."""
+    # a whole chunk has no mask: a mask of unknown alignment would prevent wide loads
     if WHOLE:
         values = tl.load(there + at)
     else:
@@ -33,7 +33,7 @@ def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store(there, at, values, left, WHOLE: tl.constexpr):
-    """Elements, but none past the end."""
+    """Store elements, none past the end."""
     if WHOLE:
         tl.store(there + at, values)
     else:
@@ -42,34 +42,35 @@ def store(there, at, values, left, WHOLE: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """A permutation of 32-bit numbers in which every bit of the input moves half the bits of the output."""
+    """Hash 32-bit numbers by a permutation in which each input bit flips half of the output bits."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
 
 
 @triton.jit
-def rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTICALLY: tl.constexpr, stochastic):
-    """As `dtype`, to the nearest; bfloat16 on demand up or down at random, with chances that are right on average."""
+def rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTIC: tl.constexpr, stochastic):
+    """Round to `dtype`: to nearest, or for bfloat16, if `stochastic`, at random with the exact expected value."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         finite = (bits & 0x7F800000) != 0x7F800000
         added = 0x7FFF + ((bits >> 16) & 1)  # ties to even
-        if STOCHASTICALLY:
-            place = start + at
-            chance = mix(mix(place.to(tl.uint32) ^ key) + (place >> 32).to(tl.uint32)) & 0xFFFF
+        if STOCHASTIC:
+            position = start + at
+            chance = mix(mix(position.to(tl.uint32) ^ key) + (position >> 32).to(tl.uint32)) & 0xFFFF
             added = tl.where(stochastic != 0.0, chance, added)
         values = tl.where(finite, (bits + added) & 0xFFFF0000, bits).to(tl.float32, bitcast=True)
     return values.to(dtype)
 
 
 @triton.jit
-def _squares(
+def squares(
     g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    of_grad = tl.zeros([BLOCK], WIDE)
-    of_param = tl.zeros([BLOCK], WIDE)
+    """Return the squared norms of the gradient (or of gradient + decay * parameter) and of the parameter."""
+    grad_square = tl.zeros([BLOCK], WIDE)
+    param_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for start in range(0, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
@@ -79,32 +80,19 @@ def _squares(
             if ADDS_DECAY:
                 d += decay * x
             else:
-                of_param += x * x
-        of_grad += d * d
-    return tl.sum(of_grad.to(tl.float64)), tl.sum(of_param.to(tl.float64))
-
-
-@triton.jit
-def squares(
-    g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, CHUNK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Squared norms of one chunk: of the gradient, or of gradient + decay * parameter, and of the parameter."""
-    if left >= CHUNK:
-        of_grad, of_param = _squares(g, w, decay, left, READS_PARAMS, ADDS_DECAY, WIDE, True, CHUNK, BLOCK)
-    else:
-        of_grad, of_param = _squares(g, w, decay, left, READS_PARAMS, ADDS_DECAY, WIDE, False, CHUNK, BLOCK)
-    return of_grad, of_param
+                param_square += x * x
+        grad_square += d * d
+    return tl.sum(grad_square.to(tl.float64)), tl.sum(param_square.to(tl.float64))
 
 
 @triton.jit
 def heavy_ball(
     g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull, nesterov, averaged,
     BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
-    STOCHASTICALLY: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
+    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The update of all momentum methods; where it AVERAGES, the squared norm of the direction, else 0."""
-    of_direction = tl.zeros([BLOCK], WIDE)
+    """Take the step of a momentum method, and return the squared norm of its direction if it AVERAGES, else 0."""
+    direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
         at = from_ + tl.arange(0, BLOCK)
@@ -120,16 +108,16 @@ def heavy_ball(
             store(v, at, step, left, WHOLE)
             step = tl.where(nesterov != 0.0, momentum * step + d, step)
         if AVERAGES:
-            of_direction += step * step
+            direction_square += step * step
         if not AVERAGES or not averaged:
             x -= rate * (step + pull * x)
-            store(w, at, rounded(x, P, at, start, key, STOCHASTICALLY, stochastic), left, WHOLE)
-    return tl.sum(of_direction.to(tl.float64))
+            store(w, at, rounded(x, P, at, start, key, STOCHASTIC, stochastic), left, WHOLE)
+    return tl.sum(direction_square.to(tl.float64))
 
 
 @triton.jit
 def lamb_direction(m, v, x, correction1, correction2, eps, decay):
-    """What LAMB steps along, from its moments."""
+    """Return LAMB's update direction q."""
     return (m / correction1) / (tl.sqrt(v / correction2) + eps) + decay * x
 
 
@@ -138,9 +126,9 @@ def lamb_moments(
     g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
     WIDE: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """LAMB's moments; squared norms of the parameters and of its direction."""
-    of_param = tl.zeros([BLOCK], WIDE)
-    of_direction = tl.zeros([BLOCK], WIDE)
+    """Update LAMB's moments, and return the squared norms of the parameter and of q."""
+    param_square = tl.zeros([BLOCK], WIDE)
+    direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
         at = from_ + tl.arange(0, BLOCK)
@@ -151,20 +139,18 @@ def lamb_moments(
         store(m, at, first, left, WHOLE)
         store(v, at, second, left, WHOLE)
         q = lamb_direction(first, second, x, correction1, correction2, eps, decay)
-        if not WHOLE:
-            q = tl.where(at < left, q, 0.0)  # eps may be 0
-        of_param += x * x
-        of_direction += q * q
-    return tl.sum(of_param.to(tl.float64)), tl.sum(of_direction.to(tl.float64))
+        param_square += x * x
+        direction_square += q * q  # past the end all of q's terms are 0
+    return tl.sum(param_square.to(tl.float64)), tl.sum(direction_square.to(tl.float64))
 
 
 @triton.jit
-def follow(
+def apply_direction(
     w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
-    LAMB: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, STOCHASTICALLY: tl.constexpr, WHOLE: tl.constexpr,
+    LAMB: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A step of this rate along -q: LAMB's direction, or the buffer."""
+    """Subtract rate * q from the parameter, where q is LAMB's direction or the momentum buffer."""
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
         at = from_ + tl.arange(0, BLOCK)
@@ -172,4 +158,4 @@ def follow(
         q = load(m, at, left, WIDE, WHOLE)
         if LAMB:
             q = lamb_direction(q, load(v, at, left, WIDE, WHOLE), x, correction1, correction2, eps, decay)
-        store(w, at, rounded(x - rate * q, P, at, start, key, STOCHASTICALLY, stochastic), left, WHOLE)
+        store(w, at, rounded(x - rate * q, P, at, start, key, STOCHASTIC, stochastic), left, WHOLE)

@@ -1,0 +1,36 @@
+"""Layout of the tables that host and device share: the order of these names is their position on the device."""
+
+# One row of int64 for each field, one column for each tensor. First addresses, then numbers.
+FIELDS = (
+    "param", "grad", "buffer", "second_buffer", "count",
+    "elements", "first_chunk", "chunks", "group", "adapts", "index",
+)  # fmt: skip
+ADDRESSES = FIELDS[:5]
+
+# float64 values of the whole step
+STEP = ("scale", "found_inf")
+
+# float64 values of each group after them; a method without a setting leaves it at this value, where it has no effect
+SETTINGS = {
+    "lr": 0.0,
+    "momentum": 0.0,  # LAMB: beta1
+    "weight_decay": 0.0,
+    "eps": 0.0,
+    "sign": 1.0,  # -1 to maximize
+    "nesterov": 0.0,
+    "mode": 0.0,  # index in MODES or VARIANTS
+    "trust": 1.0,
+    "phi_low": float("-inf"),
+    "phi_high": float("inf"),
+    "max_ratio": float("inf"),
+    "clamp": float("inf"),
+    "beta2": 0.0,
+    "max_grad_norm": float("inf"),
+    "bias_correction": 1.0,
+    "stochastic": 0.0,
+}
+MODES = ("coupled", "after_norm", "decoupled")
+VARIANTS = ("you2017", "unscaled", "momentum")
+
+# squared norms, one row for each: of the gradient (for SNGM of what is divided by its norm), the parameter, the update
+SQUARES = ("grad", "param", "direction")
