@@ -84,16 +84,10 @@ def doctor(as_json: JSON = False) -> None:
 
 
 def _gpu_kernels() -> str:
-    """Return whether steps on a GPU can use the kernels, and whether their tensor look-ups run in C or Python."""
+    """Return whether steps on a GPU can use the Triton kernels."""
     from ..optim import kernels
 
-    if not kernels.installed():
-        return "none, for want of Triton"
-    from ..optim.kernels import look
-
-    slowly = look.look is look.look_one_by_one
-    needs = "from Python; in C they need a C compiler, Python's headers, and a Triton cache that can be written"
-    return "Triton's, look-ups " + (needs if slowly else "in C")
+    return "Triton" if kernels.installed() else "none: Triton is not installed"
 
 
 def _installed(module: str) -> bool:

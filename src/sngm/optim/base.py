@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any, ClassVar, cast
 
 import torch
@@ -16,6 +17,8 @@ from .buckets import Bucket, Closure, Work, as_dense, evaluate, lr_of, state_dty
 from .hooks import with_hooks_if_any
 from .sharded_norms import local, local_gradient
 from .state import StatefulOptimizer
+
+grad_of = attrgetter("grad")
 
 
 class LargeBatchOptimizer(StatefulOptimizer):
@@ -120,8 +123,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         for p in param_group["params"]:
             self._make_state(p, param_group)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
-        if param_group.get("stochastic_rounding") and param_group["params"]:
-            self._rounding_step(param_group["params"][0].device)  # now, so that every checkpoint contains it
+        self._rounding_step()  # now, so that every checkpoint contains it
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
@@ -153,11 +155,12 @@ class LargeBatchOptimizer(StatefulOptimizer):
         self._take_step()
         return loss
 
+    @torch.no_grad()
     def _take_step(self, *given: Any) -> None:
-        with torch.no_grad():
-            work = self._gather()
-            if not (self._wants_kernels() and self._step_by_kernels(work, *given)):
-                self._step(work, *given)
+        if (rounding := self._rounding_step()) is not None:
+            rounding.add_(1)
+        if not self._step_by_kernels(*given):
+            self._step(self._gather(), *given)
 
     def _step(self, work: Work, *given: Any) -> None:
         """Take a step with torch operations, for tensors on any device."""
@@ -180,38 +183,50 @@ class LargeBatchOptimizer(StatefulOptimizer):
             "stochastic": group.get("stochastic_rounding", False),
         }
 
-    def _wants_kernels(self) -> bool:
-        """Return whether every group has fused=True or leaves the implementation open."""
-        return all(
-            group["fused"] or (group["fused"] is None and group["foreach"] is None) for group in self.param_groups
-        )
-
-    def _step_by_kernels(self, work: Work, mean_norms: Any = None) -> bool:
-        """Take this step with the Triton kernels; return False if they do not support its tensors."""
-        buckets = work.buckets
-        if self.KERNEL is None or torch.compiler.is_compiling() or not kernels.support([p for b in buckets for p in b.params[:1]]):
+    def _step_by_kernels(self, mean_norms: Any = None) -> bool:
+        """Take this step with the Triton kernels; return False if they were not asked for, or cannot take it."""
+        groups = self.param_groups
+        params: list[Any] = [p for group in groups for p in group["params"]]
+        if (
+            self.KERNEL is None
+            or torch.compiler.is_compiling()
+            or not (params and params[0].device.type in kernels.DEVICES and kernels.installed())
+            or any(not group["fused"] and (group["fused"] is False or group["foreach"] is not None) for group in groups)
+        ):
             return False
         from .kernels.device_tables import KernelStep, take_step  # imported late: needs Triton
 
-        self._move_counters(work.home)
+        checks.rates(groups)
+        self._find_shards(params)
+        home = params[0].device
+        self._move_counters(home)
         step = KernelStep(
             method=self.KERNEL,
             scope=getattr(self, "scope", "global"),
-            work=work,
-            settings=[self._kernel_settings(group) for group in self.param_groups],
-            adapts=[adapts for bucket in buckets for adapts in self._adapts(bucket)],
+            home=home,
+            params=params,
+            grads=list(map(grad_of, params)),
+            states=[self.state[p] for p in params],
+            keys=[self.BUFFERS + self.COUNTS if self._needs_buffers(group) else () for group in groups],
+            lengths=[len(group["params"]) for group in groups],
+            settings=[self._kernel_settings(group) for group in groups],
+            adapt=[group.get("adapt") for group in groups],
+            shards=self._shards,
             grad_norm=self._grad_norm,
             skipped=self._skipped,
+            scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            rounding=self._rounding_step(),
             mean_norms=mean_norms,
         )
-        layout, self._layout = self._layout, None  # an interrupted step leaves its counters in a wrong state
+        layout, self._layout = self._layout, None  # an interrupted step leaves counters in a wrong state
         try:
-            layout = take_step(step, layout)
+            layout = take_step(step, layout, self._gather, self._adapts)
         except kernels.Unsupported as error:
-            if any(group["fused"] for group in self.param_groups):
+            if any(group["fused"] for group in groups):
                 raise ValueError(f"fused=True, but {error}; use fused=None") from error
             return False
-        if work.home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
             self._captured += (step, layout)  # a layout made in a graph's memory cannot be used outside
         else:
             self._layout = layout
@@ -223,16 +238,19 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     # ---------------------------------------------------------------- torch operations
 
-    def _rounding_step(self, device: torch.device) -> Tensor:
-        """Return the counter of steps with stochastic rounding, as a tensor on `device`.
+    def _rounding_step(self) -> Tensor | None:
+        """Return the counter of steps if a group rounds stochastically, on the device of the first parameter.
 
         It is stored in the first group, and so in checkpoints.
         """
+        params = [p for group in self.param_groups if group.get("stochastic_rounding") for p in group["params"]]
+        if not params:
+            return None
         group = self.param_groups[0]
         step = group.get("rounding_step")
-        if not isinstance(step, Tensor) or step.device != device:  # first step, or just loaded, or the model was moved
+        if not isinstance(step, Tensor) or step.device != params[0].device:  # first step, or loaded, or moved
             there = 0 if step is None else step
-            step = group["rounding_step"] = torch.as_tensor(there, dtype=torch.int64, device=device)
+            step = group["rounding_step"] = torch.as_tensor(there, dtype=torch.int64, device=params[0].device)
         return step
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
@@ -242,60 +260,28 @@ class LargeBatchOptimizer(StatefulOptimizer):
         """
         checks.rates(self.param_groups)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
-        sharded = self._shards.sharded
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
-        strided, eager = torch.strided, not torch.compiler.is_compiling()
+        eager = not torch.compiler.is_compiling()
         for position, group in enumerate(self.param_groups):
             keys = self.BUFFERS if self._needs_buffers(group) else ()
-            bucket = None
             for p in group["params"]:
                 index += 1
                 grad = p.grad if grads is None else grads.get(p)
                 if grad is None:
                     continue
-                device, dtype, shape = p.device, p.dtype, p.shape
-                if grad.shape != shape or grad.device != device:
-                    checks.gradient(grad, shape, device)
-                if bucket is None or bucket.dtype is not dtype or bucket.device != device:
-                    bucket = buckets.get((position, device, dtype))
-                    if bucket is None:
-                        bucket = Bucket(group, position, device, dtype, buffers={key: [] for key in keys})
-                        buckets[position, device, dtype] = bucket
-                    wanted = state_dtype(p)
-                state = self.state[p]
-                for key in keys:
-                    buffer = state.get(key)
-                    if (
-                        buffer is None
-                        or buffer.dtype is not wanted
-                        or buffer.device != device
-                        or buffer.shape != shape  # torch's fused kernels would read past its end
-                    ):
-                        buffer = self._make_state(p, group)[key]
-                    bucket.buffers[key].append(local(buffer) if sharded else buffer)
-                for key in self.COUNTS:
-                    count = state.get(key)
-                    if not isinstance(count, Tensor) or count.dtype is not torch.float32 or count.device != device:
-                        count = self._make_state(p, group)[key]
-                    bucket.counts.append(count)
-                if sharded:
-                    grad = local_gradient(p, grad)
-                bucket.owners.append(p)
-                bucket.states.append(state)
-                bucket.params.append(local(p) if sharded else p)
-                bucket.indices.append(index)
-                # inlined because it runs for every tensor; torch.compile does not support is_neg()
-                if grad.layout is not strided or (eager and grad.is_neg()):
-                    grad = as_dense(grad)
-                bucket.grads.append(grad)
+                checks.gradient(grad, p.shape, p.device)
+                kind = position, p.device, p.dtype
+                bucket = buckets.get(kind)
+                if bucket is None:
+                    bucket = buckets[kind] = Bucket(group, *kind, buffers={key: [] for key in keys})
+                self._add_to(bucket, p, grad, index)
         parts = list(buckets.values())
         for bucket in parts:
             if bucket.dtype.is_complex:
                 bucket.view_as_real()
         home = parts[0].device if parts else self._grad_norm.device
-        if any(group.get("stochastic_rounding") for group in self.param_groups):
-            step = self._rounding_step(home).add_(1)
+        if (step := self._rounding_step()) is not None:
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
@@ -306,6 +292,31 @@ class LargeBatchOptimizer(StatefulOptimizer):
             scale = float(scale) if on_host else scale.reshape(()).to(home, self._grad_norm.dtype)
         lengths = [len(group["params"]) for group in self.param_groups]
         return Work(parts, home, on_host, 1.0 if scale is None else scale, found_inf, self._shards, lengths)
+
+    def _add_to(self, bucket: Bucket, p: Tensor, grad: Tensor, index: int) -> None:
+        """Add one parameter to its bucket; convert state and gradient if necessary."""
+        state = self.state[p]
+        for key, buffers in bucket.buffers.items():
+            buffer = state.get(key)
+            # torch's fused kernels would read past the end of a buffer of another shape
+            if buffer is None or (buffer.device, buffer.dtype) != (p.device, state_dtype(p)) or buffer.shape != p.shape:
+                buffer = self._make_state(p, bucket.group)[key]
+            buffers.append(local(buffer))
+        for key in self.COUNTS:
+            count = state.get(key)
+            if not isinstance(count, Tensor) or (count.device, count.dtype) != (p.device, torch.float32):
+                count = self._make_state(p, bucket.group)[key]
+            bucket.counts.append(count)
+        if self._shards.sharded:
+            grad = local_gradient(p, grad)
+        # torch.compile does not support is_neg()
+        if grad.layout != torch.strided or (not torch.compiler.is_compiling() and grad.is_neg()):
+            grad = as_dense(grad)
+        bucket.owners.append(p)
+        bucket.indices.append(index)
+        bucket.states.append(state)
+        bucket.params.append(local(p))
+        bucket.grads.append(grad)
 
     def _skip(self, work: Work, total: Tensor) -> bool | Tensor:
         """Record the norm whose square is `total`, and return whether this step must be skipped.
@@ -333,4 +344,3 @@ class LargeBatchOptimizer(StatefulOptimizer):
             bad = bad | ~(work.scale.to(total.device) > 0)
         self._skipped.add_(bad.to(self._skipped.device))
         return bad
-

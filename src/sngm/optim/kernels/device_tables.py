@@ -1,29 +1,33 @@
-"""The host side of a step: gather addresses into one table, copy it to the device, launch the kernels.
+"""The host side of a step: look up the tensors' addresses, copy them to the device as a table, launch the kernels.
 
-No address is kept after the step that looked it up. What is kept (`Layout`) depends on the sizes of the tensors only.
+Addresses are looked up at every step. What is kept from step to step is a `Layout`: scratch memory, and which program
+works on which tensor. It is used again only for the memory, shapes and dtypes that it was made for.
 """
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
-from typing import Any
+from functools import reduce
+from itertools import compress, groupby
+from operator import attrgetter, itemgetter, or_
+from typing import Any, NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from .. import sharded_norms
 from ..buckets import Bucket, Work
-from . import ONE_ROUNDING, Unsupported
+from ..sharded_norms import Shards, arrived, is_dtensor, local, local_gradient
+from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
-from .table_schema import ADDRESSES, FIELDS, SETTINGS, SQUARES, STEP, VARIANTS
+from .table_schema import FIELDS, SETTINGS, SQUARES, VARIANTS
 
-Int64s = npt.NDArray[np.int64]
+Rows = list[list[int]]
 WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of it get their own launch
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
 TRITON_DTYPES = {
@@ -32,6 +36,8 @@ TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.float64: tl.float64,
 }
+data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
+dtype_of = attrgetter("dtype")
 
 
 @dataclass
@@ -40,75 +46,261 @@ class KernelStep:
 
     method: str  # "lamb", or a branch of `triton_kernels.coefficients`
     scope: str  # what a norm of SNGM spans
-    work: Work
+    home: torch.device
+    params: list[Any]  # of all groups, in order
+    grads: list[Any]  # None for a parameter without a gradient
+    states: list[dict[str, Any]]
+    keys: list[tuple[str, ...]]  # for each group: names of its buffers and counts in `states`
+    lengths: list[int]  # number of parameters of each group
     settings: Sequence[Mapping[str, float | Tensor]]  # for each group, named as in table_schema.SETTINGS
-    adapts: list[bool]  # whether a ratio of norms scales the step; for each tensor, in the order of the buckets
+    adapt: list[bool | None]  # for each group
+    shards: Shards
     grad_norm: Tensor
     skipped: Tensor
-    mean_norms: Sequence[float | Tensor] | Tensor | None = None  # CLARS: for each parameter
-    held: list[Any] = field(default_factory=list)  # memory that a captured CUDA graph reads when it is replayed
+    scale: Tensor | None
+    found_inf: Tensor | None
+    rounding: Tensor | None  # counter of steps, if a group rounds stochastically
+    mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS: for each parameter
+    held: list[Any] = field(default_factory=list)  # memory that a captured CUDA graph uses when it is replayed
 
 
-class Layout:
-    """Which program works on which tensor, and scratch memory. Valid as long as the sizes are the same."""
+def take_step(
+    step: KernelStep, layout: Layout | None, gather: Callable[[], Work], adapts: Callable[[Bucket], list[bool]]
+) -> Layout:
+    """Take one step, and return the layout for the next one.
 
-    def __init__(self, chunks: Int64s, groups: int, step: KernelStep) -> None:
-        self.chunks, self.groups = chunks, groups
-        tensors, programs, device = len(chunks), int(chunks.sum()), step.work.home
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=device)
-
-        self.values: dict[str, Any] = {
-            "owners": to_device(np.repeat(np.arange(tensors, dtype=np.int32), chunks), step),
-            "sums": zeros(len(SQUARES), tensors),
-            "partial": zeros(2, programs),
-            "spans": zeros(1 + groups),
-            "counters": zeros(tensors + 1, dtype=torch.int32),
-            "chunks": programs,
-            "tensors": tensors,
-            "groups": groups,
-        }
-
-    def fits(self, chunks: Int64s, groups: int, device: torch.device) -> bool:
-        here = self.values["sums"].device
-        return groups == self.groups and device == here and np.array_equal(chunks, self.chunks)
-
-
-def take_step(step: KernelStep, layout: Layout | None) -> Layout:
-    """Take one step, and return the layout for the next one, which may be the given one.
+    Args:
+        step: the step.
+        layout: what the last step returned, or None.
+        gather: checks all tensors and makes missing state; called if the layout does not fit.
+        adapts: for each tensor of a bucket, whether a ratio of norms scales its step.
 
     Raises:
-        Unsupported: a tensor has no memory that can be read in order. Nothing was changed.
+        Unsupported: a tensor has no memory that can be read in order.
     """
-    work, groups = step.work, len(step.settings)
-    for bucket in work.buckets:
-        match_layouts(bucket)
-    table, sections, sizes = gather(step)
-    chunks = table[FIELDS.index("chunks")]
-    if layout is None or not layout.fits(chunks, groups, work.home):
-        layout = Layout(chunks, groups, step)
-    values = {**layout.values, **sizes, **constants(step)}
-    send(step, table, values)
-    rounding = [bucket.rounding for bucket in work.buckets if bucket.rounding is not None]
-    values |= {"norm": step.grad_norm, "skipped": step.skipped, "rounds": rounding[0] if rounding else step.skipped}
-    values["means"] = values["numbers"] if step.mean_norms is None else mean_norms(step.mean_norms, step)
-    with torch.cuda.device(work.home) if work.home.type == "cuda" else torch.no_grad():
-        launch(step, values, sections)
+    rows, facts = look_up(step)
+    if layout is None or facts is None or facts != layout.facts:
+        layout = Layout(step, gather(), adapts)
+        rows, again = layout.rows, look_up(step)  # after missing state was made
+        layout.facts = again[1] if again[0] == rows else None  # else some gradients had to be copied
+    values = {
+        **layout.values,
+        **constants(step),
+        "words": send(step, rows if layout.order is None else [[row[i] for i in layout.order] for row in rows]),
+        "norm": step.grad_norm,
+        "skipped": step.skipped,
+        "rounds": step.skipped if step.rounding is None else step.rounding,
+        "means": step.grad_norm if step.mean_norms is None else mean_norms(step, step.mean_norms),
+    }
+    on_other = step.home.type == "cuda" and step.home.index != torch.cuda.current_device()
+    with torch.cuda.device(step.home) if on_other else contextlib.nullcontext():
+        launch(step, values, layout)
     # as torch's own in-place operations do, so that autograd rejects graphs from before the step
-    torch.autograd.graph.increment_version([p for bucket in work.buckets for p in bucket.owners])
-    step.held += [values, work.buckets]
+    torch.autograd.graph.increment_version(list(compress(step.params, [grad is not None for grad in step.grads])))
+    step.held += [values, layout.copies]
+    layout.copies = []
     return layout
 
 
-def launch(step: KernelStep, values: dict[str, Any], sections: list[dict[str, Any]]) -> None:
-    """Launch the kernels of the method, one launch for each section of tensors; sum over ranks in between."""
+def look_up(step: KernelStep) -> tuple[Rows, Any]:
+    """Return the addresses of all tensors, and facts that must be equal for a layout to be used again.
+
+    The facts are None if the tensors need a closer look, as with missing state or sparse gradients.
+    """
+    params, states, grads = step.params, step.states, step.grads
+    has = [grad is not None for grad in grads]
+    if not all(has):
+        params, states, grads = (list(compress(column, has)) for column in (params, states, grads))
+    try:
+        state = [list(map(itemgetter(key), states)) for key in step.keys[0]]
+        if step.shards.sharded:
+            params, grads = list(map(local, params)), list(map(local_gradient, params, grads))
+            state = [list(map(local, column)) for column in state]
+        rows = [list(map(data_ptr, column)) for column in (params, grads, *state)]
+        numels = [list(map(Tensor.numel, column)) for column in (params, *state)]
+        dense = all(map(is_contiguous, params)) and all(map(is_contiguous, grads))
+        strides = None if dense else [list(map(Tensor.stride, column)) for column in (params, grads, *state)]
+    except (KeyError, RuntimeError, TypeError):  # missing state, not a tensor, or one without memory of its own
+        return [], None
+    dtypes = list(map(dtype_of, grads))
+    # with one element, a lazy negation may have the strides of any other gradient
+    lazy = any(grad.is_neg() for grad, n in zip(grads, numels[0], strict=True) if n == 1)
+    if lazy or {*map(type, grads)} != {Tensor} or len({*step.keys}) > 1 or any(d.is_complex for d in {*dtypes}):
+        return [], None
+    aligned = reduce(or_, rows[1]) % WIDEST_LOAD == 0 or [at % WIDEST_LOAD == 0 for at in rows[1]]
+    groups = has, step.lengths, step.keys, step.adapt, step.shards
+    shapes, devices = list(map(Tensor.size, grads)), list(map(Tensor.get_device, grads))
+    return rows, [groups, rows[0], rows[2:], numels, dtypes, strides, shapes, devices, aligned]
+
+
+class Kind(NamedTuple):
+    """What the tensors of one launch have in common."""
+
+    param: torch.dtype
+    grad: torch.dtype
+    buffered: bool
+    aligned: bool
+
+    def constants(self) -> dict[str, Any]:
+        """Return what the kernels are compiled for."""
+        return {
+            "P": TRITON_DTYPES[self.param],
+            "G": TRITON_DTYPES[self.grad],
+            "WIDE": tl.float64 if self.param == torch.float64 else tl.float32,
+            "BUFFERED": self.buffered,
+            "ALIGNED": self.aligned,
+        }
+
+
+class Layout:
+    """Which program works on which tensor, and scratch memory: what steps need besides addresses and settings."""
+
+    def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
+        if not support([bucket.params[0] for bucket in work.buckets]):
+            raise Unsupported("the parameters are on several devices, or on one without kernels")
+        self.facts: Any = None  # of `look_up`
+        self.copies: list[Tensor] = []  # of gradients, until the step is taken
+        self.compiled: dict[Any, Any] = {}
+        found: list[tuple[int, Kind, list[int], int, int, bool]] = []
+        for bucket in work.buckets:
+            match_layouts(bucket)
+            self.copies += bucket.grads
+            counts = [bucket.counts] if bucket.counts else []
+            columns = [bucket.params, bucket.grads, *bucket.buffers.values(), *counts]
+            for k, adapt in enumerate(adapts(bucket)):
+                p, dtype = bucket.params[k], bucket.grads[k].dtype
+                at = [address(column[k]) for column in columns]
+                kind = Kind(p.dtype, dtype, bool(bucket.buffers), not any(a % WIDEST_LOAD for a in at[:4]))
+                found.append((bucket.indices[k], kind, at, p.numel(), bucket.position, adapt))
+        found.sort(key=itemgetter(0))
+        depth = max(len(at) for _, _, at, *_ in found)
+        self.rows = [[at[i] if i < len(at) else 0 for _, _, at, *_ in found] for i in range(depth)]
+        order = sorted(range(len(found)), key=lambda i: str(found[i][1]))
+        self.order = None if order == sorted(order) else order
+        found = [found[i] for i in order]
+        table = np.zeros((len(FIELDS), len(found)), np.int64)
+        row = dict(zip(FIELDS, table, strict=True))
+        row["index"][:], _, _, row["elements"][:], row["group"][:], row["adapts"][:] = zip(*found, strict=True)
+        chunk = chunk_size(int(row["elements"].sum()))
+        row["chunks"][:] = np.maximum(-(-row["elements"] // chunk), 1)
+        ends = np.cumsum(row["chunks"])
+        row["first_chunk"][:] = ends - row["chunks"]
+        self.sections: list[dict[str, Any]] = []  # one launch for each kind
+        base = tensors = 0
+        for kind, alike in groupby(found, key=itemgetter(1)):
+            tensors += len(list(alike))
+            end = int(ends[tensors - 1])
+            self.sections.append({**kind.constants(), "base": base, "programs": end - base})
+            base = end
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=step.home)
+
+        self.values: dict[str, Any] = {
+            "table": to_device(step, torch.from_numpy(table)),
+            "owners": to_device(step, torch.from_numpy(np.repeat(np.arange(tensors, dtype=np.int32), row["chunks"]))),
+            "sums": zeros(len(SQUARES), tensors),
+            "partial": zeros(2, base),
+            "spans": zeros(1 + len(step.lengths)),
+            "counters": zeros(tensors + 1, dtype=torch.int32),
+            "chunks": base,
+            "tensors": tensors,
+            "groups": len(step.lengths),
+            "CHUNK": chunk,
+            "BLOCK": 1024,
+        }
+
+
+def address(tensor: Tensor) -> int:
+    """Return where the memory of a tensor begins."""
+    try:
+        found = tensor.data_ptr()
+    except RuntimeError:  # a tensor subclass that wraps other tensors
+        found = 0
+    if not found and tensor.numel():
+        raise Unsupported("a tensor has no memory of its own")
+    return found
+
+
+def chunk_size(elements: int) -> int:
+    """Return the number of elements for each program: enough programs to fill a GPU, and few more."""
+    return 1024 if elements < 1 << 22 else 4096 if elements < 1 << 26 else 8192
+
+
+def constants(step: KernelStep) -> dict[str, Any]:
+    """Return what the kernels are compiled for, besides the kinds of tensors."""
+    settings = step.settings
+    return {
+        "METHOD": step.method,
+        "SCOPE": step.scope,
+        "LAMB": step.method == "lamb",
+        "BY_GROUP": step.scope == "group",
+        "COUPLED_DECAY": step.method == "sngm" and any(own["weight_decay"] and not own["mode"] for own in settings),
+        "PARAM_NORMS": step.method in ("lars", "clars"),
+        "MEANS": step.method == "clars",
+        "AVERAGES": step.method == "lars" and any(own["mode"] == VARIANTS.index("momentum") for own in settings),
+        "CLAMPS": any(math.isfinite(own.get("clamp", math.inf)) for own in settings),
+        "STOCHASTIC": step.rounding is not None,
+    }
+
+
+def send(step: KernelStep, rows: Rows) -> Tensor:
+    """Copy settings and addresses to the device together, as 8-byte words; copy what is on a device from there."""
+    numbers: list[Any] = [1.0 if step.scale is None else step.scale, 0.0 if step.found_inf is None else step.found_inf]
+    for own in step.settings:
+        numbers += map(own.get, SETTINGS, SETTINGS.values())
+    there = {i: value for i, value in enumerate(numbers) if isinstance(value, Tensor)}
+    for i in there:
+        numbers[i] = 0.0
+    words = array("q", array("d", numbers).tobytes())
+    for row in rows:
+        words.extend(row)
+    sent = to_device(step, torch.frombuffer(words, dtype=torch.int64))
+    for i, value in there.items():
+        sent.view(torch.float64)[i] = value.reshape(())
+    return sent
+
+
+def mean_norms(step: KernelStep, given: Sequence[float | Tensor] | Tensor) -> Tensor:
+    """Return CLARS's mean norms as one float64 tensor on the device."""
+    if isinstance(given, Tensor):
+        return given.to(step.home, torch.float64).contiguous()
+    numbers = [0.0 if isinstance(norm, Tensor) else float(norm) for norm in given]
+    norms = to_device(step, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
+    for i, norm in enumerate(given):
+        if isinstance(norm, Tensor):
+            norms[i] = norm.reshape(())
+    return norms
+
+
+def to_device(step: KernelStep, values: Tensor) -> Tensor:
+    """Copy a tensor to the device without waiting for the device."""
+    if step.home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        values = values.pin_memory()
+        step.held.append(values)  # the graph copies from there at every replay
+    return values.to(step.home, non_blocking=True, copy=True)
+
+
+# ---------------------------------------------------------------- launches
+
+
+def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
+    """Launch the kernels of the method, each once for every kind of tensors; in between sum over ranks."""
+    compiled_for = [value for name, value in values.items() if name.isupper()] + [step.grad_norm.dtype]
 
     def run(kernel: Any) -> None:
-        for section in sections:
+        for i, section in enumerate(layout.sections):
             every = values | section
             arguments = [every[name] for name in kernel.arg_names]
-            kernel[(section["programs"],)](*arguments, num_warps=4, **ONE_ROUNDING)
+            grid = section["programs"], 1, 1
+            # Triton's look-up by the types of all arguments takes three times as long as the launch
+            key = kernel, i, *compiled_for
+            if key in layout.compiled:
+                layout.compiled[key][grid](*arguments)
+                continue
+            compiled = kernel[grid](*arguments, num_warps=4, **ONE_ROUNDING)
+            if compiled is not None:  # the interpreter compiles nothing
+                layout.compiled[key] = compiled
 
     run(kernels.measure)
     if step.method == "lamb" or (step.method == "sngm" and step.scope != "tensor"):
@@ -128,144 +320,29 @@ def launch(step: KernelStep, values: dict[str, Any], sections: list[dict[str, An
 
 def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
     """Sum over ranks what the norms span."""
-    if not step.work.shards.active:
-        return
-    by_group, lengths = step.scope == "group", step.work.lengths
-    positions = [i if by_group else 0 for i, length in enumerate(lengths) for _ in range(length)]
-    packed = per_parameter(step, values, OF_GRAD, OF_GRAD)[0]
-    spans = step.work.shards.spans(packed, positions, len(lengths) if by_group else 1)
-    values["spans"][0] = spans.sum()
-    values["spans"][1 : 1 + len(spans)] = spans
+    if step.shards.active:
+        by_group, lengths = step.scope == "group", step.lengths
+        positions = [i if by_group else 0 for i, length in enumerate(lengths) for _ in range(length)]
+        packed = per_parameter(step, values, OF_GRAD, OF_GRAD)[0]
+        spans = step.shards.spans(packed, positions, len(lengths) if by_group else 1)
+        values["spans"][0] = spans.sum()
+        values["spans"][1 : 1 + len(spans)] = spans
 
 
 def sum_rows(step: KernelStep, values: dict[str, Any], first: int, last: int) -> None:
     """Sum rows of squares over ranks, for each tensor."""
-    if not step.work.shards.active:
-        return
-    packed = step.work.shards.tensors(per_parameter(step, values, first, last))
-    values["sums"][first : last + 1] = packed[:, values["indices"]]
-    if first == OF_GRAD:
-        values["spans"][0] = packed[0].sum()  # a tensor without a gradient here may have one on another rank
+    if step.shards.active:
+        packed = step.shards.tensors(per_parameter(step, values, first, last))
+        values["sums"][first : last + 1] = packed[:, values["table"][FIELDS.index("index")]]
+        if first == OF_GRAD:
+            values["spans"][0] = packed[0].sum()  # a tensor without a gradient here may have one on another rank
 
 
 def per_parameter(step: KernelStep, values: dict[str, Any], first: int, last: int) -> Tensor:
     """Return rows of squares with one column for each parameter, zero without a gradient."""
-    packed = torch.zeros(last + 1 - first, len(step.work.shards.params), dtype=torch.float64, device=step.work.home)
-    packed[:, values["indices"]] = values["sums"][first : last + 1]
+    packed = torch.zeros(last + 1 - first, len(step.params), dtype=torch.float64, device=step.home)
+    packed[:, values["table"][FIELDS.index("index")]] = values["sums"][first : last + 1]
     return packed
-
-
-def constants(step: KernelStep) -> dict[str, Any]:
-    """Return what the kernels are compiled for, besides the kinds of tensors."""
-    settings = [{**SETTINGS, **own} for own in step.settings]
-    return {
-        "METHOD": step.method,
-        "SCOPE": step.scope,
-        "LAMB": step.method == "lamb",
-        "BY_GROUP": step.scope == "group",
-        "COUPLED_DECAY": step.method == "sngm" and any(own["weight_decay"] and not own["mode"] for own in settings),
-        "PARAM_NORMS": step.method in ("lars", "clars"),
-        "MEANS": step.method == "clars",
-        "AVERAGES": step.method == "lars" and any(own["mode"] == VARIANTS.index("momentum") for own in settings),
-        "CLAMPS": any(math.isfinite(own["clamp"]) for own in settings),
-        "STOCHASTIC": any(own["stochastic"] for own in settings),
-    }
-
-
-def gather(step: KernelStep) -> tuple[Int64s, list[dict[str, Any]], dict[str, int]]:
-    """Return the table of the step's tensors, sorted by kind; a section for each kind; and the sizes of chunks."""
-    buckets = step.work.buckets
-    columns: dict[str, list[Tensor]] = {"param": [p for b in buckets for p in b.params]}
-    columns["grad"] = [g for b in buckets for g in b.grads]
-    empty = torch.empty(0, device="cpu")
-    for name, key in (("buffer", 0), ("second_buffer", 1)):
-        columns[name] = [t for b in buckets for t in ([*b.buffers.values(), *[[empty] * len(b.params)] * 2][key])]
-    columns["count"] = [t for b in buckets for t in (b.counts or [empty] * len(b.params))]
-    table = np.zeros((len(FIELDS), len(columns["param"])), np.int64)
-    of = dict(zip(FIELDS, table, strict=True))
-    try:
-        for name in ADDRESSES:
-            of[name][:] = np.fromiter(map(Tensor.data_ptr, columns[name]), np.int64)
-    except RuntimeError as error:  # a tensor subclass that wraps other tensors
-        raise Unsupported("a parameter has no memory of its own") from error
-    of["elements"][:] = np.fromiter(map(Tensor.numel, columns["param"]), np.int64)
-    if (of["param"] == 0).any() and of["elements"][of["param"] == 0].any():
-        raise Unsupported("a parameter has no memory of its own")
-    of["group"][:] = np.repeat([b.position for b in buckets], [len(b.params) for b in buckets])
-    of["index"][:] = list(chain.from_iterable(b.indices for b in buckets))
-    of["adapts"][:] = step.adapts
-    sizes = chunk_sizes(int(of["elements"].sum()))
-    of["chunks"][:] = np.maximum(-(-of["elements"] // sizes["CHUNK"]), 1)
-    aligned = np.bitwise_or.reduce(table[: len(ADDRESSES) - 1]) % WIDEST_LOAD == 0
-    dtypes = [(b.params[0].dtype, g.dtype, bool(b.buffers)) for b in buckets for g in b.grads]
-    kinds = list(zip(dtypes, aligned.tolist(), strict=True))
-    distinct = sorted(set(kinds), key=str)
-    if len(distinct) > 1:
-        table = table[:, sorted(range(len(kinds)), key=lambda i: str(kinds[i]))]
-    ends = np.cumsum(table[FIELDS.index("chunks")])
-    table[FIELDS.index("first_chunk")] = ends - table[FIELDS.index("chunks")]
-    sections, base, tensors = [], 0, 0
-    for kind in distinct:
-        tensors += kinds.count(kind)
-        end = int(ends[tensors - 1])
-        sections.append({**compiled_for(*kind), "base": base, "programs": end - base})
-        base = end
-    return table, sections, sizes
-
-
-def compiled_for(dtypes: tuple[torch.dtype, torch.dtype, bool], aligned: bool) -> dict[str, Any]:
-    """Return the constants of one kind of tensors."""
-    param, grad, buffered = dtypes
-    wide = tl.float64 if param == torch.float64 else tl.float32
-    return {
-        "P": TRITON_DTYPES[param],
-        "G": TRITON_DTYPES[grad],
-        "WIDE": wide,
-        "ALIGNED": aligned,
-        "BUFFERED": buffered,
-    }
-
-
-def chunk_sizes(elements: int) -> dict[str, int]:
-    """Return the number of elements of a program, and of one iteration: enough programs to fill a GPU, few more."""
-    chunk = 1024 if elements < 1 << 22 else 4096 if elements < 1 << 26 else 8192
-    return {"CHUNK": chunk, "BLOCK": 1024}
-
-
-def send(step: KernelStep, table: Int64s, values: dict[str, Any]) -> None:
-    """Copy the table and the settings to the device together; values that are on the device already are copied there."""
-    names, work = list(SETTINGS), step.work
-    numbers: list[Any] = [work.scale, 0.0 if work.found_inf is None else work.found_inf]
-    for own in step.settings:
-        numbers += ({**SETTINGS, **own}[name] for name in names)
-    there = {i: value for i, value in enumerate(numbers) if isinstance(value, Tensor)}
-    on_host = np.array([0.0 if i in there else value for i, value in enumerate(numbers)], np.float64)
-    words = to_device(np.concatenate([table.ravel(), on_host.view(np.int64)]), step)
-    values["table"], values["numbers"] = words[: table.size], words[table.size :].view(torch.float64)
-    values["indices"] = values["table"].view(table.shape)[FIELDS.index("index")]
-    for i, value in there.items():
-        values["numbers"][i] = value.reshape(())
-
-
-def mean_norms(given: Sequence[float | Tensor] | Tensor, step: KernelStep) -> Tensor:
-    """Return CLARS's mean norms as one float64 tensor on the device."""
-    device = step.work.home
-    if isinstance(given, Tensor):
-        return given.to(device, torch.float64).contiguous()
-    norms = to_device(np.array([0.0 if isinstance(norm, Tensor) else norm for norm in given], np.float64), step)
-    for i, norm in enumerate(given):
-        if isinstance(norm, Tensor):
-            norms[i] = norm.reshape(())
-    return norms
-
-
-def to_device(array: npt.NDArray[Any], step: KernelStep) -> Tensor:
-    """Copy an array to the device without waiting for it."""
-    tensor = torch.from_numpy(array)
-    if step.work.home.type == "cuda":
-        tensor = tensor.pin_memory()
-    step.held.append(tensor)  # a captured copy reads from there at every replay
-    return tensor.to(step.work.home, non_blocking=True)
 
 
 # ---------------------------------------------------------------- memory layouts
@@ -273,19 +350,16 @@ def to_device(array: npt.NDArray[Any], step: KernelStep) -> Tensor:
 
 def match_layouts(bucket: Bucket) -> None:
     """Make gradients and buffers dense, with their elements in the order of the parameter's."""
-    tensors = [*bucket.params, *bucket.grads, *chain.from_iterable(bucket.buffers.values())]
-    if all(map(Tensor.is_contiguous, tensors)) and {*map(type, bucket.grads)} == {Tensor}:
-        return
     for i, p in enumerate(bucket.params):
         if not p.permute(sorted(range(p.ndim), key=p.stride, reverse=True)).is_contiguous():
             raise Unsupported("a parameter has gaps in memory")
-        grad = sharded_norms.arrived(bucket.grads[i])
+        grad = arrived(bucket.grads[i])
         bucket.grads[i] = grad if alike(grad, p) else laid_out_as(p, grad)
         for key, buffers in bucket.buffers.items():
             if not alike(buffers[i], p):
-                owner, state = sharded_norms.local(bucket.owners[i]), bucket.states[i]
-                state[key] = laid_out_as(owner, state[key])
-                buffer = sharded_norms.local(state[key])
+                state = bucket.states[i]
+                state[key] = laid_out_as(local(bucket.owners[i]), state[key])
+                buffer = local(state[key])
                 buffers[i] = torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
 
@@ -296,7 +370,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 def laid_out_as(layout: Tensor, tensor: Any) -> Any:
     """Return a copy of a tensor with its elements in the order of `layout`."""
-    if sharded_norms.is_dtensor(tensor):
+    if is_dtensor(tensor):
         tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
         return tensor
     return torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

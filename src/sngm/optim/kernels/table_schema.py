@@ -1,11 +1,9 @@
 """Layout of the tables that host and device share: the order of these names is their position on the device."""
 
-# One row of int64 for each field, one column for each tensor. First addresses, then numbers.
-FIELDS = (
-    "param", "grad", "buffer", "second_buffer", "count",
-    "elements", "first_chunk", "chunks", "group", "adapts", "index",
-)  # fmt: skip
-ADDRESSES = FIELDS[:5]
+# int64 tables with one row for each name and one column for each tensor: addresses, looked up at every step ...
+ADDRESSES = ("param", "grad", "buffer", "second_buffer", "count")
+# ... and what stays the same as long as the tensors have the same sizes and kinds
+FIELDS = ("elements", "first_chunk", "chunks", "group", "adapts", "index")
 
 # float64 values of the whole step
 STEP = ("scale", "found_inf")

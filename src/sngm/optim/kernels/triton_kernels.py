@@ -1,9 +1,9 @@
 """The kernels of a step. Each program works on one chunk of one tensor, given by tables on the device.
 
 `measure` sums squares: each program writes its chunk's sum, the last program of a tensor adds up the chunks, and the
-last of all adds up the tensors. The order of every sum is fixed, so equal inputs give equal bits. `update` then computes
-the coefficients of its tensor from these sums and takes the step. Methods that need the norm of their update (LAMB, and
-LARS "momentum") measure it meanwhile, and `apply` takes their step.
+last of all adds up the tensors. The order of every sum is fixed, so equal inputs give equal bits. `update` then
+computes the coefficients of its tensor from these sums and takes the step. Methods that need the norm of their update
+(LAMB, and LARS "momentum") measure it meanwhile, and `apply` takes their step.
 
 The host knows neither the norms, nor the loss scale, nor whether the step is skipped.
 """
@@ -17,9 +17,8 @@ import triton.language as tl
 from . import table_schema
 from .device_functions import apply_direction, heavy_ball, lamb_moments, mix, pointer, squares
 
-PARAM, GRAD, BUFFER, SECOND_BUFFER, COUNT, ELEMENTS, FIRST_CHUNK, CHUNKS, GROUP, ADAPTS, INDEX = map(
-    tl.constexpr, range(len(table_schema.FIELDS))
-)
+PARAM, GRAD, BUFFER, SECOND_BUFFER, COUNT = map(tl.constexpr, range(len(table_schema.ADDRESSES)))
+ELEMENTS, FIRST_CHUNK, CHUNKS, GROUP, ADAPTS, INDEX = map(tl.constexpr, range(len(table_schema.FIELDS)))
 SCALE, FOUND_INF = map(tl.constexpr, range(len(table_schema.STEP)))
 SETTINGS = tl.constexpr(len(table_schema.SETTINGS))
 LR, MOMENTUM, DECAY, EPS, SIGN, NESTEROV, MODE, TRUST, PHI_LOW, PHI_HIGH, MAX_RATIO, CLAMP, BETA2, MAX_NORM, \
@@ -33,9 +32,15 @@ LANES = tl.constexpr(256)
 kernel = triton.jit(
     do_not_specialize=["base", "chunks", "tensors", "groups"],
     do_not_specialize_on_alignment=[
-        "table", "numbers", "owners", "sums", "partial", "spans", "counters", "rounds", "means", "norm", "skipped",
+        "words", "table", "owners", "sums", "partial", "spans", "counters", "rounds", "means", "norm", "skipped",
     ],
 )  # fmt: skip
+
+
+@triton.jit
+def _parts(words, groups):
+    """Return pointers to the addresses and to the float64 numbers: those of the step, then the settings of groups."""
+    return words + 2 + groups * SETTINGS, words.to(tl.pointer_type(tl.float64))
 
 
 @triton.jit
@@ -47,9 +52,9 @@ def _chunk(table, owners, chunk, tensors, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def _at(table, field: tl.constexpr, tensors, i, start, dtype: tl.constexpr, ALIGNED: tl.constexpr):
+def _at(addresses, field: tl.constexpr, tensors, i, start, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the pointer to a chunk of the parameter, gradient or buffer of tensor i."""
-    return pointer(tl.load(table + field * tensors + i), dtype, ALIGNED) + start
+    return pointer(tl.load(addresses + field * tensors + i), dtype, ALIGNED) + start
 
 
 @triton.jit
@@ -98,16 +103,17 @@ def _sum_spans(table, sums, spans, tensors, groups, BY_GROUP: tl.constexpr):
 
 @kernel
 def measure(
-    table, numbers, owners, sums, partial, spans, counters, means, base, chunks, tensors, groups,
+    words, table, owners, sums, partial, spans, counters, means, base, chunks, tensors, groups,
     COUPLED_DECAY: tl.constexpr, PARAM_NORMS: tl.constexpr, MEANS: tl.constexpr, BY_GROUP: tl.constexpr,
     P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Squared norms of gradients (with COUPLED_DECAY of g + decay * w) and, with PARAM_NORMS, of parameters."""
+    addresses, numbers = _parts(words, groups)
     chunk = base + tl.program_id(0)
     i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)
-    g = _at(table, GRAD, tensors, i, start, G, ALIGNED)
-    w = _at(table, PARAM, tensors, i, start, P, ALIGNED)
+    g = _at(addresses, GRAD, tensors, i, start, G, ALIGNED)
+    w = _at(addresses, PARAM, tensors, i, start, P, ALIGNED)
     decay = tl.full((), 0.0, tl.float64)
     if COUPLED_DECAY:
         own = _own(numbers, table, tensors, i)
@@ -139,9 +145,7 @@ def measure(
 @triton.jit
 def _finite(numbers, spans):
     """Return whether the step is taken: a finite norm, no overflow, and a loss scale that is neither 0 nor NaN."""
-    return (
-        (tl.load(spans) < float("inf")) & (tl.load(numbers + FOUND_INF) == 0.0) & (tl.load(numbers + SCALE) > 0.0)
-    )
+    return (tl.load(spans) < float("inf")) & (tl.load(numbers + FOUND_INF) == 0.0) & (tl.load(numbers + SCALE) > 0.0)
 
 
 @triton.jit
@@ -215,13 +219,14 @@ def coefficients(
 
 @kernel
 def update(
-    table, numbers, owners, sums, partial, spans, counters, rounds, means, norm, skipped, base, chunks, tensors,
+    words, table, owners, sums, partial, spans, counters, rounds, means, norm, skipped, base, chunks, tensors, groups,
     METHOD: tl.constexpr, SCOPE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
     STOCHASTIC: tl.constexpr, BUFFERED: tl.constexpr, P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The step of a momentum method; for groups of LARS "momentum" (AVERAGES), of the buffers only."""
     # in reverse: the gradients that `measure` read last may still be in the cache
+    addresses, numbers = _parts(words, groups)
     chunk = base + tl.num_programs(0) - 1 - tl.program_id(0)
     _report(chunk, numbers, spans, norm, skipped)
     if _finite(numbers, spans):
@@ -231,11 +236,11 @@ def update(
             table, own, sums, spans, means, i, tensors, tl.load(numbers + SCALE), METHOD, SCOPE, AVERAGES
         )
         averaged = tl.load(own + MODE) == AVERAGED
-        g = _at(table, GRAD, tensors, i, start, G, ALIGNED)
-        w = _at(table, PARAM, tensors, i, start, P, ALIGNED)
+        g = _at(addresses, GRAD, tensors, i, start, G, ALIGNED)
+        w = _at(addresses, PARAM, tensors, i, start, P, ALIGNED)
         v = w.to(tl.pointer_type(WIDE))
         if BUFFERED:
-            v = _at(table, BUFFER, tensors, i, start, WIDE, ALIGNED)
+            v = _at(addresses, BUFFER, tensors, i, start, WIDE, ALIGNED)
         sign, clamp, nesterov = tl.load(own + SIGN).to(WIDE), tl.load(own + CLAMP).to(WIDE), tl.load(own + NESTEROV)
         momentum, stochastic = tl.load(own + MOMENTUM).to(WIDE), tl.load(own + STOCHASTIC_ROUNDING)
         key = _key(table, tensors, i, rounds, STOCHASTIC)
@@ -267,11 +272,12 @@ def _lamb_corrections(own, t):
 
 @kernel
 def moments(
-    table, numbers, owners, sums, partial, spans, counters, norm, skipped, base, chunks, tensors,
+    words, table, owners, sums, partial, spans, counters, norm, skipped, base, chunks, tensors, groups,
     P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """LAMB's moments, and the norms of its direction and of the parameters."""
+    addresses, numbers = _parts(words, groups)
     chunk = base + tl.num_programs(0) - 1 - tl.program_id(0)
     _report(chunk, numbers, spans, norm, skipped)
     if _finite(numbers, spans):
@@ -281,14 +287,14 @@ def moments(
         clip = tl.load(own + MAX_NORM) / tl.where(length > 0.0, length, 1.0)
         clip = tl.where(length > 0.0, tl.minimum(clip, 1.0), 1.0)
         factor = (tl.load(own + SIGN) * clip / tl.load(numbers + SCALE)).to(WIDE)
-        count = tl.load(table + COUNT * tensors + i).to(tl.pointer_type(tl.float32))
+        count = tl.load(addresses + COUNT * tensors + i).to(tl.pointer_type(tl.float32))
         t = tl.load(count) + 1.0
         correction1, correction2 = _lamb_corrections(own, t.to(tl.float64))
         beta1, beta2 = tl.load(own + MOMENTUM), tl.load(own + BETA2)
-        g = _at(table, GRAD, tensors, i, start, G, ALIGNED)
-        w = _at(table, PARAM, tensors, i, start, P, ALIGNED)
-        m = _at(table, BUFFER, tensors, i, start, WIDE, ALIGNED)
-        v = _at(table, SECOND_BUFFER, tensors, i, start, WIDE, ALIGNED)
+        g = _at(addresses, GRAD, tensors, i, start, G, ALIGNED)
+        w = _at(addresses, PARAM, tensors, i, start, P, ALIGNED)
+        m = _at(addresses, BUFFER, tensors, i, start, WIDE, ALIGNED)
+        v = _at(addresses, SECOND_BUFFER, tensors, i, start, WIDE, ALIGNED)
         rest1, rest2 = (1.0 - beta1).to(WIDE), (1.0 - beta2).to(WIDE)
         beta1, beta2 = beta1.to(WIDE), beta2.to(WIDE)
         correction1, correction2 = correction1.to(WIDE), correction2.to(WIDE)
@@ -311,11 +317,12 @@ def moments(
 
 @kernel
 def apply(
-    table, numbers, owners, sums, spans, rounds, base, tensors,
+    words, table, owners, sums, spans, rounds, base, tensors, groups,
     LAMB: tl.constexpr, STOCHASTIC: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The step by lr * phi(||w||) / ||q|| along -q, where q is LAMB's direction or the buffer of LARS "momentum"."""
+    addresses, numbers = _parts(words, groups)
     chunk = base + tl.program_id(0)
     i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)
     own = _own(numbers, table, tensors, i)
@@ -328,17 +335,17 @@ def apply(
         rate = (tl.load(own + LR) * _ratio(own, tl.load(table + ADAPTS * tensors + i), size, below)).to(WIDE)
         correction1, correction2 = tl.full((), 1.0, tl.float64), tl.full((), 1.0, tl.float64)
         if LAMB:
-            t = tl.load(tl.load(table + COUNT * tensors + i).to(tl.pointer_type(tl.float32)))
+            t = tl.load(tl.load(addresses + COUNT * tensors + i).to(tl.pointer_type(tl.float32)))
             correction1, correction2 = _lamb_corrections(own, t.to(tl.float64))
         correction1, correction2 = correction1.to(WIDE), correction2.to(WIDE)
         eps, decay = tl.load(own + EPS).to(WIDE), tl.load(own + DECAY).to(WIDE)
         stochastic = tl.load(own + STOCHASTIC_ROUNDING)
         key = _key(table, tensors, i, rounds, STOCHASTIC)
-        w = _at(table, PARAM, tensors, i, start, P, ALIGNED)
-        m = _at(table, BUFFER, tensors, i, start, WIDE, ALIGNED)
+        w = _at(addresses, PARAM, tensors, i, start, P, ALIGNED)
+        m = _at(addresses, BUFFER, tensors, i, start, WIDE, ALIGNED)
         v = m
         if LAMB:
-            v = _at(table, SECOND_BUFFER, tensors, i, start, WIDE, ALIGNED)
+            v = _at(addresses, SECOND_BUFFER, tensors, i, start, WIDE, ALIGNED)
         if left >= CHUNK:
             apply_direction(
                 w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
