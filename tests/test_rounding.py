@@ -9,7 +9,7 @@ import itertools
 import pytest
 import torch
 from harness import build, gradients, make_params, run, same, step, through_disk, weights
-from test_kernels import plans  # noqa: F401  # a fixture that runs kernels in the interpreter
+from test_kernels import tables  # noqa: F401  # a fixture that runs kernels in the interpreter
 from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -115,7 +115,7 @@ def test_every_path_rounds_alike(rule, form):
             if t == 2:
                 grads[0][0, 0] = torch.inf
             step(optimizer, params, grads)
-        assert (optimizer._plan is not None) == (path == "default")
+        assert (optimizer._layout is not None) == (path == "default")
         assert count(optimizer) == 5
         runs[path] = params
     for path, params in runs.items():

@@ -536,7 +536,7 @@ def kernels_exchange(split, method: str) -> None:
     grads[1][1] = grads[3][3] = None
     grads[2][0][0, 0] = torch.nan  # only in the shard of the first rank
     pieces, ours = steps_by(method, split, grads, {}, **more)
-    assert ours._plan.exchanges
+    assert ours._shards.active
     whole, theirs = steps_by(method, lambda t, i: t.clone(), grads, {"foreach": True})
     assert ours.skipped == theirs.skipped == 1
     close(ours.grad_norm, theirs.grad_norm)
@@ -550,8 +550,8 @@ def kernels_exchange(split, method: str) -> None:
     (pieces, ours), (others, theirs) = (
         steps_by(method, split, grads, path, **more) for path in ({}, {"foreach": True})
     )
-    assert ours._plan is not None
-    assert theirs._plan is None
+    assert ours._layout is not None
+    assert theirs._layout is None
     close(ours.grad_norm, theirs.grad_norm)
     for i, (p, q) in enumerate(zip(pieces, others, strict=True)):
         close(local(p.detach()), local(q.detach()), msg=f"{i}, with gradients missing")
@@ -564,7 +564,7 @@ def kernels_take_a_group_between_steps() -> None:
         optimizer.norm_group = group
         p.grad = torch.ones(8)
         optimizer.step()
-        assert optimizer._plan is not None
+        assert optimizer._layout is not None
         close(optimizer.grad_norm.double().square(), torch.tensor(norm).double(), rtol=1e-6)
 
 

@@ -30,7 +30,7 @@ from .faults import Fault, Operations
 LIMIT = 120.0  # seconds until a command counts as one that does not end
 MEMORY = 12 << 30  # address space: an absurd size must not take the machine's memory
 CODES = (0, 1, 2, 3, 4, 130)
-SOURCE = Path(cli.__file__).parents[1]
+SOURCE = Path(cli.__file__).parents[2]
 CLOSED = "http://127.0.0.1:9"  # a proxy that nobody listens on: nothing is downloaded
 SETTINGS = {"OMP_NUM_THREADS": "1", "SNGM_COMMIT": "campaign", "http_proxy": CLOSED, "https_proxy": CLOSED}
 WARM = (
@@ -170,8 +170,10 @@ def _become(words: Sequence[str], folder: Path, settings: dict[str, str], fault:
     except BaseException:
         traceback.print_exc()
     finally:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command has ended
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(Exception):
                 stream.flush()
-        os.write(streams[2], "".join(f"module {name}\n" for name in sys.modules if settings.get("MODULES")).encode())
+        if settings.get("MODULES"):
+            os.write(streams[2], "".join(f"module {name}\n" for name in sys.modules).encode())
         os._exit(code if isinstance(code, int) else int(code is not None))

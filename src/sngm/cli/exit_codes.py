@@ -122,8 +122,13 @@ def run_verb(app: typer.Typer) -> None:
         signal.signal(signal.SIGINT, interrupt)
     try:
         refuse_empty(sys.argv[1:])
-        if app(standalone_mode=False) == INTERRUPTED:  # typer's result for Ctrl-C
-            raise KeyboardInterrupt
+        try:
+            if app(standalone_mode=False) == INTERRUPTED:  # typer's result for Ctrl-C
+                raise KeyboardInterrupt
+        except Exception as error:
+            if interrupted and not isinstance(error, Interrupted):  # imports and worker pools turn Ctrl-C into others
+                raise KeyboardInterrupt from error
+            raise
         sys.stdout.flush()  # here, where BrokenPipeError is handled
     except PARSER_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
@@ -153,8 +158,6 @@ def run_verb(app: typer.Typer) -> None:
         where = f": {error.filename}" if error.filename else ""
         leave(FAILED, f"{error.strerror or error}{where}; what was written before is still there")
     except Exception as error:
-        if interrupted:  # Ctrl-C during an import, which some packages turn into errors of their own
-            leave(INTERRUPTED, "interrupted")
         if is_out_of_memory(error):
             why = str(error).partition("\n")[0] or type(error).__name__
             leave(FAILED, f"not enough memory: {why}; take a smaller batch, --pass-size or model")

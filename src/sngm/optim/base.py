@@ -160,6 +160,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
         if (rounding := self._rounding_step()) is not None:
             rounding.add_(1)
         if not self._step_by_kernels(*given):
+            if self._layout is not None:  # not assigned in vain: a compiled step cannot assign attributes
+                self._layout = None
             self._step(self._gather(), *given)
 
     def _step(self, work: Work, *given: Any) -> None:
@@ -196,6 +198,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
             return False
         from .kernels.device_tables import KernelStep, take_step  # imported late: needs Triton
 
+        grads: list[Tensor | None] = list(map(grad_of, params))
+        if all(grad is None for grad in grads):
+            return False
         checks.rates(groups)
         self._find_shards(params)
         home = params[0].device
@@ -205,7 +210,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             scope=getattr(self, "scope", "global"),
             home=home,
             params=params,
-            grads=list(map(grad_of, params)),
+            grads=grads,
             states=[self.state[p] for p in params],
             keys=[self.BUFFERS + self.COUNTS if self._needs_buffers(group) else () for group in groups],
             lengths=[len(group["params"]) for group in groups],

@@ -28,6 +28,7 @@ from . import triton_kernels as kernels
 from .table_schema import FIELDS, SETTINGS, SQUARES, VARIANTS
 
 Rows = list[list[int]]
+BLOCK = 1024  # elements that a program works on at a time
 WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of it get their own launch
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
 TRITON_DTYPES = {
@@ -207,7 +208,7 @@ class Layout:
             "tensors": tensors,
             "groups": len(step.lengths),
             "CHUNK": chunk,
-            "BLOCK": 1024,
+            "BLOCK": BLOCK,
         }
 
 
