@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from contenders import Activity, Contender
+from contenders import Activity, Contender, Step
 from sizes import Size
 from torch import Tensor
 
@@ -24,9 +24,8 @@ from torch import Tensor
 # optimizers are rebuilt after this many rounds.
 ROUNDS_A_BUILD = {"cpu": 8, "cuda": 2}
 WARM_UP = 3  # steps: the first creates the state, the second may compile a kernel again for other arguments
-SAMPLE_SECONDS = 0.02  # of consecutive steps on a GPU: many times the launch of the first, which nothing overlaps
-WAIT_CYCLES, BUSY_CYCLES = 40_000_000, 6_000_000  # GPU clock cycles, about 20 and 3 ms, before host times are measured
-FEWEST_IN_A_ROW, MOST_IN_A_ROW = 4, 100
+SAMPLE_SECONDS = 0.02  # of a loop on a GPU
+FEWEST_IN_A_ROW, MOST_IN_A_ROW = 4, 60
 PROFILED_STEPS = 4
 
 
@@ -42,9 +41,8 @@ class Arena:
             return [torch.randn(shape, generator=generator, device=device).mul_(0.05) for shape in shapes]
 
         self.params: list[Tensor] = [torch.nn.Parameter(p) for p in draw()]
-        self.spare_grads = draw()  # the gradients' original values, and a second set of addresses
+        self.spare_grads = draw()  # the gradients' original values
         self.grads = [g.clone() for g in self.spare_grads]
-        self.old_grads: list[Tensor | None] = []
         self.point_at(self.grads)
 
     @property
@@ -93,48 +91,37 @@ class Arena:
                 for _ in range(WARM_UP if self.on_gpu else 1):
                     contender.step()
 
-    def seconds_a_step(self, contender: Contender, steps: int) -> float:
+    def seconds_a_step(self, contender: Contender) -> float:
+        """Return the time that a step takes, or on a GPU what it adds to a loop of backward passes."""
         assert contender.step is not None
+        if self.on_gpu:
+            alone = self.seconds_a_loop(lambda: None, contender.in_a_row)[0]
+            seconds, on_host = self.seconds_a_loop(contender.step, contender.in_a_row)
+            contender.host += on_host
+            return seconds - alone
         with self.keeping_grads(contender):
-            self.wait()
             start = time.perf_counter()
-            for _ in range(steps):
-                contender.step()
-            self.wait()
-            return (time.perf_counter() - start) / steps
+            contender.step()
+            return time.perf_counter() - start
 
-    def seconds_on_host(self, contender: Contender) -> list[float]:
-        """Return samples of the time until step() returns, in consecutive steps without synchronisation.
-
-        With `new_grads` an untimed backward pass precedes each step: as in training, the host has then done other
-        work, and gradients are new tensors at other addresses.
-
-        The first two samples are dropped: after idling, a processor takes up to four times as long. All sizes step
-        after the same wait and behind the same kernel, which keeps the GPU busy for longer than our steps take;
-        otherwise only large tensors would step after a wait and behind other launches.
-        """
-        assert contender.step is not None
-        seconds = []
-        with self.keeping_grads(contender):
-            torch.cuda._sleep(WAIT_CYCLES)
-            self.wait()
-            torch.cuda._sleep(BUSY_CYCLES)
-            for _ in range(8):
-                if contender.new_grads:
-                    self.compute_grads()
-                start = time.perf_counter()
-                contender.step()
-                seconds.append(time.perf_counter() - start)
-        self.old_grads = []
+    def seconds_a_loop(self, step: Step, steps: int) -> tuple[float, list[float]]:
+        """Return the time of a backward pass and a step, and the times until each step() returned."""
+        on_host = []
+        self.compute_grads()
+        self.wait()
+        start = time.perf_counter()
+        for _ in range(steps):
+            self.compute_grads()
+            before = time.perf_counter()
+            step()
+            on_host.append(time.perf_counter() - before)
+        self.wait()
+        seconds = (time.perf_counter() - start) / steps
         self.point_at(self.grads)
-        return seconds[2:]
+        return seconds, on_host
 
     def compute_grads(self) -> None:
-        """Compute gradients as a backward pass after `zero_grad` does, in new tensors.
-
-        The previous gradients are kept meanwhile, so that the new ones have other addresses.
-        """
-        self.old_grads = [p.grad for p in self.params]
+        """Compute gradients as a backward pass after `zero_grad` does, in new tensors."""
         self.point_at([None] * len(self.params))
         torch.autograd.backward(self.params, self.spare_grads)
 
@@ -145,7 +132,8 @@ class Arena:
         shuffle = random.Random(0).shuffle
         if self.on_gpu:
             for contender in order:
-                steps = math.ceil(SAMPLE_SECONDS / self.seconds_a_step(contender, 1))
+                assert contender.step is not None
+                steps = math.ceil(SAMPLE_SECONDS / self.seconds_a_loop(contender.step, 1)[0])
                 contender.in_a_row = min(max(steps, FEWEST_IN_A_ROW), MOST_IN_A_ROW)
         while order and done < rounds and (done < fewest or time.perf_counter() < deadline):
             progress(f"round {done + 1} of {rounds}", passing=done % 10 > 0)
@@ -153,10 +141,7 @@ class Arena:
                 self.rebuild(order)
             shuffle(order)
             for contender in order:
-                if not contender.new_grads:  # the wall time would include assigning the gradients in Python
-                    contender.wall.append(self.seconds_a_step(contender, contender.in_a_row))
-                if self.on_gpu:
-                    contender.host += self.seconds_on_host(contender)
+                contender.wall.append(self.seconds_a_step(contender))
             done += 1
         return done
 
@@ -189,9 +174,7 @@ class Arena:
         self.wait()
         with quiet(), torch.profiler.profile(activities=kinds) as profiler:
             with torch.profiler.record_function(WINDOW):
-                for i in range(PROFILED_STEPS):
-                    if contender.new_grads:
-                        self.point_at(self.grads if i % 2 else self.spare_grads)
+                for _ in range(PROFILED_STEPS):
                     contender.step()
             time.sleep(0.002)  # keeps the synchronisation below out of the range if the clocks differ
             self.wait()

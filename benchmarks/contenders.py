@@ -43,8 +43,7 @@ class Contender:
     bytes: int
     build: Callable[[list[Tensor]], Step]
     slow: bool = False  # on a GPU: measured later in few rounds, to leave time and memory to the others
-    spoils_grads: bool = False  # the step changes gradients; they are restored outside the timing
-    new_grads: bool = False  # gradients have new addresses in every step, so that pointer tables must be rebuilt
+    spoils_grads: bool = False  # the step changes gradients; on the CPU they are restored outside the timing
     step: Step | None = None
     unavailable: str = ""
     in_a_row: int = 1
@@ -118,7 +117,7 @@ def theirs(module: str, name: str, **settings: Any) -> Callable[[list[Tensor]], 
     return build
 
 
-def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
+def contenders(pattern: str = "") -> list[Contender]:
     """Return the contenders whose name matches the pattern."""
     heavy = {"momentum": MOMENTUM}
     sgd, adam = torch.optim.SGD, torch.optim.Adam
@@ -128,7 +127,6 @@ def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
         Contender("SGD", "for-loop", 20, using(sgd, **heavy, foreach=False), slow=True),
         Contender("SGD", "foreach", 20, using(sgd, **heavy, foreach=True), slow=True),
         Contender("SGD", "fused", 20, using(sgd, **heavy, fused=True)),
-        Contender("SGD new gradients", "fused", 20, using(sgd, **heavy, fused=True), new_grads=True),
         Contender("Adam", "for-loop", 28, using(adam, **slow_adam, foreach=False), slow=True),
         Contender("Adam", "foreach", 28, using(adam, **slow_adam, foreach=True), slow=True),
         Contender("Adam", "fused", 28, using(adam, **slow_adam, fused=True)),
@@ -139,7 +137,6 @@ def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
         Contender("sngm.SNGM", "foreach", 24, using(sngm.SNGM, foreach=True), slow=True),
         Contender("sngm.SNGM", "fused", 24, using(sngm.SNGM, fused=True)),
         Contender("sngm.SNGM", "default", 24, using(sngm.SNGM)),
-        Contender("sngm.SNGM new gradients", "default", 24, using(sngm.SNGM), new_grads=True),
         Contender("sngm.SNGM decay", "default", 28, using(sngm.SNGM, **decay)),
         Contender("sngm.SNGM block-wise", "default", 24, using(sngm.SNGM, scope="tensor")),
         Contender("sngm.SNGM block-wise decay", "default", 28, using(sngm.SNGM, **decay, scope="tensor")),
@@ -170,4 +167,4 @@ def contenders(on_gpu: bool, pattern: str = "") -> list[Contender]:
             spoils_grads=True,
         ),
     ]
-    return [c for c in everyone if re.search(pattern, c.name) and (on_gpu or not c.new_grads)]
+    return [c for c in everyone if re.search(pattern, c.name)]

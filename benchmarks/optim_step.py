@@ -1,9 +1,9 @@
 """Time one optimizer step on the tensors of four models, compared with torch.optim, timm and pytorch_optimizer.
 
-All contenders update the same parameters with the same gradients; each has its own state. Each round takes a sample of
-each contender, in random order, so that other work of the machine affects all equally. On the CPU a sample is one step
-and the fastest counts; on a GPU it is several consecutive steps and the median counts. Compare only numbers of the same
-run, and do not use the machine meanwhile.
+All contenders update the same parameters; each has its own state. Each round takes a sample of each contender, in
+random order, so that other work of the machine affects all equally. On the CPU a sample is one step and the fastest
+counts. On a GPU it is a loop of backward passes and steps, less the same loop without steps, and the median counts: as
+in training, every step has new gradients. Compare only numbers of the same run, and do not use the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def measure(options: argparse.Namespace, device: torch.device) -> results.Record
     on_gpu = device.type == "cuda"
     record: results.Record = {"about": about(options, device), "bandwidth": copy_bandwidth(device), "sizes": {}}
     release(device)
-    entrants = {key: contenders(on_gpu, options.only) for key in options.sizes}
+    entrants = {key: contenders(options.only) for key in options.sizes}
     timed_until = start + options.seconds * (TIMED_SHARE if on_gpu else 1.0)
     rounds = {}
     for i, key in enumerate(options.sizes):
@@ -208,9 +208,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
         re.compile(options.only)
     except re.error as error:
         parser.error(f"--only {options.only}: not a regular expression ({error}); put a \\ before ( ) [ ] * + ? .")
-    if not contenders(on_gpu, options.only):
+    if not contenders(options.only):
         parser.error(
-            f"--only {options.only}: no contender is called so; all: " + ", ".join(c.name for c in contenders(on_gpu))
+            f"--only {options.only}: no contender is called so; all: " + ", ".join(c.name for c in contenders())
         )
     if options.out:
         make_folder(options.out)

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
-import host_time
 import results
 
 
@@ -37,25 +36,3 @@ def test_there_is_no_ratio_without_all_of_its_times():
     absent = {**row(1.0), "wall_us": None}
     for rows in ((None, row(1.0)), (row(1.0), None), (row(1.0), row(1.0), absent), (absent, row(1.0))):
         assert results.times_as_long(record("median"), *rows) is None
-
-
-def test_growth_with_the_elements_is_of_builds_and_does_not_go_by_how_fast_the_host_is_in_each():
-    """Medians over all builds are 51 and 80, though most builds take equally long with both sizes."""
-    small, large, slower = [50.0, 80.0, 51.0], [50.0, 80.0, 90.0], [60.0, 96.0, 10.0]
-
-    def page(larger):
-        def cells(of_small, of_large):
-            both = {host_time.SMALL: of_small, host_time.LARGE["cpu"]: of_large}
-            return {
-                f"{elements} {host_time.IN_A_ROW}": {"low": 1.0, "median": sorted(of)[1], "high": 99.0, "builds": of}
-                for elements, of in both.items()
-            }
-
-        parts = {"SNGM": {host_time.WHOLE: [9.0], "a part": [8.0]}}
-        conditions = {host_time.LOOK_UPS: cells(small, small), "SNGM": cells(small, larger)}
-        about = {"device": "d", "torch": "2", "commit": "c", "command": "x"}
-        return host_time.page({"about": about, "cells": {"conditions": conditions, "parts of a step": parts}})
-
-    assert "| SNGM | 1.00 (1.00-1.76) |" in page(large)
-    assert "- PASS  large over small, in a row <= 1.1x: 1.00x, SNGM" in page(large)
-    assert "- MISS  large over small, in a row <= 1.1x: 1.20x, SNGM" in page(slower)

@@ -65,7 +65,7 @@ def test_a_step_never_waits_for_the_device(case, path):
     params, optimizer, step = stepper(case, path)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for _ in range(4):  # the second step captures a CUDA graph, later ones replay it
+        for _ in range(4):
             step()
             optimizer.param_groups[0]["lr"].mul_(0.5)
     finally:
