@@ -439,3 +439,71 @@ def test_a_default_device_has_no_part_in_a_step(rule, path, default):
         with torch.device(default):
             step(ours, params, grads)
     assert same(ours, params, theirs, others)
+
+
+def replace_parameters(params, optimizer):
+    for p in params:
+        p.data = p.data.clone()
+
+
+def replace_gradients(params, optimizer):
+    for p in params:
+        p.grad.data = p.grad.data.clone()
+
+
+def replace_one_buffer(params, optimizer):
+    """In the middle of the list, and its old memory is given to another tensor."""
+    buffer = optimizer.state[params[1]][optimizer.BUFFERS[0]]
+    buffer.data = buffer.data.clone()
+    return torch.full_like(buffer, torch.nan)
+
+
+def reallocate_buffers(params, optimizer):
+    for p in params:
+        for key in optimizer.BUFFERS:
+            value = optimizer.state[p].pop(key).cpu()
+            torch.cuda.empty_cache()
+            optimizer.state[p][key] = value.cuda()
+
+
+def cast_there_and_back(params, optimizer):
+    for p in params:
+        p.data, p.grad = p.data.cpu().double(), None
+        p.data = p.data.float().cuda()
+
+
+def load_a_checkpoint(params, optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replace_parameters,
+        replace_gradients,
+        replace_one_buffer,
+        reallocate_buffers,
+        cast_there_and_back,
+        load_a_checkpoint,
+    ],
+    ids=lambda f: f.__name__,
+)
+@pytest.mark.parametrize("rule", ["sngm", "lars-momentum", "lamb"])
+def test_memory_that_changes_between_steps_is_looked_up_again(rule, change):
+    params = make_params([(64, 64), (65,), (3, 4, 5, 6)], torch.float32, device="cuda")
+    twins = clone_params(params)
+    ours, theirs = build(rule, params), build(rule, twins, "foreach")
+    held = []
+    for t in range(4):
+        grads = [torch.randn(p.shape, generator=torch.Generator().manual_seed(t)).cuda() for p in params]
+        if t:
+            held.append([change(params, ours), change(twins, theirs)])
+        for both in zip(params, twins, grads, strict=True):
+            both[0].grad, both[1].grad = both[2].clone(), both[2].clone()
+        if change is replace_gradients:
+            change(params, ours)
+        ours.step()
+        theirs.step()
+    assert ours._layout is not None
+    for a, b in zip(params, twins, strict=True):
+        assert (a - b).norm() <= 1e-5 * b.norm()
