@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar, cast
 
 import torch
@@ -155,14 +155,14 @@ class LargeBatchOptimizer(StatefulOptimizer):
         self._take_step()
         return loss
 
-    @torch.no_grad()
     def _take_step(self, *given: Any) -> None:
         if (rounding := self._rounding_step()) is not None:
             rounding.add_(1)
         if not self._step_by_kernels(*given):
-            if self._layout is not None:  # not assigned in vain: a compiled step cannot assign attributes
+            if self._layout is not None:  # a compiled step cannot assign attributes
                 self._layout = None
-            self._step(self._gather(), *given)
+            with torch.no_grad():
+                self._step(self._gather(), *given)
 
     def _step(self, work: Work, *given: Any) -> None:
         """Take a step with torch operations, for tensors on any device."""
@@ -205,13 +205,15 @@ class LargeBatchOptimizer(StatefulOptimizer):
         self._find_shards(params)
         home = params[0].device
         self._move_counters(home)
+        state = self.state
+        in_order = len(state) == len(params) and all(map(is_, state, params))  # as usual; looking up is slower
         step = KernelStep(
             method=self.KERNEL,
             scope=getattr(self, "scope", "global"),
             home=home,
             params=params,
             grads=grads,
-            states=[self.state[p] for p in params],
+            states=list(state.values()) if in_order else [state[p] for p in params],
             keys=[self.BUFFERS + self.COUNTS if self._needs_buffers(group) else () for group in groups],
             lengths=[len(group["params"]) for group in groups],
             settings=[self._kernel_settings(group) for group in groups],
@@ -223,6 +225,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             found_inf=getattr(self, "found_inf", None),
             rounding=self._rounding_step(),
             mean_norms=mean_norms,
+            captured=home.type == "cuda" and torch.cuda.is_current_stream_capturing(),
         )
         layout, self._layout = self._layout, None  # an interrupted step leaves counters in a wrong state
         try:
@@ -231,7 +234,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             if any(group["fused"] for group in groups):
                 raise ValueError(f"fused=True, but {error}; use fused=None") from error
             return False
-        if home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        if step.captured:
             self._captured += (step, layout)  # a layout made in a graph's memory cannot be used outside
         else:
             self._layout = layout

@@ -62,7 +62,8 @@ class KernelStep:
     found_inf: Tensor | None
     rounding: Tensor | None  # counter of steps, if a group rounds stochastically
     mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS: for each parameter
-    held: list[Any] = field(default_factory=list)  # memory that a captured CUDA graph uses when it is replayed
+    captured: bool  # into a CUDA graph
+    held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
 
 
 def take_step(
@@ -81,7 +82,8 @@ def take_step(
     """
     rows, facts = look_up(step)
     if layout is None or facts is None or facts != layout.facts:
-        layout = Layout(step, gather(), adapts)
+        with torch.no_grad():
+            layout = Layout(step, gather(), adapts)
         rows, again = layout.rows, look_up(step)  # after missing state was made
         layout.facts = again[1] if again[0] == rows else None  # else some gradients had to be copied
     values = {
@@ -276,7 +278,7 @@ def mean_norms(step: KernelStep, given: Sequence[float | Tensor] | Tensor) -> Te
 
 def to_device(step: KernelStep, values: Tensor) -> Tensor:
     """Copy a tensor to the device without waiting for the device."""
-    if step.home.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if step.captured:
         values = values.pin_memory()
         step.held.append(values)  # the graph copies from there at every replay
     return values.to(step.home, non_blocking=True, copy=True)
