@@ -161,7 +161,9 @@ def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
     lr: float | Tensor = group[key]
     if not isinstance(lr, Tensor):
         return lr
-    return lr.item() if lr.device.type == "cpu" and not torch.compiler.is_compiling() else lr.reshape(())
+    if lr.device.type == "cpu" and not torch.compiler.is_compiling():
+        return lr.item()
+    return lr.reshape(()).to(sum_dtype(lr.device))  # products with other settings must not be rounded to float32
 
 
 def state_dtype(p: Tensor) -> torch.dtype:

@@ -31,6 +31,7 @@ Rows = list[list[int]]
 BLOCK = 1024  # elements that a program works on at a time
 WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of it get their own launch
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
+CHANGING = ("words", "norm", "skipped", "rounds", "means")  # arguments of the kernels that differ from step to step
 TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -87,7 +88,6 @@ def take_step(
         rows, again = layout.rows, look_up(step)  # after missing state was made
         layout.facts = again[1] if again[0] == rows else None  # else some gradients had to be copied
     values = {
-        **layout.values,
         **constants(step),
         "words": send(step, rows if layout.order is None else [[row[i] for i in layout.order] for row in rows]),
         "norm": step.grad_norm,
@@ -163,7 +163,7 @@ class Layout:
             raise Unsupported("the parameters are on several devices, or on one without kernels")
         self.facts: Any = None  # of `look_up`
         self.copies: list[Tensor] = []  # of gradients, until the step is taken
-        self.compiled: dict[Any, Any] = {}
+        self.launches: dict[Any, Any] = {}  # of compiled kernels, with their arguments
         found: list[tuple[int, Kind, list[int], int, int, bool]] = []
         for bucket in work.buckets:
             match_layouts(bucket)
@@ -289,35 +289,42 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 
 def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
     """Launch the kernels of the method, each once for every kind of tensors; in between sum over ranks."""
-    compiled_for = [value for name, value in values.items() if name.isupper()] + [step.grad_norm.dtype]
+    compiled_for = [*values.values()][: -len(CHANGING)]
 
     def run(kernel: Any) -> None:
-        for i, section in enumerate(layout.sections):
-            every = values | section
-            arguments = [every[name] for name in kernel.arg_names]
+        # Triton's own look-up by the types of all arguments takes three times as long as the launch
+        key = kernel, step.grad_norm.dtype, *compiled_for
+        if key in layout.launches:
+            for runner, arguments, changing in layout.launches[key]:
+                for i, name in changing:
+                    arguments[i] = values[name]
+                runner(*arguments)
+            return
+        ready = []
+        for section in layout.sections:
+            every = {**layout.values, **values, **section}
             grid = section["programs"], 1, 1
-            # Triton's look-up by the types of all arguments takes three times as long as the launch
-            key = kernel, i, *compiled_for
-            if key in layout.compiled:
-                layout.compiled[key][grid](*arguments)
-                continue
-            compiled = kernel[grid](*arguments, num_warps=4, **ONE_ROUNDING)
+            compiled = kernel[grid](*(every[name] for name in kernel.arg_names), num_warps=4, **ONE_ROUNDING)
             if compiled is not None:  # the interpreter compiles nothing
-                layout.compiled[key] = compiled
+                addressed = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in every.items()}
+                changing = [(i, name) for i, name in enumerate(kernel.arg_names) if name in CHANGING]
+                ready.append((compiled[grid], [addressed[name] for name in kernel.arg_names], changing))
+        if ready:
+            layout.launches[key] = ready
 
     run(kernels.measure)
     if step.method == "lamb" or (step.method == "sngm" and step.scope != "tensor"):
-        sum_spans(step, values)
+        sum_spans(step, layout.values)
     else:
-        sum_rows(step, values, OF_GRAD, OF_GRAD if step.method == "sngm" else OF_PARAM)
+        sum_rows(step, layout.values, OF_GRAD, OF_GRAD if step.method == "sngm" else OF_PARAM)
     if step.method == "lamb":
         run(kernels.moments)
-        sum_rows(step, values, OF_PARAM, OF_DIRECTION)
+        sum_rows(step, layout.values, OF_PARAM, OF_DIRECTION)
         run(kernels.apply)
     else:
         run(kernels.update)
         if values["AVERAGES"]:
-            sum_rows(step, values, OF_DIRECTION, OF_DIRECTION)
+            sum_rows(step, layout.values, OF_DIRECTION, OF_DIRECTION)
             run(kernels.apply)
 
 
