@@ -36,7 +36,7 @@ EXAMPLES = """examples:
   python benchmarks/optim_step.py --check --out build/bench   for CI: status 1 if a limit is missed; keep the results
   python benchmarks/optim_step.py --device cuda --out build/bench         a GPU: all four sizes, in three minutes
   python benchmarks/optim_step.py --sizes vit_b16 --only 'SGD fused|SNGM'     one size, some contenders
-  python benchmarks/optim_step.py --write-docs build/bench/optim_step.json    put results into docs/performance.md
+  python benchmarks/optim_step.py --write-docs build/bench/optim_step.json    put results into the docs
 """
 TIMED_SHARE = 0.6  # of the time on a GPU; the rest is for profiling
 

@@ -19,7 +19,8 @@ from sizes import SIZES
 Record = dict[str, Any]
 Row = dict[str, Any]
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance-results.md"
+SUMMARY = PAGE.with_name("performance.md")
 
 # Limits: at this size, the wall time of a contender is at most this factor times the sum of others.
 Limit = tuple[str, str, float, tuple[str, ...]]
@@ -77,6 +78,11 @@ def host_limits(record: Record) -> list[Row]:
                 verdict(f"{size['label']}: host time of {name} / SGD fused", 1.0, "x", measured, is_broken(row))
             )
     return verdicts
+
+
+def host_ratio(row: Row | None, other: Row | None) -> float | None:
+    times = [found["host_us"]["median"] for found in (row, other) if found and found["host_us"]]
+    return times[0] / times[1] if len(times) == 2 else None
 
 
 def is_broken(row: Row | None) -> bool:
@@ -286,7 +292,30 @@ def write_page(record: Record, page: Path = PAGE) -> None:
         f"{warning}\n\n| run | |\n|---|---|\n{facts}\n\n![Wall time of a step]({picture.name})\n\n"
         f"{tables(record)}\n\n{legend(record)}\n\nLimits:\n\n{limits}\n\n"
     )
-    begin, end = f"<!-- results {device}: begin -->", f"<!-- results {device}: end -->"
+    replace_between(page, f"results {device}", section)
+    if device == "cuda":
+        replace_between(SUMMARY, "summary", f"\n\n{summary(record)}\n\n")
+
+
+def summary(record: Record) -> str:
+    """Return one table of wall and host times, for all sizes, as multiples of torch's fused optimizer."""
+    lines = ["| wall, host | " + " | ".join(size["label"] for size in record["sizes"].values()) + " |"]
+    lines.append("|---" * (1 + len(record["sizes"])) + "|")
+    for name, rival in [*((name, "SGD fused") for name in OURS), ("sngm.LAMB decay default", "Adam fused")]:
+        cells = []
+        for size in record["sizes"].values():
+            ours, theirs = size["contenders"].get(name), size["contenders"].get(rival)
+            of_wall = times_as_long(record, ours, theirs)
+            cells.append("" if of_wall is None else f"{of_wall:.2f}, {host_ratio(ours, theirs):.2f}")
+        label = name.removeprefix("sngm.").removesuffix(" default")
+        lines.append(f"| {label} / {rival.removesuffix(' fused')} | " + " | ".join(cells) + " |")
+    about = record["about"]
+    lines += ["", f"{about['hardware']}, torch {about['torch']}, commit {about['commit']}, `{about['command']}`"]
+    return "\n".join(lines)
+
+
+def replace_between(page: Path, name: str, section: str) -> None:
+    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
     text = page.read_text()
     if begin not in text or end not in text:
         raise SystemExit(f"{page} has no place for the results: {begin} ... {end}")

@@ -19,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from sngm import CLARS, SNGM
 from sngm.optim import checks, kernels, sharded_norms
+from sngm.optim.base import LargeBatchOptimizer
 
 pytest.importorskip("triton")
 
@@ -191,6 +192,47 @@ def test_gradients_whose_sign_is_left_to_be_changed_are_read_with_it():
         one = (memory.conj() if t else memory).imag  # the same memory, with lazy negation
         assert one[0].is_neg() == one[1:].is_neg() == (t > 0)
         pair.step(t, [one[0], one[1:], others])
+
+
+class Nesterov(LargeBatchOptimizer):
+    """A method as CONTRIBUTING shows how to add one."""
+
+    KERNEL = "msgd"
+
+    def __init__(self, params, lr, nesterov=True):
+        flags = {"maximize": False, "foreach": None, "fused": None, "capturable": False}
+        super().__init__(params, {"lr": lr, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov, **flags})
+
+    def _kernel_settings(self, group):
+        return {**super()._kernel_settings(group), "nesterov": group["nesterov"]}
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_a_method_without_a_branch_in_the_kernels_is_momentum_sgd(nesterov):
+    params = make_params(torch.float64, FEW)
+    twins = clone_params(params)
+    ours = Nesterov(params, 0.1, nesterov)
+    theirs = torch.optim.SGD(twins, 0.1, 0.9, weight_decay=0.1, nesterov=nesterov)
+    for t in range(3):
+        for p, q, g in zip(params, twins, gradients(twins, t), strict=True):
+            p.grad, q.grad = g, g.clone()
+        ours.step()
+        theirs.step()
+    assert ours._layout is not None
+    for p, q in zip(params, twins, strict=True):
+        close(p, q)
+
+
+@pytest.mark.parametrize("scale", [0.0, torch.nan])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_loss_scale_of_zero_or_nan_skips_the_step(rule, scale):
+    params = make_params(shapes=FEW)
+    before = clone_params(params)
+    optimizer = build(rule, params, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = torch.tensor(scale), torch.tensor(0.0)
+    run(optimizer, params, 1)
+    assert all(map(torch.equal, params, before))
+    assert optimizer.skipped == 1
 
 
 # ---------------------------------------------------------------- changes between steps

@@ -313,10 +313,12 @@ def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
             layout.launches[key] = ready
 
     run(kernels.measure)
-    if step.method == "lamb" or (step.method == "sngm" and step.scope != "tensor"):
-        sum_spans(step, layout.values)
+    if step.method in ("lars", "clars"):
+        sum_rows(step, layout.values, OF_GRAD, OF_PARAM)
+    elif step.scope == "tensor":
+        sum_rows(step, layout.values, OF_GRAD, OF_GRAD)
     else:
-        sum_rows(step, layout.values, OF_GRAD, OF_GRAD if step.method == "sngm" else OF_PARAM)
+        sum_spans(step, layout.values)
     if step.method == "lamb":
         run(kernels.moments)
         sum_rows(step, layout.values, OF_PARAM, OF_DIRECTION)

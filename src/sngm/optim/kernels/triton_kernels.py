@@ -179,7 +179,7 @@ def coefficients(
     table, own, sums, spans, means, i, tensors, scale, METHOD: tl.constexpr, SCOPE: tl.constexpr,
     AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return (unscale, decay, boost, rate, pull) of a tensor's step. To add a momentum method, add a branch.
+    """Return (unscale, decay, boost, rate, pull) of a tensor's step. A method without a branch is momentum SGD.
 
         d = boost * clamp(unscale * (sign * g + decay * w))
         v = momentum * v + d
@@ -200,7 +200,7 @@ def coefficients(
         unscale = one / (n * scale)
         decay = tl.where(mode == COUPLED, decay, tl.where(mode == AFTER_NORM, decay * n, 0.0))
         pull = tl.where(mode == DECOUPLED, wd, 0.0)
-    else:
+    elif METHOD == "lars" or METHOD == "clars":
         size = tl.sqrt(tl.load(sums + OF_PARAM * tensors + i))
         if METHOD == "clars":
             below = tl.load(means + tl.load(table + INDEX * tensors + i))
