@@ -223,6 +223,7 @@ def test_a_method_without_a_branch_in_the_kernels_is_momentum_sgd(nesterov):
         close(p, q)
 
 
+@pytest.mark.filterwarnings("ignore:divide by zero")  # of NumPy, in the interpreter
 @pytest.mark.parametrize("scale", [0.0, torch.nan])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_loss_scale_of_zero_or_nan_skips_the_step(rule, scale):
