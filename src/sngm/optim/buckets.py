@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .kernels import Unsupported
 from .norms import LOW_PRECISION, sum_dtype
 from .rounding import rounded
-from .sharded_norms import Shards
+from .sharded_norms import Shards, arrived, is_dtensor, local
 
 Closure = Callable[[], Any]
 
@@ -38,6 +39,20 @@ class Bucket:
         self.params = [torch.view_as_real(p) for p in self.params]
         self.grads = [torch.view_as_real(g.resolve_conj()) for g in self.grads]  # autograd conjugates lazily
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
+
+    def match_layouts(self) -> None:
+        """Make gradients and buffers dense, with their elements in the order of the parameter's, as kernels need it."""
+        for i, p in enumerate(self.params):
+            if not p.permute(sorted(range(p.ndim), key=p.stride, reverse=True)).is_contiguous():
+                raise Unsupported("a parameter has gaps in memory")
+            grad = arrived(self.grads[i])
+            self.grads[i] = grad if alike(grad, p) else laid_out_as(p, grad)
+            for key, buffers in self.buffers.items():
+                if not alike(buffers[i], p):
+                    state = self.states[i]
+                    state[key] = laid_out_as(local(self.owners[i]), state[key])
+                    buffer = local(state[key])
+                    buffers[i] = torch.view_as_real(buffer) if buffer.is_complex() else buffer
 
     @property
     def low_precision(self) -> bool:
@@ -174,3 +189,16 @@ def state_dtype(p: Tensor) -> torch.dtype:
 def as_dense(grad: Tensor) -> Tensor:
     """Return the gradient as a dense tensor, with lazy negation resolved."""
     return (grad if grad.layout == torch.strided else grad.to_dense()).resolve_neg()
+
+
+def alike(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape have their elements in the same order."""
+    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)) or not a.numel()
+
+
+def laid_out_as(layout: Tensor, tensor: Any) -> Any:
+    """Return a copy of a tensor with its elements in the order of `layout`."""
+    if is_dtensor(tensor):
+        tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
+        return tensor
+    return torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)

@@ -97,17 +97,21 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
         rule = rule.with_skip(skip, torch.float64 if bucket.params[0].dtype == torch.float64 else torch.float32)
     elif (fused or (fused is None and foreach is None)) and not bucket.low_precision and rule.rate is not None:
         return _fused(bucket, rule)
-    one_by_one = foreach is False and not fused
-    if not one_by_one and not bucket.low_precision:
+    if not one_by_one(bucket) and not bucket.low_precision:
         return _foreach(bucket, rule)
     start = 0
-    for part in bucket.slices(1 if one_by_one else SLICE):
+    for part in bucket.slices(1 if one_by_one(bucket) else SLICE):
         stop = start + len(part.params)
         copies = [upcast(p) for p in part.params]  # the parameters themselves if in float32 or better
         _foreach(replace(part, params=copies), rule.select(slice(start, stop)))
         if bucket.low_precision and rule.rate is not None:
             torch._foreach_copy_(part.params, part.rounded(copies))  # the one rounding
         start = stop
+
+
+def one_by_one(bucket: Bucket) -> bool:
+    """Return whether the group asks for one tensor after the other."""
+    return bucket.group["foreach"] is False and not bucket.group["fused"]
 
 
 def _foreach(bucket: Bucket, rule: Rule) -> None:

@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from . import checks, norms
 from .base import LargeBatchOptimizer
 from .buckets import Bucket, Work, lr_of
-from .heavy_ball import Coefficient, axpy_, same_layout, update_params
+from .heavy_ball import Coefficient, axpy_, one_by_one, same_layout, update_params
 from .lars import bounds, clip
 from .norms import upcast
 from .torch_internals import fused_adam_
@@ -150,7 +150,7 @@ class LAMB(LargeBatchOptimizer):
         if skip is True:
             return
         norm = total.sqrt() / work.scale
-        slices = [part for bucket in work.buckets for part in bucket.slices(SLICE)]
+        slices = [part for bucket in work.buckets for part in bucket.slices(1 if one_by_one(bucket) else SLICE)]
         # with shards, one all-reduce for the norms of all tensors; else slice by slice, to save memory
         for round in [work.buckets] if work.shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
@@ -192,26 +192,7 @@ class LAMB(LargeBatchOptimizer):
             torch._foreach_add_(steps, 1.0)
             if (fused or (fused is None and foreach is None)) and not bucket.low_precision:
                 return _fused(bucket, grads, steps)
-        # torch 2.13 loses what a compiled step writes by add_ or copy_ into a 0-d float64 tensor on the CPU
-        if foreach is False and not fused and not torch.compiler.is_compiling():
-            return _single_tensor(bucket, grads, steps, skip)
         return _foreach(bucket, grads, steps, skip)
-
-
-def _single_tensor(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
-    group = bucket.group
-    keep1, keep2 = _decay_factors(group["betas"], skip, bucket)
-    directions = []
-    for p, g, m, v, t in zip(
-        bucket.params, grads, bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"], steps, strict=True
-    ):
-        g = -g if group["maximize"] else g
-        m.mul_(keep1).add_(g, alpha=1.0 - group["betas"][0])
-        v.mul_(keep2).add_(g * g, alpha=1.0 - group["betas"][1])
-        correction1, correction2 = (c.to(m.dtype) for c in _corrections(group, t))
-        q = (m / correction1) / ((v / correction2).sqrt() + group["eps"])
-        directions.append(q + group["weight_decay"] * upcast(p))
-    return directions
 
 
 def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:

@@ -26,11 +26,3 @@ profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
 GLOBAL_HOOKS: tuple[Any, ...] = tuple(
     getattr(torch_optimizer, name, [None]) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 )
-
-
-def raw_stream(device: torch.device) -> int:
-    """Return the handle of the current CUDA stream of a device."""
-    try:
-        return int(torch._C._cuda_getCurrentRawStream(device.index))
-    except AttributeError:
-        return int(torch.cuda.current_stream(device).cuda_stream)

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..buckets import Bucket, Work
-from ..sharded_norms import Shards, arrived, is_dtensor, local, local_gradient
+from ..sharded_norms import Shards, local, local_gradient
 from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
 from .table_schema import FIELDS, SETTINGS, SQUARES, VARIANTS
@@ -166,7 +166,7 @@ class Layout:
         self.launches: dict[Any, Any] = {}  # of compiled kernels, with their arguments
         found: list[tuple[int, Kind, list[int], int, int, bool]] = []
         for bucket in work.buckets:
-            match_layouts(bucket)
+            bucket.match_layouts()
             self.copies += bucket.grads
             counts = [bucket.counts] if bucket.counts else []
             columns = [bucket.params, bucket.grads, *bucket.buffers.values(), *counts]
@@ -355,34 +355,3 @@ def per_parameter(step: KernelStep, values: dict[str, Any], first: int, last: in
     packed = torch.zeros(last + 1 - first, len(step.params), dtype=torch.float64, device=step.home)
     packed[:, values["table"][FIELDS.index("index")]] = values["sums"][first : last + 1]
     return packed
-
-
-# ---------------------------------------------------------------- memory layouts
-
-
-def match_layouts(bucket: Bucket) -> None:
-    """Make gradients and buffers dense, with their elements in the order of the parameter's."""
-    for i, p in enumerate(bucket.params):
-        if not p.permute(sorted(range(p.ndim), key=p.stride, reverse=True)).is_contiguous():
-            raise Unsupported("a parameter has gaps in memory")
-        grad = arrived(bucket.grads[i])
-        bucket.grads[i] = grad if alike(grad, p) else laid_out_as(p, grad)
-        for key, buffers in bucket.buffers.items():
-            if not alike(buffers[i], p):
-                state = bucket.states[i]
-                state[key] = laid_out_as(local(bucket.owners[i]), state[key])
-                buffer = local(state[key])
-                buffers[i] = torch.view_as_real(buffer) if buffer.is_complex() else buffer
-
-
-def alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape have their elements in the same order."""
-    return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)) or not a.numel()
-
-
-def laid_out_as(layout: Tensor, tensor: Any) -> Any:
-    """Return a copy of a tensor with its elements in the order of `layout`."""
-    if is_dtensor(tensor):
-        tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
-        return tensor
-    return torch.empty_like(layout, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
