@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -14,14 +13,13 @@ from torch import Tensor, nn
 from ..environment import ranks
 from ..errors import UsageError
 from ..options import Execution
-from ..tasks import Moment
 from ..training import RunConfig, RunFolder, checkpoint, load_model_and_config, rng
 from ..training.batch_plan import BatchPlan
 from ..training.build import Setup, prepare
 from ..training.data_loading import to_device_if_fits
 from ..training.distributed import Processes, choose_device, set_numerics
 from ..training.evaluate import evaluate, in_streams, order_of, samples_of
-from ..training.optimizer import set_rates
+from ..training.loop import steps_of_epoch
 from ..training.run_folder import provenance
 from .blocks import frontier, of_norms
 from .curvature import PRODUCT
@@ -99,7 +97,6 @@ def along(
             raise
         status = "diverged"
     finally:
-        walk.close()
         setup.data_source.close()
     curves, slopes = ([p[key] for p in found] for key in ("hessian_norm", "gradient_norm"))
     each = recorded.read(sample.names)
@@ -264,20 +261,13 @@ class Norms:
 
 def training(config: RunConfig, setup: Setup, device: torch.device, recorded: Norms) -> Generator[None, None, None]:
     """Train a run as a generator, one step per iteration."""
-    task, counter = setup.task, itertools.count()
-    scores: list[float] = []
+    task, scores = setup.task, list[float]()
     held_out = {name: to_device_if_fits(samples, device) for name, samples in setup.held_out.items()}
     for epoch in range(config.epochs):
-        order = setup.data_source.begin(order_of(setup.training, config.seed, rng.ORDER, epoch), epoch, 0)
-        setup.recurrent_state.reset()
-        for i in range(setup.per_epoch):
-            step = next(counter)
-            moment = Moment(step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
-            factor = setup.schedule(moment)
-            set_rates(setup.optimizer, factor)
-            batch = order[i * config.batch : (i + 1) * config.batch]
-            recorded.take(setup.stepper(batch, epoch=epoch, step=step), config.lr * factor)
-            if i + 1 == setup.per_epoch and setup.schedule.needs_history:
+        order = order_of(setup.training, config.seed, rng.ORDER, epoch)
+        for taken, (loss, lr) in enumerate(steps_of_epoch(config, setup, order, epoch, 0, scores), start=1):
+            recorded.take(loss, lr)
+            if taken == setup.per_epoch and setup.schedule.needs_history:
                 found = evaluate(task, setup.model, held_out, config)
                 scores = [*scores, found[f"validation_{task.metric}"]]
             yield

@@ -9,7 +9,7 @@ import math
 import os
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -152,7 +152,7 @@ def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) ->
 def _run(
     config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes, restart: bool
 ) -> Record:
-    task, model, optimizer, per_epoch = setup.task, setup.model, setup.optimizer, setup.per_epoch
+    task, model, per_epoch = setup.task, setup.model, setup.per_epoch
     processes.broadcast_model(model)
     before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup)
@@ -192,25 +192,17 @@ def _run(
         for epoch in range(state.step // per_epoch, config.epochs):
             first, scores = state.step % per_epoch, state.scores(task)
             clock.begin_epoch(whole=first == 0)
-            order = setup.data_source.begin(order_in(epoch), epoch, first)
-            if first == 0:
-                setup.recurrent_state.reset()
-            for i in range(first, per_epoch):
-                factor = setup.schedule(
-                    Moment(state.step, setup.steps, epoch, config.epochs, scores, task.higher_is_better)
-                )
-                set_rates(optimizer, factor)
-                batch = order[i * config.batch : (i + 1) * config.batch]
-                loss_sum += setup.stepper(batch, epoch=epoch, step=state.step)
+            for loss, lr in steps_of_epoch(config, setup, order_in(epoch), epoch, first, scores):
+                loss_sum += loss
                 state.step += 1
-                ends = i + 1 == per_epoch
+                ends = state.step % per_epoch == 0
                 if ends:
                     order_in(epoch + 1)  # computed while the device is busy
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
                     clock.trained()
                     return close("diverged", diverged_at_step=state.step)
                 if ends:
-                    metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": config.lr * factor}
+                    metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": lr}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
                     how = options.pass_size, options.loaders
@@ -248,6 +240,30 @@ def _run(
         if not math.isfinite(counts[name]):
             warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
     return record
+
+
+def steps_of_epoch(
+    config: RunConfig, setup: Setup, order: Tensor, epoch: int, first: int, scores: list[float]
+) -> Iterator[tuple[Tensor, float]]:
+    """Take the steps of one epoch from its batch `first` on, and yield the loss and the learning rate of each.
+
+    Args:
+        config: of the run.
+        setup: what `prepare` built for it.
+        order: of the samples in this epoch.
+        epoch: counted from 0.
+        first: batches of this epoch that a resumed run has seen.
+        scores: validation scores of the epochs before, for schedules that need them.
+    """
+    order = setup.data_source.begin(order, epoch, first)
+    if first == 0:
+        setup.recurrent_state.reset()
+    for i in range(first, setup.per_epoch):
+        step = epoch * setup.per_epoch + i
+        factor = setup.schedule(Moment(step, setup.steps, epoch, config.epochs, scores, setup.task.higher_is_better))
+        set_rates(setup.optimizer, factor)
+        batch = order[i * config.batch : (i + 1) * config.batch]
+        yield setup.stepper(batch, epoch=epoch, step=step), config.lr * factor
 
 
 class Journal:
