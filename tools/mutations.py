@@ -1,0 +1,91 @@
+"""Check the tests: put one fault at a time into a copy of the source, and see whether `make test`'s tests notice it.
+
+Usage: python tools/mutations.py [FIRST [LAST]]     the numbers of the faults, from 1; about a minute each
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# file under src/sngm, the text to replace, its replacement, and the test files most likely to notice, tried first
+FAULTS = [
+    ("optim/sngm.py", '"coupled": wd / n', '"coupled": wd', "step"),
+    ("optim/sngm.py", "return max(math.sqrt(square.item()) / work.scale, least)", "return math.sqrt(square.item()) / work.scale + least", "step hostile"),  # noqa: E501
+    ("optim/sngm.py", "(-wd if group[\"maximize\"] else wd) * work.scale", "wd * work.scale", "step"),
+    ("optim/heavy_ball.py", "steps = list(torch._foreach_mul(buffers, rule.momentum))", "steps = list(torch._foreach_mul(buffers, 1.0))", "step"),  # noqa: E501
+    ("optim/heavy_ball.py", "torch.where(skip, torch.ones_like(momentum), momentum)", "momentum", "step compile"),
+    ("optim/heavy_ball.py", "dampening=1.0 - gain if some else 0.0", "dampening=0.0", "step"),
+    ("optim/lars.py", "+ group[\"weight_decay\"] * w_norm + group[\"eps\"]", "+ group[\"eps\"]", "step"),
+    ("optim/lars.py", "return 1.0 if group[\"variant\"] == \"momentum\" else 1e-3", "return 1e-3", "step"),
+    ("optim/lamb.py", ".clamp_max(1.0)", "", "step"),
+    ("optim/lamb.py", "return 1.0 - group[\"betas\"][0] ** step, 1.0 - group[\"betas\"][1] ** step", "return 1.0 - group[\"betas\"][0] ** step, 1.0 - group[\"betas\"][0] ** step", "step"),  # noqa: E501
+    ("optim/clars.py", "torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)", "norms.squares(bucket.grads)", "step hostile"),  # noqa: E501
+    ("optim/extrap.py", "work.scale = float(len(closures) * ranks)", "work.scale = float(len(closures))", "extrap"),
+    ("optim/norms.py", "if not MIN_EXACT <= value < math.inf and", "if not value < math.inf and", "step hostile"),
+    ("optim/state.py", "state[\"state\"].update(values)", "pass", "state"),
+    ("optim/sharded_norms.py", "self._weights = [_pieces(p) / copies for p in self.params]", "self._weights = [1.0 for p in self.params]", "sharding"),  # noqa: E501
+    ("optim/kernels/device_tables.py", "rows[0], rows[2:], numels", "rows[0], numels", "kernels"),
+    ("optim/kernels/triton_kernels.py", "tl.store(counters + i, 0)", "pass", "kernels"),
+    ("optim/rounding.py", "chance.to(torch.int32)) & -0x10000", "0x8000) & -0x10000", "rounding"),
+    ("training/step.py", "weight = (piece.stop - piece.start) / self.plan.batch", "weight = 1.0 / len(own.passes)", "train passes"),  # noqa: E501
+    ("training/step.py", "(clip / (norm + 1e-6)).clamp(max=1.0)", "(clip / (norm + 1e-6))", "train passes"),
+    ("training/batch_plan.py", "start = worker * self.share", "start = worker * self.bn_group", "batch_plan train"),
+    ("training/loop.py", "step = epoch * setup.per_epoch + i", "step = epoch * setup.per_epoch + i + 1", "train resume"),
+    ("training/loop.py", "if first == 0:\n        setup.recurrent_state.reset()", "setup.recurrent_state.reset()", "resume wikitext_task"),  # noqa: E501
+    ("training/checkpoint.py", "if hashlib.sha256(content).hexdigest() == index[path.name] else None", "", "resume"),
+    ("training/checkpoint.py", "map_location=device, weights_only=True", "map_location=device, weights_only=False", "resume"),  # noqa: E501
+    ("training/optimizer.py", "group |= {f\"initial_{key}\": group[key] for key in RATES if key in group}", "group |= {f\"initial_{key}\": config.lr for key in RATES if key in group}", "train settings"),  # noqa: E501
+    ("training/evaluate.py", "order = rng.permutation(count, rng.HOLDOUT)", "order = rng.permutation(count, config.seed, rng.HOLDOUT)", "study train"),  # noqa: E501
+    ("training/rng.py", "state ^= state >> 31", "pass", "train resume"),
+    ("training/config.py", "json.dumps(values, sort_keys=True)", "json.dumps(values)", "train"),
+    ("training/batchnorm_stats.py", ".sum(0) / self.plan.workers", ".sum(0) / len(self.kept)", "distributed train"),
+    ("study/select.py", "sign = -1.0 if higher_is_better else 1.0", "sign = -1.0", "study"),
+    ("study/select.py", "len(scores) - first >= EXTENSIONS", "len(scores) - first > EXTENSIONS", "study"),
+    ("study/grid.py", "for seed in range(self.study.seeds)]", "for seed in range(1, self.study.seeds + 1)]", "study"),
+    ("study/grid.py", "del identity[\"seeds\"]", "pass", "study"),
+    ("study/grid.py", "diverged = record[\"status\"] == \"diverged\" or", "diverged =", "study"),
+    ("report/stats.py", "w * w * variance(values) / len(values)", "w * w * variance(values)", "report"),
+    ("report/stats.py", "float(t.ppf((1 + level) / 2, df))", "float(t.ppf(level, df))", "report"),
+    ("report/records.py", "return math.nan\n        return self.result", "return None\n        return self.result", "report"),
+    ("report/records.py", "'validation' if self.part == 'select' else 'test'", "'test'", "report"),
+    ("report/summary.py", "reverse=self.higher_is_better)", "reverse=True)", "report"),
+    ("report/tables.py", "\"*\" * cell.at_edge", "\"\"", "report"),
+]  # fmt: skip
+
+
+def run(tests: list[str], folder: Path) -> bool:
+    """Return whether the tests pass."""
+    options = ["-q", "-x", "-n", "auto", "-m", "not slow", "--hypothesis-profile=ci", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", *options, *tests]
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode == 0
+
+
+def main() -> None:
+    first = int(sys.argv[1]) if len(sys.argv) > 1 else 1
+    last = int(sys.argv[2]) if len(sys.argv) > 2 else len(FAULTS)
+    missed = []
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = Path(temporary) / "sngm"
+        ignored = shutil.ignore_patterns(".git", ".venv", ".data", "build", "dist", "runs")
+        shutil.copytree(ROOT, copy, ignore=ignored)
+        for number, (name, text, fault, likely) in enumerate(FAULTS[first - 1 : last], start=first):
+            path = copy / "src" / "sngm" / name
+            source = path.read_text()
+            if source.count(text) != 1:
+                sys.exit(f"fault {number}: {text!r} is {source.count(text)} times in {name}")
+            path.write_text(source.replace(text, fault))
+            caught = not run([f"tests/test_{test}.py" for test in likely.split()], copy) or not run([], copy)
+            path.write_text(source)
+            print(f"{number:2d} {'caught' if caught else 'MISSED'}  {name}: {text!r} -> {fault!r}", flush=True)
+            missed += [] if caught else [number]
+    print(f"{last - first + 1 - len(missed)} of {last - first + 1} faults caught")
+    sys.exit(1 if missed else 0)
+
+
+if __name__ == "__main__":
+    main()
