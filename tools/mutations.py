@@ -3,6 +3,8 @@
 Usage: python tools/mutations.py [FIRST [LAST]]     the numbers of the faults, from 1; about a minute each
 """
 
+# ruff: noqa: E501
+
 import os
 import shutil
 import subprocess
@@ -14,32 +16,32 @@ ROOT = Path(__file__).parents[1]
 # file under src/sngm, the text to replace, its replacement, and the test files most likely to notice, tried first
 FAULTS = [
     ("optim/sngm.py", '"coupled": wd / n', '"coupled": wd', "step"),
-    ("optim/sngm.py", "return max(math.sqrt(square.item()) / work.scale, least)", "return math.sqrt(square.item()) / work.scale + least", "step hostile"),  # noqa: E501
+    ("optim/sngm.py", "return max(math.sqrt(square.item()) / work.scale, least)", "return math.sqrt(square.item()) / work.scale + least", "step hostile"),
     ("optim/sngm.py", "(-wd if group[\"maximize\"] else wd) * work.scale", "wd * work.scale", "step"),
-    ("optim/heavy_ball.py", "steps = list(torch._foreach_mul(buffers, rule.momentum))", "steps = list(torch._foreach_mul(buffers, 1.0))", "step"),  # noqa: E501
+    ("optim/heavy_ball.py", "steps = list(torch._foreach_mul(buffers, rule.momentum))", "steps = list(torch._foreach_mul(buffers, 1.0))", "step"),
     ("optim/heavy_ball.py", "torch.where(skip, torch.ones_like(momentum), momentum)", "momentum", "step compile"),
     ("optim/heavy_ball.py", "dampening=1.0 - gain if some else 0.0", "dampening=0.0", "step"),
     ("optim/lars.py", "+ group[\"weight_decay\"] * w_norm + group[\"eps\"]", "+ group[\"eps\"]", "step"),
     ("optim/lars.py", "return 1.0 if group[\"variant\"] == \"momentum\" else 1e-3", "return 1e-3", "step"),
     ("optim/lamb.py", ".clamp_max(1.0)", "", "step"),
-    ("optim/lamb.py", "return 1.0 - group[\"betas\"][0] ** step, 1.0 - group[\"betas\"][1] ** step", "return 1.0 - group[\"betas\"][0] ** step, 1.0 - group[\"betas\"][0] ** step", "step"),  # noqa: E501
-    ("optim/clars.py", "torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)", "norms.squares(bucket.grads)", "step hostile"),  # noqa: E501
+    ("optim/lamb.py", "return 1.0 - group[\"betas\"][0] ** step, 1.0 - group[\"betas\"][1] ** step", "return 1.0 - group[\"betas\"][0] ** step, 1.0 - group[\"betas\"][0] ** step", "step"),
+    ("optim/clars.py", "torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)", "norms.squares(bucket.grads)", "step hostile"),
     ("optim/extrap.py", "work.scale = float(len(closures) * ranks)", "work.scale = float(len(closures))", "extrap"),
     ("optim/norms.py", "if not MIN_EXACT <= value < math.inf and", "if not value < math.inf and", "step hostile"),
     ("optim/state.py", "state[\"state\"].update(values)", "pass", "state"),
-    ("optim/sharded_norms.py", "self._weights = [_pieces(p) / copies for p in self.params]", "self._weights = [1.0 for p in self.params]", "sharding"),  # noqa: E501
+    ("optim/sharded_norms.py", "self._weights = [_pieces(p) / copies for p in self.params]", "self._weights = [1.0 for p in self.params]", "sharding"),
     ("optim/kernels/device_tables.py", "rows[0], rows[2:], numels", "rows[0], numels", "kernels"),
     ("optim/kernels/triton_kernels.py", "tl.store(counters + i, 0)", "pass", "kernels"),
     ("optim/rounding.py", "chance.to(torch.int32)) & -0x10000", "0x8000) & -0x10000", "rounding"),
-    ("training/step.py", "weight = (piece.stop - piece.start) / self.plan.batch", "weight = 1.0 / len(own.passes)", "train passes"),  # noqa: E501
+    ("training/step.py", "weight = (piece.stop - piece.start) / self.plan.batch", "weight = 1.0 / len(own.passes)", "train passes"),
     ("training/step.py", "(clip / (norm + 1e-6)).clamp(max=1.0)", "(clip / (norm + 1e-6))", "train passes"),
     ("training/batch_plan.py", "start = worker * self.share", "start = worker * self.bn_group", "batch_plan train"),
     ("training/loop.py", "step = epoch * setup.per_epoch + i", "step = epoch * setup.per_epoch + i + 1", "train resume"),
-    ("training/loop.py", "if first == 0:\n        setup.recurrent_state.reset()", "setup.recurrent_state.reset()", "resume wikitext_task"),  # noqa: E501
+    ("training/loop.py", "if first == 0:\n        setup.recurrent_state.reset()", "setup.recurrent_state.reset()", "resume wikitext_task"),
     ("training/checkpoint.py", "if hashlib.sha256(content).hexdigest() == index[path.name] else None", "", "resume"),
-    ("training/checkpoint.py", "map_location=device, weights_only=True", "map_location=device, weights_only=False", "resume"),  # noqa: E501
-    ("training/optimizer.py", "group |= {f\"initial_{key}\": group[key] for key in RATES if key in group}", "group |= {f\"initial_{key}\": config.lr for key in RATES if key in group}", "train settings"),  # noqa: E501
-    ("training/evaluate.py", "order = rng.permutation(count, rng.HOLDOUT)", "order = rng.permutation(count, config.seed, rng.HOLDOUT)", "study train"),  # noqa: E501
+    ("training/checkpoint.py", "map_location=device, weights_only=True", "map_location=device, weights_only=False", "resume"),
+    ("training/optimizer.py", "group |= {f\"initial_{key}\": group[key] for key in RATES if key in group}", "group |= {f\"initial_{key}\": config.lr for key in RATES if key in group}", "train settings"),
+    ("training/evaluate.py", "order = rng.permutation(count, rng.HOLDOUT)", "order = rng.permutation(count, config.seed, rng.HOLDOUT)", "study train"),
     ("training/rng.py", "state ^= state >> 31", "pass", "train resume"),
     ("training/config.py", "json.dumps(values, sort_keys=True)", "json.dumps(values)", "train"),
     ("training/batchnorm_stats.py", ".sum(0) / self.plan.workers", ".sum(0) / len(self.kept)", "distributed train"),
