@@ -65,6 +65,49 @@ def sngm(
     return new_w, new_u
 
 
+def spectral_sngm(
+    w: Blocks,
+    u: Blocks,
+    g: Blocks,
+    *,
+    eta: PerBlock,
+    beta: float = 0.9,
+    wd: PerBlock = 0.0,
+    order: str = "before",
+    nesterov: bool = False,
+    rho: float = 0.3,
+    triples: Sequence[tuple[float, float, float]] | None = None,
+    eps: float = 1e-12,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """Return w and u after a step of SNGM in the spectral norm.
+
+    `triples` are the coefficients of Newton-Schulz, see `sngm.optim.spectral.POLAR`; None: the exact polar factor.
+    """
+    eta, wd = each(eta, w), each(wd, w)
+
+    def steepest(d: Tensor) -> Tensor:
+        if d.ndim < 2:
+            return rho * d / max(norm(d), eps)
+        m = d.reshape(d.shape[0], -1)
+        left, values, right = torch.linalg.svd(m, full_matrices=False)
+        values = values.sign() if triples is None else values / max(norm(m), eps)
+        for a, b, c in triples or ():
+            values = a * values + b * values**3 + c * values**5
+        x: Tensor = left @ torch.diag(values) @ right
+        return math.sqrt(max(1.0, m.shape[0] / m.shape[1])) * x.reshape(d.shape)
+
+    new_w, new_u = [], []
+    for s in range(len(w)):
+        d = -g[s] if maximize else g[s]
+        x = steepest(d) if order == "before" else d
+        u_s = beta * u[s] + x
+        step = beta * u_s + x if nesterov else u_s
+        new_u.append(u_s)
+        new_w.append((1.0 - eta[s] * wd[s]) * w[s] - eta[s] * (step if order == "before" else steepest(step)))
+    return new_w, new_u
+
+
 def msgd(
     w: Blocks, v: Blocks, g: Blocks, *, eta: PerBlock, beta: float = 0.9, wd: PerBlock = 0.0, nesterov: bool = False
 ) -> tuple[Blocks, Blocks]:

@@ -21,6 +21,7 @@ from .extrap import ExtrapSGD
 from .lamb import LAMB
 from .lars import LARS
 from .sngm import SNGM
+from .spectral import SpectralSNGM
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ METHODS = {
     "msgd": Method(torch.optim.SGD, {"momentum": 0.9}),
     "sngd": Method(SNGM, {"momentum": 0.0}),
     "sngm": Method(SNGM),
+    "spectral-sngm": Method(SpectralSNGM),
 }
 
 

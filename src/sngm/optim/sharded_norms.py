@@ -93,7 +93,7 @@ class Shards:
     def _sum(self, values: Tensor) -> Tensor:
         values = values.contiguous()
         if self._over_mesh:
-            dist.all_reduce(values, group=_group(self._mesh))
+            dist.all_reduce(values, group=group_of(self._mesh))
         if self._over_group:
             dist.all_reduce(values, group=self.norm_group)
         return values
@@ -187,7 +187,7 @@ def _largest(meshes: list[Any]) -> Any:
     return largest
 
 
-def _group(mesh: Any) -> Any:
+def group_of(mesh: Any) -> Any:
     """Return the process group of all ranks of a mesh. Creating it, at most once, involves all of these ranks."""
     if mesh.ndim == 1:
         return mesh.get_group()

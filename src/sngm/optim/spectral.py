@@ -1,0 +1,288 @@
+"""SpectralSNGM: SNGM with the spectral norm of each weight matrix in place of the Euclidean norm of the model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import checks, norms
+from .base import LargeBatchOptimizer
+from .buckets import Bucket, Work, lr_of
+from .heavy_ball import Rule, axpy_, heavy_ball, update_params
+from .norms import upcast
+from .sharded_norms import group_of, is_dtensor, local, redistribute_like
+
+ORDERS = ("before", "after")
+BALLS = ("spectral", "euclidean")
+# Odd polynomials a s + b s^3 + c s^5 that Newton-Schulz applies to the singular values, one triple for each step.
+# "muon": Jordan et al., 2024: five equal steps move values from 0.01 on into [0.68, 1.13]; more do not converge.
+# "polar-express": Amsel et al., arXiv 2505.16932: the best triple for each step; eight steps reach 1 to float32.
+POLAR = {
+    "muon": ((3.4445, -4.775, 2.0315),) * 5,
+    "polar-express": (
+        (8.28721201814563, -23.595886519098837, 17.300387312530933),
+        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+        (1.875, -1.25, 0.375),
+    ),
+}
+
+
+class SpectralSNGM(LargeBatchOptimizer):
+    r"""SNGM in the spectral norm: steps along the orthogonal polar factor of each weight matrix's gradient.
+
+    A tensor of two or more dimensions is a matrix of `shape[0]` rows. With :math:`g_t = U S V^T`:
+
+    .. math::
+        x_t = \sqrt{\max(1, \text{rows}/\text{columns})}\; U V^T, \qquad
+        u_{t+1} = \beta u_t + x_t, \qquad w_{t+1} = (1 - \eta\lambda) w_t - \eta u_{t+1}
+
+    Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, have
+    :math:`x_t = \rho\, g_t / \|g_t\|` instead, with :math:`\rho` the `vector_scale`. As in SNGM, :math:`u` is never
+    longer than :math:`1/(1-\beta)` times the longest :math:`x`, here in the spectral norm, and the scale of the loss
+    does not matter. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
+    :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
+
+    Put embeddings and output layers into a group with ``ball="euclidean"``: their rows are used one at a time.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any torch optimizer.
+        lr: learning rate :math:`\eta`, a number or a one-element tensor.
+        momentum: :math:`\beta`, in [0, 1).
+        weight_decay: :math:`\lambda`, at least 0, decoupled: it never enters the buffer.
+        order: "before" normalises each gradient and then averages (the order of SNGM), "after" the reverse.
+        nesterov: step by :math:`\beta u_{t+1} + x_t`, or in the order "after" by :math:`x(\beta v_{t+1} + g_t)`.
+        vector_scale: :math:`\rho`.
+        polar: how :math:`U V^T` is computed: "muon" or "polar-express", see `POLAR`.
+        ball: None for the spectral ball for matrices and the Euclidean one for vectors; "euclidean" for the latter
+            throughout. A group may have its own.
+        eps: lower limit of norms, so that a zero gradient gives a zero update.
+        maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only makes
+            ranks agree on skipping: a matrix may be sharded as a DTensor, not as slices that the ranks hold.
+        fused: as in :class:`SNGM`, for the update on the CPU; there are no CUDA kernels.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.zeros(2, 2))
+        >>> optimizer = SpectralSNGM([w], lr=1.0, momentum=0.0, polar="polar-express")
+        >>> (w * torch.tensor([[3.0, 0.0], [0.0, 0.1]])).sum().backward()
+        >>> optimizer.step()  # both singular values become 1
+        >>> w.data.round(decimals=2) + 0.0
+        tensor([[-1.,  0.],
+                [ 0., -1.]])
+
+    Cost: 4 bytes of state per float32 parameter. Five steps of Newton-Schulz on a matrix of m rows and n >= m columns
+    take about 10 m m (2 n + m) multiplications, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
+    parameters). Matrices of one shape go through one batched product.
+
+    Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
+    """
+
+    TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        order: str = "before",
+        nesterov: bool = False,
+        vector_scale: float = 0.3,
+        polar: str = "muon",
+        ball: str | None = None,
+        eps: float = 1e-12,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        stochastic_rounding: bool = False,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "order": order,
+            "nesterov": nesterov,
+            "vector_scale": vector_scale,
+            "polar": polar,
+            "ball": ball,
+            "eps": eps,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        super().__init__(params, defaults, norm_group=norm_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        checks.number("momentum", group["momentum"], 0.0, 1.0)
+        checks.number("vector_scale", group["vector_scale"], 0.0)
+        checks.number("eps", group["eps"], 0.0)
+        checks.choice("order", group["order"], ORDERS)
+        checks.choice("polar", group["polar"], tuple(POLAR))
+        if group["ball"] is not None:
+            checks.choice("ball", group["ball"], BALLS)
+        checks.flag("nesterov", group["nesterov"])
+        if group["nesterov"] and group["momentum"] == 0:
+            raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group. Complex parameters raise TypeError: their polar factor is another rule."""
+        super().add_param_group(param_group)
+        if any(p.is_complex() for p in param_group["params"]):
+            self.param_groups.pop()
+            raise TypeError("SpectralSNGM does not support complex parameters")
+
+    def _step(self, work: Work) -> None:
+        total = work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0]
+        skip = self._skip(work, total)
+        if skip is True:
+            return
+        for bucket in work.buckets:
+            group = bucket.group
+            rule = Rule(group["momentum"], rate=lr_of(group), decoupled_decay=group["weight_decay"])
+            rule = replace(rule, nesterov=group["nesterov"], maximize=group["maximize"])
+            if group["order"] == "before":
+                wholes = [p.grad for p in bucket.owners]
+                directions = self._directions(bucket, bucket.grads, wholes, group["eps"] * work.scale)
+                heavy_ball(replace(bucket, grads=directions), rule, skip)
+            else:
+                self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
+
+    def _step_after(self, bucket: Bucket, rule: Rule, skip: Tensor | bool) -> None:
+        """Update the buffers, then the parameters along what the buffers give."""
+        group = bucket.group
+        buffers = bucket.buffers.get("momentum_buffer")
+        if buffers is None:  # momentum 0
+            tensors = [upcast(g) * (-rule.gain if rule.maximize else rule.gain) for g in bucket.grads]
+            wholes: list[Any] = [p.grad for p in bucket.owners]
+        else:
+            heavy_ball(bucket, rule, skip)
+            tensors, wholes = buffers, [state["momentum_buffer"] for state in bucket.states]
+            if rule.nesterov:
+                tensors = list(torch._foreach_mul(buffers, rule.momentum))
+                axpy_(tensors, -rule.gain if rule.maximize else rule.gain, [upcast(g) for g in bucket.grads])
+                wholes = [_like(p, t) for p, t in zip(bucket.owners, tensors, strict=True)]
+        directions = self._directions(bucket, tensors, wholes, group["eps"])
+        if rule.decoupled_decay:
+            decay = rule.decoupled_decay
+            directions = [x.add(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
+        on_device = skip.to(bucket.device) if isinstance(skip, Tensor) else None
+        update_params(bucket, -lr_of(group), directions, on_device)  # type: ignore[arg-type]
+
+    def _directions(
+        self, bucket: Bucket, tensors: list[Tensor], wholes: list[Any], eps: float | Tensor
+    ) -> list[Tensor]:
+        """Return x for each tensor; `wholes` are the DTensors of those that are sharded."""
+        group = bucket.group
+        spectral = [group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0 for p in bucket.owners]
+        found: list[Tensor | None] = [None] * len(tensors)
+        vectors = [i for i, matrix in enumerate(spectral) if not matrix]
+        if vectors:
+            squares = self._whole_squares(bucket, [tensors[i] for i in vectors], vectors)
+            lengths = squares.sqrt().clamp_min(0.0)
+            factors = group["vector_scale"] / torch.maximum(lengths, torch.as_tensor(eps, dtype=lengths.dtype))
+            for i, factor in zip(vectors, factors.unbind(), strict=True):
+                x = upcast(tensors[i])
+                found[i] = x * factor.to(x.dtype)
+        matrices = [i for i, matrix in enumerate(spectral) if matrix]
+        sharded = [i for i in matrices if is_dtensor(bucket.owners[i])]
+        plain = [i for i in matrices if not is_dtensor(bucket.owners[i])]
+        for i, x in zip(plain, polar_factors([tensors[i] for i in plain], group["polar"], eps), strict=True):
+            found[i] = x
+        for i, x in _sharded_factors([(i, bucket.owners[i], wholes[i]) for i in sharded], group["polar"], eps):
+            found[i] = x
+        return [x for x in found if x is not None]
+
+    def _whole_squares(self, bucket: Bucket, tensors: list[Tensor], which: list[int]) -> Tensor:
+        """Return the squared norm of each tensor, over all shards of it."""
+        squares = norms.squares(tensors)
+        if not self._shards.sharded:
+            return squares
+        packed = torch.zeros(1, len(self._shards.params), dtype=squares.dtype, device=squares.device)
+        packed[0, [bucket.indices[i] for i in which]] = squares
+        return self._shards.tensors(packed)[0, [bucket.indices[i] for i in which]]
+
+
+def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:
+    """Return the scaled polar factor of each tensor, as a matrix of `shape[0]` rows; equal shapes in one batch.
+
+    >>> (x,) = polar_factors([torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, 0.0]])], "polar-express")
+    >>> x.round(decimals=3)  # times the square root of 3/2
+    tensor([[1.2250, 0.0000],
+            [0.0000, 1.2250],
+            [0.0000, 0.0000]])
+    """
+    by_shape: dict[Any, list[int]] = {}
+    for i, t in enumerate(tensors):
+        by_shape.setdefault((t.shape[0], t[0].numel(), t.dtype), []).append(i)
+    found: dict[int, Tensor] = {}
+    for (rows, columns, _), indices in by_shape.items():
+        batch = torch.stack([upcast(tensors[i]).reshape(rows, columns) for i in indices])
+        x = newton_schulz(batch, polar, eps).mul_(math.sqrt(max(1.0, rows / columns)))
+        found |= {i: one.view(tensors[i].shape) for i, one in zip(indices, x.unbind(), strict=True)}
+    return [found[i] for i in range(len(tensors))]
+
+
+def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Tensor:
+    """Return U V^T of each matrix U S V^T of a batch, approximately: see `POLAR`."""
+    dtype = batch.dtype
+    wide = batch.mT if batch.shape[-2] > batch.shape[-1] else batch  # the smaller product
+    # the Frobenius norm is at least the spectral one
+    length = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
+    x = wide / torch.maximum(length, torch.as_tensor(eps, dtype=dtype, device=batch.device))
+    if batch.device.type == "cuda" and dtype == torch.float32:
+        x = x.bfloat16()
+    for a, b, c in POLAR[polar]:
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return (x.mT if wide is not batch else x).to(dtype).contiguous()
+
+
+def _sharded_factors(entries: list[tuple[int, Any, Any]], polar: str, eps: float | Tensor) -> list[tuple[int, Tensor]]:
+    """Return the local shards of the polar factors of DTensors: every rank computes its share of the matrices."""
+    found: list[tuple[int, Tensor]] = []
+    if not entries:
+        return found
+    mesh = entries[0][1].device_mesh
+    ranks = mesh.mesh.flatten().tolist()
+    own = ranks.index(dist.get_rank())
+    for start in range(0, len(entries), len(ranks)):  # so many at a time that every rank has one
+        some = entries[start : start + len(ranks)]
+        mine: Tensor | None = None
+        for k, (_, _, whole) in enumerate(some):
+            gathered = whole.full_tensor()
+            if k == own:
+                mine = polar_factors([gathered], polar, eps)[0]
+        for k, (i, p, whole) in enumerate(some):
+            x = mine
+            if k != own or x is None:
+                dtype = torch.promote_types(whole.dtype, torch.float32)
+                x = torch.empty(whole.shape, dtype=dtype, device=whole.device)
+            dist.broadcast(x, src=ranks[k], group=group_of(mesh))
+            found.append((i, local(redistribute_like(p, x))))
+    return found
+
+
+def _like(p: Any, tensor: Tensor) -> Any:
+    """Return a local shard as the DTensor whose placements `p` has; a plain tensor unchanged."""
+    if not is_dtensor(p):
+        return tensor
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())

@@ -1,0 +1,225 @@
+"""SpectralSNGM: its float64 reference on every path, its bounds, its limits, shards, compilation and checkpoints."""
+
+import copy
+
+import pytest
+import torch
+
+from sngm import SpectralSNGM
+from sngm.optim import reference
+from sngm.optim.spectral import POLAR, newton_schulz
+
+SHAPES = [(8, 5), (5, 8), (4, 3, 3, 3), (7,), (), (8, 5)]
+PATHS = {"default": {}, "foreach": {"foreach": True}, "single": {"foreach": False}, "capturable": {"capturable": True}}
+
+
+def make(dtype=torch.float64, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.nn.Parameter(torch.randn(s, generator=generator, dtype=torch.float64).to(dtype)) for s in SHAPES]
+
+
+def gradients(t, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(100 + t)
+    return [torch.randn(s, generator=generator, dtype=torch.float64).to(dtype) for s in SHAPES]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"weight_decay": 0.3, "nesterov": True},
+        {"order": "after", "weight_decay": 0.3},
+        {"order": "after", "nesterov": True, "maximize": True},
+        {"order": "after", "momentum": 0.0},
+        {"momentum": 0.0, "maximize": True, "vector_scale": 1.0},
+        {"polar": "polar-express", "weight_decay": 0.1},
+    ],
+    ids=str,
+)
+def test_every_path_equals_the_reference(settings, path):
+    params = make()
+    w, u = [p.detach().clone() for p in params], [torch.zeros_like(p) for p in params]
+    optimizer = SpectralSNGM(params, lr=0.1, **settings, **PATHS[path])
+    names = {"momentum": "beta", "weight_decay": "wd", "vector_scale": "rho"}
+    rule = {names.get(key, key): value for key, value in settings.items() if key != "polar"}
+    triples = POLAR[settings.get("polar", "muon")]
+    for t in range(4):
+        grads = gradients(t)
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        assert all(torch.equal(p.grad, g) for p, g in zip(params, grads, strict=True))
+        w, u = reference.spectral_sngm(w, u, grads, eta=0.1, triples=triples, **rule)
+    for p, there in zip(params, w, strict=True):
+        assert (p - there).norm() <= 1e-11 * there.norm()
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_polar_express_is_the_exact_polar_factor(order):
+    params = make()
+    w, u = [p.detach().clone() for p in params], [torch.zeros_like(p) for p in params]
+    optimizer = SpectralSNGM(params, lr=0.1, polar="polar-express", order=order)
+    for t in range(3):
+        for p, g in zip(params, gradients(t), strict=True):
+            p.grad = g
+        optimizer.step()
+        w, u = reference.spectral_sngm(w, u, gradients(t), eta=0.1, order=order)
+    for p, there in zip(params, w, strict=True):
+        assert (p - there).norm() <= 1e-10 * there.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_low_precision_parameters_have_float32_state_and_one_rounding(order, dtype):
+    params, exact = make(dtype), [p.detach().double() for p in make(dtype)]
+    optimizer = SpectralSNGM(params, lr=0.1, order=order)
+    state = [torch.zeros_like(p) for p in exact]
+    grads = gradients(0, dtype)
+    for p, g in zip(params, grads, strict=True):
+        p.grad = g
+    optimizer.step()
+    w, _ = reference.spectral_sngm(
+        exact, state, [g.double() for g in grads], eta=0.1, order=order, triples=POLAR["muon"]
+    )
+    for p, there in zip(params, w, strict=True):
+        allowed = {torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps)
+        assert (p.double() - there).abs().max() <= allowed * there.abs().max()
+        assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
+
+
+def test_the_buffer_stays_in_its_ball_whatever_the_gradients():
+    params = make()
+    optimizer = SpectralSNGM(params, lr=0.1, momentum=0.8, polar="polar-express")
+    for t in range(50):
+        for p, g in zip(params, gradients(t), strict=True):
+            p.grad = g * 10.0 ** (t % 9 - 4)
+        optimizer.step()
+    for p in params:
+        u = optimizer.state[p]["momentum_buffer"]
+        if p.ndim < 2:
+            assert u.norm() <= 0.3 / 0.2 + 1e-9
+        else:
+            m = u.reshape(u.shape[0], -1)
+            limit = max(1.0, m.shape[0] / m.shape[1]) ** 0.5 / 0.2
+            assert torch.linalg.matrix_norm(m, 2) <= limit * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("bad", [torch.inf, torch.nan])
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_gradient_that_is_not_finite_changes_nothing(order, bad, capturable):
+    params = make()
+    optimizer = SpectralSNGM(params, lr=0.1, weight_decay=0.1, order=order, capturable=capturable)
+    for t in range(3):
+        for p, g in zip(params, gradients(t), strict=True):
+            p.grad = g
+        if t == 1:
+            params[2].grad[0, 0, 0, 0] = bad
+        before = copy.deepcopy((params, [optimizer.state[p]["momentum_buffer"] for p in params]))
+        optimizer.step()
+        unchanged = all(map(torch.equal, before[0], params))
+        unchanged &= all(
+            torch.equal(b, optimizer.state[p]["momentum_buffer"]) for b, p in zip(before[1], params, strict=True)
+        )
+        assert unchanged == (t == 1)
+    assert optimizer.skipped == 1
+
+
+def test_a_zero_gradient_gives_no_update():
+    params = make()
+    before = copy.deepcopy(params)
+    optimizer = SpectralSNGM(params, lr=0.1)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(map(torch.equal, before, params))
+    assert optimizer.skipped == 0
+
+
+def test_the_scale_of_the_loss_does_not_matter():
+    runs = []
+    for scale in (1.0, 2.0**20):
+        params = make()
+        optimizer = SpectralSNGM(params, lr=0.1)
+        for t in range(3):
+            for p, g in zip(params, gradients(t), strict=True):
+                p.grad = g * scale
+            optimizer.step()
+        runs.append(params)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0.0)
+
+
+def test_a_group_may_have_the_euclidean_ball():
+    params = make()
+    groups = [{"params": params[:1], "ball": "euclidean"}, {"params": params[1:]}]
+    optimizer = SpectralSNGM(groups, lr=1.0, momentum=0.0, vector_scale=0.5)
+    before = copy.deepcopy(params)
+    for p, g in zip(params, gradients(0), strict=True):
+        p.grad = g
+    optimizer.step()
+    torch.testing.assert_close(before[0] - params[0], 0.5 * params[0].grad / params[0].grad.norm())
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"order": "first"}, "order must be one of 'before', 'after'"),
+        ({"polar": "svd"}, "polar must be one of 'muon', 'polar-express'"),
+        ({"ball": "sign"}, "ball must be one of 'spectral', 'euclidean'"),
+        ({"vector_scale": -1.0}, "vector_scale must be a finite number"),
+        ({"nesterov": True, "momentum": 0.0}, "nesterov=True needs momentum > 0"),
+        ({"lr": -1.0}, "lr must be a finite number"),
+    ],
+    ids=str,
+)
+def test_wrong_settings_are_refused(settings, words):
+    with pytest.raises(ValueError, match=words):
+        SpectralSNGM(make(), **{"lr": 0.1, **settings})
+
+
+def test_complex_parameters_are_refused():
+    with pytest.raises(TypeError, match="complex"):
+        SpectralSNGM([torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)], lr=0.1)
+
+
+def test_a_checkpoint_goes_on_to_the_bit():
+    params = make()
+    optimizer = SpectralSNGM(params, lr=0.1)
+    twins, twin = None, None
+    for t in range(4):
+        if t == 2:
+            twins = copy.deepcopy(params)
+            twin = SpectralSNGM(twins, lr=0.7)
+            twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for some, o in ((params, optimizer), (twins, twin)):
+            if some:
+                for p, g in zip(some, gradients(t), strict=True):
+                    p.grad = g.clone()
+                o.step()
+    assert all(map(torch.equal, params, twins))
+
+
+@pytest.mark.parametrize("shape", [(3, 64, 64), (5, 16, 144), (2, 144, 16), (1, 7, 1)], ids=str)
+def test_a_batch_of_matrices_equals_one_after_the_other(shape):
+    batch = torch.randn(shape, dtype=torch.float64)
+    together = newton_schulz(batch, "muon")
+    for one, x in zip(batch, together, strict=True):
+        torch.testing.assert_close(newton_schulz(one[None], "muon")[0], x, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_compiled_step_has_the_numbers_of_an_eager_one(order):
+    runs = []
+    for compiled in (False, True):
+        params = make(torch.float32)
+        optimizer = SpectralSNGM(params, lr=torch.tensor(0.1), order=order, weight_decay=0.1, capturable=True)
+        step = torch.compile(optimizer.step, backend="aot_eager", fullgraph=True) if compiled else optimizer.step
+        for t in range(3):
+            for p, g in zip(params, gradients(t, torch.float32), strict=True):
+                p.grad = g
+            step()
+        runs.append(params)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
