@@ -86,36 +86,6 @@ def squares(
 
 
 @triton.jit
-def heavy_ball(
-    g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull, nesterov, averaged,
-    BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
-    STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """Take the step of a momentum method, and return the squared norm of its direction if it AVERAGES, else 0."""
-    direction_square = tl.zeros([BLOCK], WIDE)
-    end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
-    for from_ in range(0, end, BLOCK):
-        at = from_ + tl.arange(0, BLOCK)
-        d = load(g, at, left, WIDE, WHOLE)
-        x = load(w, at, left, WIDE, WHOLE)
-        d = unscale * (sign * d + decay * x)
-        if CLAMPS:
-            d = tl.minimum(tl.maximum(d, -clamp), clamp)
-        d *= boost
-        step = d
-        if BUFFERED:
-            step = momentum * load(v, at, left, WIDE, WHOLE) + d
-            store(v, at, step, left, WHOLE)
-            step = tl.where(nesterov != 0.0, momentum * step + d, step)
-        if AVERAGES:
-            direction_square += step * step
-        if not AVERAGES or not averaged:
-            x -= rate * (step + pull * x)
-            store(w, at, rounded(x, P, at, start, key, STOCHASTIC, stochastic), left, WHOLE)
-    return tl.sum(direction_square.to(tl.float64))
-
-
-@triton.jit
 def lamb_direction(m, v, x, correction1, correction2, eps, decay):
     """Return LAMB's update direction q."""
     return (m / correction1) / (tl.sqrt(v / correction2) + eps) + decay * x
