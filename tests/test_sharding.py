@@ -39,9 +39,13 @@ METHODS = {
     "CLARS": ("CLARS", {"lr": 1.0}),
     "LAMB": ("LAMB", {"lr": 0.05, "max_grad_norm": 0.5, "weight_decay": 0.05}),
 }
+SPECTRAL = {  # its matrices must be DTensors
+    "spectral SNGM": ("SpectralSNGM", {"lr": 0.1, "polar": "polar-express"}),
+    "spectral SNGM, after": ("SpectralSNGM", {"lr": 0.1, "order": "after", "nesterov": True}),
+}
 ANY_SPLIT = ["SNGM", "SNGM, foreach", "SNGM by group"]  # methods without norms of single tensors
 RESUMED = ["SNGM", "LARS momentum", "LAMB"]
-EXCHANGES = {"LARS momentum": 2, "LAMB": 2}  # all-reduces per step; others have one
+EXCHANGES = {"LARS momentum": 2, "LAMB": 2, **dict.fromkeys(SPECTRAL, 2)}  # all-reduces per step; others have one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 
 
@@ -75,7 +79,7 @@ def grouped(model: nn.Module, **of_matrices) -> list[dict]:
 
 
 def make(method: str, groups: list[dict], **more) -> torch.optim.Optimizer:
-    name, settings = METHODS[method]
+    name, settings = (METHODS | SPECTRAL)[method]
     return getattr(sngm, name)(groups, **settings, **more)
 
 
@@ -616,6 +620,8 @@ def cases(world: int) -> dict:
     chosen = {f"{split.__name__}, {method}": partial(split, method) for split in SPLITS[world] for method in METHODS}
     for split in SPLITS_BY_OWNER[world]:
         chosen.update({f"{split.__name__}, {method}": partial(split, method) for method in ANY_SPLIT})
+    for split in (split for split in SPLITS[world] if split not in (fsdp1, slices_under_norm_group)):
+        chosen.update({f"{split.__name__}, {method}": partial(split, method) for method in SPECTRAL})
     return chosen | {fact.__name__: fact for fact in FACTS}
 
 
