@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -254,29 +254,26 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
     return (x.mT if wide is not batch else x).to(dtype).contiguous()
 
 
-def _sharded_factors(entries: list[tuple[int, Any, Any]], polar: str, eps: float | Tensor) -> list[tuple[int, Tensor]]:
-    """Return the local shards of the polar factors of DTensors: every rank computes its share of the matrices."""
-    found: list[tuple[int, Tensor]] = []
-    if not entries:
-        return found
-    mesh = entries[0][1].device_mesh
-    ranks = mesh.mesh.flatten().tolist()
-    own = ranks.index(dist.get_rank())
-    for start in range(0, len(entries), len(ranks)):  # so many at a time that every rank has one
-        some = entries[start : start + len(ranks)]
-        mine: Tensor | None = None
-        for k, (_, _, whole) in enumerate(some):
-            gathered = whole.full_tensor()
-            if k == own:
-                mine = polar_factors([gathered], polar, eps)[0]
-        for k, (i, p, whole) in enumerate(some):
-            x = mine
-            if k != own or x is None:
+def _sharded_factors(
+    entries: list[tuple[int, Any, Any]], polar: str, eps: float | Tensor
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the local shards of the polar factors of DTensors: every rank computes its share of the matrices."""
+    for mesh in dict.fromkeys(p.device_mesh for _, p, _ in entries):
+        ranks = mesh.mesh.flatten().tolist()
+        own = ranks.index(dist.get_rank())
+        there = [entry for entry in entries if entry[1].device_mesh == mesh]
+        for start in range(0, len(there), len(ranks)):  # as many at a time as there are ranks
+            some = there[start : start + len(ranks)]
+            mine = None
+            for k, (_, _, whole) in enumerate(some):
+                gathered = whole.full_tensor()
+                if k == own:
+                    mine = polar_factors([gathered], polar, eps)[0]
+            for k, (i, p, whole) in enumerate(some):
                 dtype = torch.promote_types(whole.dtype, torch.float32)
-                x = torch.empty(whole.shape, dtype=dtype, device=whole.device)
-            dist.broadcast(x, src=ranks[k], group=group_of(mesh))
-            found.append((i, local(redistribute_like(p, x))))
-    return found
+                x = torch.empty(whole.shape, dtype=dtype, device=whole.device) if k != own or mine is None else mine
+                dist.broadcast(x, src=ranks[k], group=group_of(mesh))
+                yield i, local(redistribute_like(p, x))
 
 
 def _like(p: Any, tensor: Tensor) -> Any:
