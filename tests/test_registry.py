@@ -9,7 +9,7 @@ from harness import make_params, run, same_tensors
 from torch import nn
 
 import sngm
-from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD, SpectralSNGM
 from sngm.optim import create, decay_groups, names
 
 KNOWN = {  # name: the equivalent class and settings
@@ -24,6 +24,7 @@ KNOWN = {  # name: the equivalent class and settings
     "msgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
     "sngd": lambda p: SNGM(p, lr=0.02, momentum=0.0),
     "sngm": lambda p: SNGM(p, lr=0.02, momentum=0.9),
+    "spectral-sngm": lambda p: SpectralSNGM(p, lr=0.02),
 }
 
 
