@@ -195,8 +195,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         vectors = [i for i, matrix in enumerate(spectral) if not matrix]
         if vectors:
             squares = self._whole_squares(bucket, [tensors[i] for i in vectors], vectors)
-            lengths = squares.sqrt().clamp_min(0.0)
-            factors = group["vector_scale"] / torch.maximum(lengths, torch.as_tensor(eps, dtype=lengths.dtype))
+            factors = group["vector_scale"] / at_least(eps, squares.sqrt())
             for i, factor in zip(vectors, factors.unbind(), strict=True):
                 x = upcast(tensors[i])
                 found[i] = x * factor.to(x.dtype)
@@ -245,13 +244,18 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
     wide = batch.mT if batch.shape[-2] > batch.shape[-1] else batch  # the smaller product
     # the Frobenius norm is at least the spectral one
     length = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    x = wide / torch.maximum(length, torch.as_tensor(eps, dtype=dtype, device=batch.device))
+    x = wide / at_least(eps, length)
     if batch.device.type == "cuda" and dtype == torch.float32:
         x = x.bfloat16()
     for a, b, c in POLAR[polar]:
         gram = x @ x.mT
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return (x.mT if wide is not batch else x).to(dtype).contiguous()
+
+
+def at_least(least: float | Tensor, values: Tensor) -> Tensor:
+    """Return the values, or `least` where it is larger; a tensor if there is a loss scale on the device."""
+    return values.clamp_min(least) if not isinstance(least, Tensor) else values.maximum(least.to(values))
 
 
 def _sharded_factors(
