@@ -19,9 +19,9 @@ from sngm.optim import reference
 from sngm.tasks import Moment, Schedule, Splits, Tensors
 from sngm.training import Options, RunConfig, rng, score, train
 from sngm.training import load_model as load
+from sngm.training.build import build_optimizer, set_rates
 from sngm.training.evaluate import samples_of
 from sngm.training.loop import CHECK_EVERY
-from sngm.training.optimizer import build_optimizer, set_rates
 
 EXACT = 1e-10
 RATES = {"msgd": 0.1, "sngm": 0.1, "lars": 30.0, "lamb": 0.01, "adam": 0.01, "clars": 3.0, "extrap-sgd": 0.1}
