@@ -22,12 +22,11 @@ from ..files import check_writable, locked, remove_leftovers
 from ..options import Execution, at_least
 from ..tasks import Moment, Task
 from . import checkpoint, rng
-from .build import Setup, prepare
+from .build import Setup, prepare, set_rates
 from .config import RunConfig
 from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
-from .optimizer import set_rates
 from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
 from .timing import Clock
 from .trackers import check_tracker, open_tracker
