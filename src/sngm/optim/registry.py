@@ -202,8 +202,8 @@ def find(name: str) -> Method:
     if ":" not in name:
         if name not in METHODS:
             raise ValueError(
-                f"no method is called {name!r}{nearest(name, names())}; "
-                f"there are {', '.join(names())}, and any class as 'package.module:Class'"
+                f"method must be one of {', '.join(names())}, or any class as 'package.module:Class', "
+                f"got {name!r}{nearest(name, names())}"
             )
         return METHODS[name]
     module, _, attribute = name.partition(":")

@@ -77,7 +77,7 @@ def prepare(
     model = build_model(config, task, processes.device)
     if plan.bn_group == 1 and any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
         raise UsageError(
-            "BatchNorm over a single sample: take a larger --batch, fewer --workers, or a larger --bn-group"
+            "BatchNorm over a single sample: use a larger `batch`, fewer `workers`, or a larger `bn_group`"
         )
     streams = task.loaders > 0 or bool(loaders)
     not_on_gpu = why_not_on_gpu(training, streams, processes.device)
@@ -87,7 +87,7 @@ def prepare(
     optimizer = build_optimizer(config, model, tensor_rates="captured" in mode)
     if "captured" in mode and not can_capture(optimizer):
         if step != "auto":
-            raise UsageError(f"--step {step}: {config.method} cannot be captured")
+            raise UsageError(f"`step` {step}: {config.method} cannot be captured in a CUDA graph")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)
@@ -141,8 +141,8 @@ def largest_pass_size(task: Task, model: nn.Module, device: torch.device, asked:
         return usual if asked is None else asked
     if asked is not None:
         raise UsageError(
-            "pass_size is for tasks that set one and models whose samples meet in GhostBatchNorm2d alone; "
-            "this one takes a BatchNorm group at a time"
+            "`pass_size` needs a task that sets one and a model whose samples interact only in GhostBatchNorm2d; "
+            "this run computes one BatchNorm group per pass"
         )
     return None
 

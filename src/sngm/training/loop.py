@@ -237,7 +237,7 @@ def _run(
         setup.data_source.close()
     for name in (f"{part}_{task.metric}" for part in held_out):
         if not math.isfinite(counts[name]):
-            warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
+            warnings.warn(f"{name} is {counts[name]}, the run has no valid result", stacklevel=2)
     return record
 
 
