@@ -120,6 +120,6 @@ def _flag(parameter: inspect.Parameter, group: Any) -> inspect.Parameter:
     kind, default = parameter.annotation, parameter.default
     if isinstance(default, tuple):
         kind, default = str, ",".join(f"{value:g}" for value in default)
-    more = {"metavar": ""} if kind is bool else {}
+    more: dict[str, Any] = {"metavar": ""} if kind is bool else {}
     option = typer.Option(f"--{parameter.name.replace('_', '-')}", **field.metadata, **more)
     return parameter.replace(annotation=Annotated[kind, option], default=default)
