@@ -408,7 +408,7 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
 def test_a_folder_that_is_a_file_is_refused(line):
     Path("file").write_text("mine")
     refused(sngm(f"{line} --out file"), "file is not a folder", "--out")
-    refused(sngm(f"{line} --out file/run"), "file", "no folder")
+    refused(sngm(f"{line} --out file/run"), "file", "not a folder")
     assert Path("file").read_text() == "mine"
 
 

@@ -324,7 +324,7 @@ def test_runs_nobody_could_repeat_are_refused(monkeypatch):
     refused(sngm("paper add run --results run/run.json"), "is not a folder", "--results")
     Path("odd").mkdir()
     Path("odd/run.json").write_text("[]")
-    refused(sngm("paper add odd"), "odd/run.json is not")
+    refused(sngm("paper add odd"), "odd/run.json must contain a JSON object")
     Path("again").mkdir()
     for key, value in (("made_before", [{"commit": "1"}]), ("config", {**record["config"], "task_source": "1234"})):
         Path("again/run.json").write_text(json.dumps({**record, key: value}))
@@ -921,7 +921,7 @@ def test_runs_without_a_commit_are_refused(tiny, monkeypatch):
     ("words", "said"),
     [
         ("show table-22", ["table-2", "must be one of"]),
-        ("run nosuch", ["no item"]),
+        ("run nosuch", ["item must be one of", "nosuch"]),
         ("run table-2 --cells nosuch@8192", ["rows MSGD"]),
         ("run table-2 --cells SNGM@77", ["batches 8192"]),
         ("run table-2 --seeds 0", ["at least 1"]),
