@@ -163,14 +163,14 @@ def test_a_regression_has_its_own_loss_and_metric():
 @pytest.mark.parametrize(
     ("given", "error", "words"),
     [
-        ({"lr": "fast"}, UsageError, "lr must be a number"),
-        ({"lr": float("nan")}, UsageError, "lr must be"),
-        ({"epochs": 1.5}, UsageError, "epochs must be"),
+        ({"lr": "fast"}, UsageError, "`lr` must be a number"),
+        ({"lr": float("nan")}, UsageError, "`lr` must be"),
+        ({"epochs": 1.5}, UsageError, "`epochs` must be"),
         ({"step": "fast"}, UsageError, "`step` must be one of"),
         ({"ephocs": 3}, TypeError, "did you mean 'epochs'"),
         ({"method": 3}, TypeError, "a method is a name"),
         ({"method": "sgnm"}, UsageError, "did you mean 'sngm'"),
-        ({"track": "paper"}, UsageError, "no tracker is called"),
+        ({"track": "paper"}, UsageError, "`tracker` must be one of"),
         ({"settings": {"nobody": 1}}, UsageError, "no setting 'nobody'"),
     ],
 )

@@ -82,7 +82,7 @@ def test_the_nearest_divisors_are_named(share, micro):
 @pytest.mark.parametrize("name", ["batch", "workers", "micro", "bn_group"])
 @pytest.mark.parametrize("value", [0, -4])
 def test_numbers_below_one_are_refused(name, value):
-    with pytest.raises(UsageError, match=f"{name} must be at least 1, got {value}"):
+    with pytest.raises(UsageError, match=f"`{name}` must be a whole number >= 1, got {value}"):
         BatchPlan.of(**{"batch": 16, name: value})
 
 
@@ -95,6 +95,6 @@ def test_what_is_not_said_follows_from_the_rest():
 
 def advice(error: UsageError) -> tuple[str, list[int]]:
     """Return the field that an error names, and the values that it suggests."""
-    found = re.fullmatch(r"(\w+)=\d+ .*nearest that (?:can|do): (\d+)(?: or (\d+))?", str(error))
+    found = re.fullmatch(r"`(\w+)`=\d+ .*nearest: (\d+)(?: or (\d+))?", str(error))
     assert found, error
     return found[1], [int(value) for value in found.groups()[1:] if value]

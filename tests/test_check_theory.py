@@ -13,6 +13,7 @@ import torch
 from console import refused, sngm
 
 from sngm import LARS, SNGM, theory
+from sngm.cli.check_theory import NAMES as NAMES_IN_HELP
 from sngm.paper import theory_checks
 from sngm.paper.theory_checks import batches, corollaries, findings, lemmas, problems, theorems
 from sngm.paper.theory_checks.problems import Phi, simulate
@@ -472,9 +473,9 @@ def test_the_table_is_printed(tmp_path):
 
 def test_what_cannot_be_run_is_refused(tmp_path):
     refused(sngm(f"check-theory --only theorem-4 --out {tmp_path}"), "theorem-4", "did you mean", "theorem-1")
-    refused(sngm(f"check-theory --seeds 1 --out {tmp_path}"), "--seeds must be at least 2")
+    refused(sngm(f"check-theory --seeds 1 --out {tmp_path}"), "--seeds must be a whole number >= 2")
     (tmp_path / "file").write_text("")
-    refused(sngm(f"check-theory --only lars --out {tmp_path / 'file'}"), "is no folder")
+    refused(sngm(f"check-theory --only lars --out {tmp_path / 'file'}"), "is not a folder")
 
 
 def test_the_theory_still_needs_no_torch():
@@ -489,7 +490,7 @@ def documented():
 
 
 def test_every_check_is_documented():
-    assert list(documented()) == list(theory_checks.CHECKS)
+    assert list(documented()) == list(theory_checks.CHECKS) == list(NAMES_IN_HELP)
 
 
 @pytest.mark.slow

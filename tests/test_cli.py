@@ -69,12 +69,26 @@ def test_help_comes_at_once_and_without_torch():
 
 
 @pytest.mark.parametrize("verb", ["", *VERBS])
-def test_help_shows_examples_before_options(verb):
+def test_help_says_what_the_command_does_then_shows_examples_before_options(verb):
     shown = sngm(f"{verb} --help")
     assert shown.code == 0
     assert shown.err == ""
+    usage, _, about = shown.out.partition("Examples")[0].strip().partition("\n")
+    assert usage.startswith("Usage:")
+    assert re.match(r"\s*[A-Z][^.]+\.", about)
     assert 0 < shown.out.index("Examples") < shown.out.index(f"sngm {verb}", shown.out.index("Examples"))
     assert shown.out.index("Examples") < shown.out.index("Options")
+
+
+@pytest.mark.parametrize("verb", ["train", "compare", "probe"])
+def test_help_groups_the_flags_of_commands_that_train(verb):
+    shown = sngm(f"{verb} --help").out
+    panels = re.findall(r"╭─ ([A-Z][a-z ]+?) ─", shown)
+    assert panels[:2] == ["Arguments", "Options"]
+    assert [p for p in panels[2:] if p != "Measurement"] == ["Run", "Recipe", "Batch split", "Execution", "Output"]
+    options = shown[shown.index("╭─ Options") : shown.index("╭─ Run")]
+    assert set(re.findall(r"--[a-z-]+", options)) == {"--help"}, "every other flag has a panel"
+    assert not re.search(r"--(json|deterministic|dry-run|restart) .*<bool>", shown)
 
 
 def test_every_verb_is_listed_with_one_sentence():
@@ -299,9 +313,9 @@ REFUSED = {
     "digits --method 'sngm(lr=3)'": ["--lr"],
     "digits --method 'sngm(nosuch=3)'": ["nosuch"],
     "digits --lr abc": ["--lr"],
-    "digits --lr 0": ["lr", "positive"],
-    "digits --lr -1": ["lr", "positive"],
-    "digits --lr nan": ["lr", "positive"],
+    "digits --lr 0": ["--lr", "finite number > 0"],
+    "digits --lr -1": ["--lr", "finite number > 0"],
+    "digits --lr nan": ["--lr", "finite number > 0"],
     "digits --lr 1e39": ["lr", "float32"],
     "digits --lr 0.1 --set weight_decay=1e300": ["weight_decay", "float32"],
     f"digits --lr 0.1 --set weight_decay=1{'0' * 400}": ["weight_decay", "float32"],
@@ -309,18 +323,18 @@ REFUSED = {
     "digits --out ''": ["follows --out is empty"],
     "digits --data-dir=": ["--data-dir is empty"],
     "''": ["follows train is empty"],
-    "digits --lr inf": ["lr", "positive"],
-    "digits --batch 0": ["batch", "at least 1"],
-    "digits --batch -3": ["batch", "at least 1"],
+    "digits --lr inf": ["--lr", "finite number > 0"],
+    "digits --batch 0": ["batch", ">= 1"],
+    "digits --batch -3": ["batch", ">= 1"],
     "digits --batch 1e9": ["--batch"],
     "digits --batch 1000000000": ["at most 1280"],
     "digits --batch 100 --workers 3": ["99 or 102"],
     "digits --batch 512 --micro 100": ["64 or 128"],
     "digits --batch 512 --bn-group 1000": ["512"],
-    "digits --workers 0": ["workers", "at least 1"],
-    "digits --epochs 0": ["epochs", "at least 1"],
+    "digits --workers 0": ["workers", ">= 1"],
+    "digits --epochs 0": ["epochs", ">= 1"],
     "digits --epochs 1.5": ["--epochs"],
-    "digits --seed -1": ["seed", "at least 0"],
+    "digits --seed -1": ["seed", ">= 0"],
     "digits --schedule nosuch": ["nosuch", "cosine"],
     "digits --schedule 'cosine(power=2)'": ["power"],
     "digits --schedule 'polynomial(power=-1)'": ["power"],
@@ -393,8 +407,8 @@ def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
 @pytest.mark.parametrize("line", [f"train digits {QUICK}", "compare --methods msgd --batches 512 --epochs 1"])
 def test_a_folder_that_is_a_file_is_refused(line):
     Path("file").write_text("mine")
-    refused(sngm(f"{line} --out file"), "file is no folder", "--out")
-    refused(sngm(f"{line} --out file/run"), "file", "no folder")
+    refused(sngm(f"{line} --out file"), "file is not a folder", "--out")
+    refused(sngm(f"{line} --out file/run"), "file", "not a folder")
     assert Path("file").read_text() == "mine"
 
 
@@ -582,7 +596,7 @@ def test_a_metric_that_is_no_number_is_told():
         warnings.simplefilter("default")  # as for users, not as errors
         shown = sngm(f"train {task} --epochs 1")
     assert shown.code == 0
-    assert "test_error is nan, which is no result" in shown.err
+    assert "test_error is nan, the run has no valid result" in shown.err
 
 
 def test_scores_without_the_metric_are_refused():

@@ -607,7 +607,9 @@ def test_a_server_with_another_file_is_refused_by_its_length(server, archive):
 def test_a_data_folder_that_is_a_file_is_refused_by_the_option_that_named_it():
     Path("file").write_text("")
     for folder in ("file", "file/inside"):
-        refused(sngm(f"data get cifar10 --data-dir {folder}"), f"{folder} is no folder; name another with --data-dir")
+        refused(
+            sngm(f"data get cifar10 --data-dir {folder}"), f"{folder} is not a folder; name another with --data-dir"
+        )
 
 
 def test_a_part_of_another_version_is_thrown_away(server, archive, tmp_path):

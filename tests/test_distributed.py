@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from waiting import PATIENCE
 
 from sngm.training import rng
-from sngm.training.optimizer import build_optimizer
+from sngm.training.build import build_optimizer
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]

@@ -206,7 +206,7 @@ def test_a_replayed_step_never_waits_for_the_device():
 
 def test_what_cannot_be_captured_goes_on_eagerly_or_is_refused(tmp_path):
     opaque = wanted(task="test_gpu_train:Opaque")
-    with pytest.warns(UserWarning, match="cannot be captured, going on without"):
+    with pytest.warns(UserWarning, match="cannot be captured, falling back to steps without CUDA graph"):
         found = made(tmp_path / "auto", opaque)
     assert (found["status"], found["timing"]["step"]) == ("finished", "eager")
     made(tmp_path / "eager", opaque, step="eager")

@@ -220,7 +220,7 @@ def test_an_absurd_size_is_refused_with_its_limit(line, said):
 
 
 def test_the_nearest_sizes_of_a_large_batch_are_found_at_once():
-    with pytest.raises(UsageError, match="nearest that do: 5 or 8"):
+    with pytest.raises(UsageError, match="nearest: 5 or 8"):
         resolve("digits", "sngm", lr=0.1, batch=10**12, micro=7)
 
 

@@ -183,7 +183,7 @@ def test_what_makes_no_sense_is_refused(device):
     with pytest.raises(ValueError, match="multiple of group=2, got 5"):
         norm(draw(5, 16, 2, 2, device=device))
     norm.weights = torch.ones(1, device=device)
-    with pytest.raises(ValueError, match="one value per group, 2 in this pass, got 1"):
+    with pytest.raises(ValueError, match=r"one value per BatchNorm group \(2 in this pass\), got 1"):
         norm(draw(4, 16, 2, 2, device=device))
     norm.group, norm.weights = 1, None
     with pytest.raises(ValueError, match="more than one value"):

@@ -38,12 +38,12 @@ def test_data_of_the_same_size_are_told_apart_too(tmp_path):
     assert "training.fingerprint" in found.err
 
 
-@pytest.mark.filterwarnings("default:.*data were others")
+@pytest.mark.filterwarnings("default:.*trained on different data")
 def test_an_evaluation_on_other_data_says_so():
     assert sngm(f"{LINE} --data-dir some --out run").code == 0
     found = sngm("eval run --data-dir others --device cpu")
     assert found.code == 0
-    assert "the run's data were others than these" in found.err
+    assert "this run was trained on different data" in found.err
     assert "test.samples: 16 there, 32 here" in found.err
 
 

@@ -155,7 +155,7 @@ def test_passes_are_as_large_as_the_task_or_the_user_says():
 @pytest.mark.parametrize("given", [{"norm": "batch"}, {"settings": {"dropout": 0.2}}])
 def test_models_that_would_mix_groups_or_draw_numbers_take_one_group_a_pass(given):
     assert passes(wanted(**given)) == [4] * 8
-    with pytest.raises(UsageError, match="a BatchNorm group at a time"):
+    with pytest.raises(UsageError, match="one BatchNorm group per pass"):
         passes(wanted(**given), pass_size=8)
 
 
@@ -310,7 +310,7 @@ def test_a_task_that_cannot_be_compiled_is_refused_or_goes_on_eagerly(tmp_path, 
     assert "\n" not in str(refusal.value)
     made(tmp_path / "eager", opaque)
     monkeypatch.setattr("sngm.training.build.choose", lambda *_: "compiled")
-    with pytest.warns(UserWarning, match="cannot be compiled, going on without"):
+    with pytest.warns(UserWarning, match="cannot be compiled, falling back to uncompiled steps"):
         found = made(tmp_path / "auto", opaque)
     assert found["timing"]["step"] == "eager"
     assert_same_end(tmp_path / "auto", tmp_path / "eager")

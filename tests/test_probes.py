@@ -659,7 +659,7 @@ def test_runs_are_held_beside_each_other_on_the_same_groups(tmp_path):
 def test_what_the_verb_cannot_do_is_one_line(tmp_path):
     (tmp_path / "empty").mkdir()
     refused(sngm("probe empty"), "holds no run")
-    refused(sngm("probe nowhere/at-all"), "nowhere/at-all is no folder of a run")
+    refused(sngm("probe nowhere/at-all"), "nowhere/at-all is not a folder of a run")
     refused(sngm("probe digit"), "did you mean 'digits'")
     refused(sngm("probe digits empty"), "only one task at a time")
     refused(sngm("probe empty --lr 0.1 --points 3"), "--lr, --points")

@@ -81,7 +81,7 @@ def test_plateau_divides_when_the_score_gets_no_better(text, history, expected):
     [
         (
             "cosin",
-            "no schedule is called 'cosin' (did you mean 'cosine'?); there are constant, cosine, linear",
+            "must be one of constant, cosine, linear, polynomial, plateau, got 'cosin' (did you mean 'cosine'?)",
         ),
         ("cosine(power=2)", "cosine has no setting 'power'; it has none"),
         ("plateau(wait=2)", "plateau has no setting 'wait'; it has factor, patience"),
@@ -101,5 +101,5 @@ def test_unknown_names_and_settings_are_refused(text, told):
 
 @pytest.mark.parametrize("warmup", [-1.0, math.nan, math.inf])
 def test_a_warm_up_that_is_no_length_is_refused(warmup):
-    with pytest.raises(UsageError, match="warmup must be a number of epochs"):
+    with pytest.raises(UsageError, match="`warmup` must be a finite number of epochs"):
         Schedule("constant", warmup)

@@ -18,12 +18,11 @@ from sngm.study import StudyConfig, launch
 from sngm.tasks import Moment, Schedule, Tensors
 from sngm.training import Options, RunConfig, RunFolder, resolve, train
 from sngm.training import load_model as load
-from sngm.training.build import prepare
+from sngm.training.build import RATES, build_optimizer, can_capture, prepare, set_rates
 from sngm.training.config import usual_precision
 from sngm.training.cost import measure
 from sngm.training.distributed import Processes
 from sngm.training.evaluate import Part, batches, evaluate
-from sngm.training.optimizer import RATES, build_optimizer, can_capture, set_rates
 
 CPU = torch.device("cpu")
 PAPER = "test_settings:Paper"

@@ -40,7 +40,7 @@ FAULTS = [
     ("training/loop.py", "if first == 0:\n        setup.recurrent_state.reset()", "setup.recurrent_state.reset()", "resume wikitext_task"),
     ("training/checkpoint.py", "if hashlib.sha256(content).hexdigest() == index[path.name] else None", "", "resume"),
     ("training/checkpoint.py", "map_location=device, weights_only=True", "map_location=device, weights_only=False", "resume"),
-    ("training/optimizer.py", "group |= {f\"initial_{key}\": group[key] for key in RATES if key in group}", "group |= {f\"initial_{key}\": config.lr for key in RATES if key in group}", "train settings"),
+    ("training/build.py", "group |= {f\"initial_{key}\": group[key] for key in RATES if key in group}", "group |= {f\"initial_{key}\": config.lr for key in RATES if key in group}", "train settings"),
     ("training/evaluate.py", "order = rng.permutation(count, rng.HOLDOUT)", "order = rng.permutation(count, config.seed, rng.HOLDOUT)", "study train"),
     ("training/rng.py", "state ^= state >> 31", "pass", "train resume"),
     ("training/config.py", "json.dumps(values, sort_keys=True)", "json.dumps(values)", "train"),

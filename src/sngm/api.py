@@ -335,11 +335,12 @@ def compare(
         (options)
         settings: settings of the methods or the task, by name.
         out: folder for the records. Default: runs/compare- and a name.
-        jobs: runs at a time. Default: one per core; on a GPU one, or four small ones with MPS.
+        jobs: runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
+            Multi-Process Service is running.
         progress: show a table of the runs as they finish.
 
     Raises:
-        sngm.errors.Failed: some runs failed. The others are recorded, and the same call tries those again.
+        sngm.errors.Failed: some runs failed. The others are finished; the same call repeats only the failed ones.
         sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
     """
     config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, execution.device)
@@ -356,7 +357,7 @@ Failures = list[tuple[RunConfig, dict[str, Any]]]
 def run_study(
     config: StudyConfig, folder: Path, execution: Execution, *, jobs: int | None, progress: bool
 ) -> tuple[Study, Failures]:
-    """Make the runs of a study that are missing; return the study and the runs that failed."""
+    """Run those runs of a study that have no result yet; return the study, and (config, record) of each failed run."""
     check_writable(folder)
     with study_progress(progress) as show, interrupt_on_signal():
         try:
@@ -367,11 +368,11 @@ def run_study(
 
 
 def failure(failed: Failures) -> Failed:
-    """Return the exception that tells of failed runs."""
+    """Return the exception that reports failed runs."""
     config, record = failed[0]
     return Failed(
         f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}; "
-        "the rest is done, and the same command tries those again"
+        "the other runs are finished; the same command repeats only the failed ones"
     )
 
 

@@ -58,7 +58,9 @@ def read_record(path: Path) -> dict[str, Any]:
     """
     record = read_json(path)
     if not isinstance(record, dict):
-        raise UsageError(f"{path} is not a record of sngm; name another folder")
+        raise UsageError(
+            f"{path} must contain a JSON object written by sngm, got {type(record).__name__}; choose another folder"
+        )
     if record.pop("digest", None) not in (None, digest(record)):
         raise BrokenRecord(f"{path} was changed after it was written: its digest does not match", record)
     return record
@@ -118,7 +120,7 @@ def check_writable(folder: Path, option: str = "--out") -> None:
     """Raise UsageError if a folder is not writable or cannot be created. Nothing is created."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise UsageError(f"{there} is no folder; name another with {option}")
+        raise UsageError(f"{there} is not a folder; name another with {option}")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass

@@ -56,7 +56,9 @@ def are_runs(what: Sequence[Any]) -> bool:
         if Path(word).is_dir():
             continue
         if len(words) > 1 or "/" in word:
-            raise UsageError(f"{word} is no folder of a run" + ("; only one task at a time" if len(words) > 1 else ""))
+            raise UsageError(
+                f"{word} is not a folder of a run" + ("; only one task at a time" if len(words) > 1 else "")
+            )
         tasks.find(word)  # refuses it with the names that there are
     return True
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from .errors import UsageError
 
+DATA_DIR = "Dataset folder. Default: $SNGM_DATA, else .data or ~/.cache/sngm."
 STEPS = ("auto", "eager", "compiled", "captured", "compiled+captured")
 
 
@@ -32,24 +33,45 @@ class RunOptions:
     lr: float | None = option("Learning rate. Default: the middle of the task's grid.")
     batch: int | None = option("Global batch, over all workers. Default: the task's smallest.")
     seed: int = option("Seed of initial weights, sample order, augmentation and dropout.", 0)
-    part: str = option("Train on the 'full' training set and test, or hold out a part to 'select' by.", "full")
+    part: str = option(
+        "full: train on the whole training set and score the test set. select: score a validation set, held out if the "
+        "task has none; the test set is not used.",
+        "full",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeOptions:
     """What every run of a study has in common; None takes the task's default."""
 
-    epochs: int | None = option("Passes over the training set. Default: the task's.")
-    workers: int | None = option("Data-parallel workers, simulated if processes are fewer. Default: the task's.")
-    micro: int | None = option("Samples of a micro-batch. Default: the task's, or a worker's whole share.")
-    bn_group: int | None = option("Samples that BatchNorm normalises together. Default: micro.")
-    running_stats: str | None = option("Keep BatchNorm statistics of the 'first' worker, or their 'mean'.")
-    schedule: str | None = option("constant, cosine, linear, polynomial(power=2) or plateau(factor=4,patience=0).")
-    warmup: float | None = option("Epochs of linear warm-up of the learning rate.")
-    clip: float | None = option("Clip the gradient norm to this; inf: no clipping, where the task clips.")
-    decay_on: str | None = option("Apply weight decay to 'weights' (no biases, no norm layers) or to 'all'.")
-    bias_lr: str | None = option("LARS and CLARS: learning rate of biases and norm layers, 'scaled' or 'full'.")
-    precision: str | None = option("float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, or float32.")
+    epochs: int | None = option("Passes over the training set. Default: the task's; for probe, 1.")
+    workers: int | None = option("Data-parallel workers; more than one per process are simulated. Default: the task's.")
+    micro: int | None = option(
+        "Samples per micro-batch. Default: the task's, else the worker's whole part of the batch."
+    )
+    bn_group: int | None = option("Samples that BatchNorm normalises together. Default: the micro-batch.")
+    running_stats: str | None = option(
+        "BatchNorm running statistics: of the first worker, as in DDP ('first'), or averaged over workers ('mean'). "
+        "Default: the task's."
+    )
+    schedule: str | None = option(
+        "Learning rate schedule: constant, cosine, linear, polynomial(power=2) or plateau(factor=4,patience=0). "
+        "Default: the task's."
+    )
+    warmup: float | None = option("Epochs of linear learning rate warm-up. Default: the task's.")
+    clip: float | None = option(
+        "Clip the gradient norm to this value; inf turns off the task's clipping. Default: the task's."
+    )
+    decay_on: str | None = option(
+        "Apply weight decay to 'weights' (not to biases and norm layers) or to 'all' parameters. Default: the task's."
+    )
+    bias_lr: str | None = option(
+        "Learning rate of biases and norm layers with LARS and CLARS: 'scaled' (trust_coefficient * lr) or 'full' "
+        "(lr). Default: the task's."
+    )
+    precision: str | None = option(
+        "float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, float32 on a CPU."
+    )
 
     def given(self) -> dict[str, Any]:
         """Return the options that were set."""
@@ -60,12 +82,16 @@ class RecipeOptions:
 class Execution:
     """How runs are executed, not what they compute (device and number of threads do change the last digits)."""
 
-    data_dir: Path | None = option("Folder that holds datasets.", envvar="SNGM_DATA")
+    data_dir: Path | None = option(DATA_DIR, envvar="SNGM_DATA", show_envvar=False)
     device: str | None = option("cpu, cuda or cuda:1. Default: the GPU if there is one.")
     deterministic: bool = option("Bit-identical reruns on a GPU, slower.", False)
-    step: str = option("auto, eager, compiled, captured or compiled+captured. Default: the task's.", "auto")
-    loaders: int | None = option("Worker processes that load batches. Default: the task's.")
-    pass_size: int | None = option("Most samples in one forward pass. Default: the task's.")
+    step: str = option(
+        "How a step is executed: eager, compiled (torch.compile), captured (CUDA graph) or compiled+captured. auto: "
+        "the task's choice on a GPU, eager on a CPU.",
+        "auto",
+    )
+    loaders: int | None = option("Data-loading processes, like num_workers of a DataLoader. Default: the task's.")
+    pass_size: int | None = option("Maximum samples per forward pass. Default: the task's.")
 
     def __post_init__(self) -> None:
         if self.step not in STEPS:
@@ -79,11 +105,13 @@ class Execution:
 class ProbeOptions:
     """Where and how precisely a task is measured."""
 
-    points: int = option("Points to measure at: start, end, and steps between.", 5)
+    points: int = option("Number of points to measure: start, end, and evenly between.", 5)
     steps: int | None = option("End the pilot run after this many steps.")
-    lambdas: tuple[float, ...] = option("lambda of the frontier L(lambda), by commas.", (0.0, 0.1, 1.0, 10.0, 100.0))
+    lambdas: tuple[float, ...] = option(
+        "Values of lambda for L(lambda), separated by commas.", (0.0, 0.1, 1.0, 10.0, 100.0)
+    )
     samples: int = option("Training samples that each point is measured on.", 256)
-    iterations: int = option("Most Hessian-vector products per point.", 20)
+    iterations: int = option("Maximum Hessian-vector products per point.", 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,12 +119,12 @@ class BudgetOptions:
     """A budget of gradients and the constants of a problem, for advice without a task."""
 
     gradients: float | None = option(
-        "A budget: gradients of single samples, epochs times samples. Of a text, a sample is a window of a stream "
-        "(bptt words), and an epoch has steps times batch of them."
+        "Budget in per-sample gradients: epochs * samples. For text, a sample is a window of bptt words: epochs * "
+        "steps per epoch * batch."
     )
-    gap: float | None = option("How far the loss at the start is above its minimum.")
-    L: float | None = option("Smoothness: the largest norm of the Hessian.")
-    sigma: float | None = option("Noise of a sample's gradient, a standard deviation.")
+    gap: float | None = option("Initial loss minus minimal loss.")
+    L: float | None = option("Smoothness constant: the largest absolute eigenvalue of the Hessian.")
+    sigma: float | None = option("Standard deviation of a per-sample gradient.")
     beta: float | None = option("Momentum. Default: 0.9.")
     lam: float | None = option("lambda of relaxed smoothness, L + lam |g|. Default: 0.")
 

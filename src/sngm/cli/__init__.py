@@ -17,6 +17,7 @@ from .options import examples, verbs
 app = typer.Typer(
     name="sngm",
     no_args_is_help=True,
+    add_completion=False,
     rich_markup_mode="rich",
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -26,16 +27,18 @@ app = typer.Typer(
 
 @app.callback(
     invoke_without_command=True,
-    help=examples(
+    help="Train with large batches without losing accuracy, and compare methods for it.\n\n"
+    + examples(
         "sngm compare",
         "sngm train digits --method sngm --lr 0.1 --batch 512",
         "sngm compare digits --methods msgd,sngm --batches 32,512 --seeds 5",
         "torchrun --nproc-per-node 2 -m sngm train digits --method sngm --lr 0.1 --batch 512",
-    )
-    + "\n\nTrain with large batches without losing accuracy, and compare the methods that promise it.",
+    ),
 )
 def top(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and exit.", is_eager=True)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", metavar="", help="Print the version and exit.", is_eager=True)
+    ] = False,
 ) -> None:
     """Handle options that come before a command."""
     if version:

@@ -23,29 +23,31 @@ EXAMPLES = (
 
 def advise(
     what: Annotated[
-        str | None, typer.Argument(help="A task, by name or as file.py:Class; or a folder of sngm probe.")
+        str | None, typer.Argument(help="A task (name or file.py:Class), or a folder written by sngm probe.")
     ] = None,
     *,
     from_sgd: Annotated[
         str | None,
         typer.Option("--from-sgd", help="Your SGD recipe: lr=..,batch=.. and weight_decay, momentum, epochs."),
     ] = None,
-    to_batch: Annotated[int | None, typer.Option("--to-batch", help="Batch of SNGM.")] = None,
+    to_batch: Annotated[int | None, typer.Option("--to-batch", help="Target batch size for SNGM.")] = None,
     budget: BudgetOptions,
     pilot_steps: Annotated[
         int | None, typer.Option("--pilot-steps", help="End the pilot run after this many steps.")
     ] = None,
-    settings: Annotated[list[str] | None, typer.Option("--set", help="key=value: a setting of the task.")] = None,
+    settings: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value, a setting of the task; repeatable.")
+    ] = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for page and record. Default: runs/advise- and a name.")
+        Path | None, typer.Option("--out", "-o", help="Output folder. Default: runs/advise-TASK-GOAL-HASH.")
     ] = None,
     data_dir: DATA = None,
     device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
-    """Advise on batch size and learning rate. With --from-sgd, carry an SGD recipe over to SNGM at a larger batch; with
-    --gradients, say how large a batch each method's bound allows. Each number says whether it is measured, theory or a
-    rule of thumb.
+    """Suggest a batch size and a learning rate. With --from-sgd and --to-batch, convert an SGD recipe to SNGM at a
+    larger batch; with --gradients, compute how large a batch each method's bound allows. Every number is marked as
+    given, measured, theory or rule of thumb.
     """
     from .. import measure, tasks
     from ..advice.page import plain, write

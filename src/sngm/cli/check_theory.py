@@ -17,6 +17,11 @@ if TYPE_CHECKING:
     from ..paper.theory_checks import Finding
 
 SEEDS = 20
+NAMES = (  # of theory_checks.CHECKS, which imports torch
+    "lemma-1", "msgd-bound", "lemma-2", "lars", "lemma-3", "training", "theorem-1", "corollary-1", "batch-limit-msgd",
+    "batch-limit-sngm", "batch-larger", "batch-larger-tuned", "theorem-2", "corollary-2", "theorem-3", "lars-bound",
+    "block-bounds", "block-speed",
+)  # fmt: skip
 EXAMPLES = (
     "sngm check-theory",
     "sngm check-theory --only theorem-1,lars",
@@ -25,8 +30,11 @@ EXAMPLES = (
 
 
 def check_theory(
-    only: Annotated[str | None, typer.Option(help="Names of checks, separated by commas. Default: all.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the report. Default: in runs/.")] = None,
+    only: Annotated[
+        str | None,
+        typer.Option(help=f"Checks to run, separated by commas, of {', '.join(NAMES)}. Default: all."),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Output folder. Default: a folder in runs/.")] = None,
     seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = SEEDS,
     as_json: JSON = False,
 ) -> None:
@@ -44,9 +52,9 @@ def check_theory(
     names = list(CHECKS) if only is None else split_list(only)
     for name in names:
         if name not in CHECKS:
-            raise UsageError(f"no check is called {name!r}{nearest(name, list(CHECKS))}; there are {', '.join(CHECKS)}")
+            raise UsageError(f"--only must be of {', '.join(CHECKS)}, got {name!r}{nearest(name, list(CHECKS))}")
     if seeds < 2:
-        raise UsageError(f"--seeds must be at least 2, for intervals; got {seeds}")
+        raise UsageError(f"--seeds must be a whole number >= 2, got {seeds}: an interval needs two values")
     part = "" if only is None else "-" + "-".join(names)
     folder = out or Path("runs") / f"check-theory{part}{'' if seeds == SEEDS else f'-{seeds}-seeds'}"
     check_folder(folder, "findings.json")

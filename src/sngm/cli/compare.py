@@ -11,7 +11,7 @@ import typer
 
 from ..options import Execution, RecipeOptions, as_dict
 from ..parsing import numbers, parse_settings, split_list, whole_numbers
-from .options import DRY, JSON, OUT, SET, TASK
+from .options import DRY, JSON, SET, TASK
 
 EXAMPLES = (
     "sngm compare",
@@ -24,22 +24,35 @@ EXAMPLES = (
 def compare(
     task: TASK = "digits",
     *,
-    methods: Annotated[str, typer.Option(help="Names, by commas, with settings in brackets.")] = "msgd,lars,sngm",
-    batches: Annotated[str | None, typer.Option(help="Global batches, by commas. Default: the task's.")] = None,
-    lrs: Annotated[str | None, typer.Option(help="Learning rates to try, by commas. Default: the task's.")] = None,
-    seeds: Annotated[int, typer.Option(help="Number of runs that a result is the mean of.")] = 3,
+    methods: Annotated[
+        str,
+        typer.Option(help='Methods, separated by commas; settings in parentheses: "sngm(weight_decay=8e-4)".'),
+    ] = "msgd,lars,sngm",
+    batches: Annotated[
+        str | None, typer.Option(help="Global batch sizes, separated by commas. Default: the task's.")
+    ] = None,
+    lrs: Annotated[
+        str | None, typer.Option(help="Learning rates to try, separated by commas. Default: the task's.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(help="Seeds per result; the table shows their mean.")] = 3,
     recipe: RecipeOptions,
     settings: SET = None,
-    out: OUT = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output folder. Default: runs/compare-TASK-HASH.")
+    ] = None,
     execution: Execution,
     jobs: Annotated[
-        int | None, typer.Option(help="Runs at a time. Default: one a core; one on a GPU, four small ones with MPS.")
+        int | None,
+        typer.Option(
+            help="Runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's "
+            "Multi-Process Service is running."
+        ),
     ] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Which method keeps its accuracy at your batch size? Each method at each batch size gets as many learning
-    rates to try on a validation split; the best is trained on the whole training set with every seed and tested.
+    """Compare methods across batch sizes. Every method tries the same number of learning rates on a validation split;
+    the best one is trained on the whole training set with every seed and tested. Run the same command again to resume.
     """
     from .. import api
     from ..study.launch import check_jobs

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import DataMissing, Interrupted, UsageError
+from ..options import DATA_DIR
 from .options import DATA, JSON, examples, verbs
 
 if TYPE_CHECKING:
@@ -27,16 +28,14 @@ app = typer.Typer(
 verb = verbs(app)
 
 # for the commands of `sngm data`, without SNGM_DATA: it was read before and must not override a --data-dir given there
-OWN_DATA = Annotated[
-    Path | None, typer.Option("--data-dir", help="Folder that holds datasets. Default: that of SNGM_DATA.")
-]
+OWN_DATA = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR)]
 MAX_SHOWN = 10  # problems in one message; --json lists all
 INTERVAL = 5.0  # seconds between two lines of progress
 
 
 @app.callback(
-    help=examples("sngm data", "sngm data --data-dir ~/datasets", "sngm data get cifar10", "sngm data check")
-    + "\n\nList which datasets the tasks need, and which are present."
+    help="List which datasets the tasks need, and which are present.\n\n"
+    + examples("sngm data", "sngm data --data-dir ~/datasets", "sngm data get cifar10", "sngm data check")
 )
 def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = False) -> None:
     """List the datasets of all tasks; options given before a command of `sngm data` apply to that command."""
@@ -75,7 +74,7 @@ def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = Fals
 def get(
     context: typer.Context,
     dataset: Annotated[str, typer.Argument(help="cifar10 or cifar100.")],
-    form: Annotated[str, typer.Option(help="binary or python: as published; both hold the same.")] = "binary",
+    form: Annotated[str, typer.Option(help="Archive format, binary or python; same content.")] = "binary",
     data_dir: OWN_DATA = None,
     as_json: JSON = False,
 ) -> None:

@@ -19,7 +19,7 @@ def evaluate(
     device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
-    """Test the trained model of a run again, and compare with the record."""
+    """Evaluate the trained model of a run again, and print the scores beside the recorded ones."""
     from ..files import finite
     from ..training import RunFolder, score
     from ..training.distributed import choose_device

@@ -24,8 +24,8 @@ from ..errors import DataMissing, Failed, Interrupted, UsageError
 from ..progress import note
 
 OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
-CODES = """Exit codes: 0 ok, 1 failed, 2 usage (an unknown method, task or setting too), 3 data missing or broken,
-4 diverged, 130 interrupted."""
+CODES = """Exit codes: 0 ok, 1 failed, 2 usage error (also an unknown method, task or setting), 3 data missing or
+broken, 4 diverged, 130 interrupted."""
 
 PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException of typer's own click
 
@@ -151,7 +151,7 @@ def run_verb(app: typer.Typer) -> None:
     except FileNotFoundError as error:
         leave(USAGE, f"{error.strerror}: {error.filename}" if error.filename else str(error))
     except (FileExistsError, NotADirectoryError) as error:
-        leave(USAGE, f"{error.filename} is no folder; name another with --out")
+        leave(USAGE, f"{error.filename} is not a folder; name another with --out")
     except OSError as error:
         if error.errno == errno.ENAMETOOLONG:
             leave(USAGE, f"{error.strerror}: {str(error.filename)[:80]}...; give a shorter one")

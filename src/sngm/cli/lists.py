@@ -32,7 +32,7 @@ def tasks(as_json: JSON = False) -> None:
 
 
 def methods(as_json: JSON = False) -> None:
-    """List the methods, with the settings each has."""
+    """List the methods (optimizers) with their settings and defaults."""
     import inspect
 
     from ..optim import registry
@@ -55,7 +55,7 @@ def methods(as_json: JSON = False) -> None:
 
 
 def doctor(as_json: JSON = False) -> None:
-    """Say what this installation has, and whether it can train."""
+    """Print versions and hardware, and train one epoch of digits as a test of the installation."""
     import shutil
     import tempfile
 

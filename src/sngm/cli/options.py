@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import inspect
 import re
@@ -12,22 +13,37 @@ from typing import Annotated, Any
 
 import typer
 
-from ..options import parameters_of
+from ..options import DATA_DIR, RecipeOptions, parameters_of
 from ..parsing import numbers
 
-JSON = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout, and nothing else there.")]
-DRY = Annotated[bool, typer.Option("--dry-run", "-n", help="Show what would be run, and run nothing.")]
-DATA = Annotated[Path | None, typer.Option("--data-dir", envvar="SNGM_DATA", help="Folder that holds datasets.")]
+JSON = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print the result as JSON on stdout; messages go to stderr.")
+]
+DRY = Annotated[
+    bool,
+    typer.Option("--dry-run", "-n", metavar="", help="Print the plan with estimated cost and exit; write nothing."),
+]
+DATA = Annotated[Path | None, typer.Option("--data-dir", envvar="SNGM_DATA", show_envvar=False, help=DATA_DIR)]
 DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")]
-OUT = Annotated[Path | None, typer.Option("--out", "-o", help="Folder for the records. Default: runs/ and a name.")]
-SET = Annotated[list[str] | None, typer.Option("--set", help="key=value: a setting of the method or the task.")]
+SET = Annotated[
+    list[str] | None, typer.Option("--set", help="key=value, a setting of the method or the task; repeatable.")
+]
 TASK = Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your own as file.py:Class.")]
+PANELS = {  # of the help pages of commands that train, in this order
+    "Run": "method methods lr lrs batch batches seed seeds part epochs",
+    "Measurement": "points steps lambdas samples iterations",
+    "Recipe": "schedule warmup clip decay_on bias_lr precision settings",
+    "Batch split": "workers micro bn_group running_stats pass_size",
+    "Execution": "device data_dir step loaders deterministic jobs",
+    "Output": "out as_json dry_run track checkpoint_every restart",
+}
+PANEL_OF = {name: panel for panel, names in PANELS.items() for name in names.split()}
 
 Verb = Callable[..., None]
 
 
 def examples(*lines: str) -> str:
-    """Return the examples at the top of a help page."""
+    """Return the examples of a help page."""
     return "[bold]Examples[/bold]\n\n" + "\n\n".join(f"[cyan]{line}[/cyan]" for line in lines)
 
 
@@ -35,12 +51,12 @@ def verbs(app: typer.Typer) -> Callable[..., Callable[[Verb], Verb]]:
     """Return a decorator that adds functions to an application as commands."""
 
     def verb(*lines: str, name: str | None = None) -> Callable[[Verb], Verb]:
-        """Add a function as a command, whose help shows these examples above the function's docstring."""
+        """Add a function as a command, whose help shows the function's docstring and these examples."""
 
         def decorate(function: Verb) -> Verb:
             about = " ".join((function.__doc__ or "").split())
             short = re.split(r"(?<=[.?]) ", about)[0]
-            app.command(name, help=f"{examples(*lines)}\n\n{about}", short_help=short)(with_flags(function))
+            app.command(name, help=f"{about}\n\n{examples(*lines)}", short_help=short)(with_flags(function))
             return function
 
         return decorate
@@ -49,7 +65,10 @@ def verbs(app: typer.Typer) -> Callable[..., Callable[[Verb], Verb]]:
 
 
 def with_flags(function: Verb) -> Verb:
-    """Replace each parameter that is annotated with a dataclass by a flag for each of its fields."""
+    """Replace each parameter that is annotated with a dataclass by a flag for each of its fields.
+
+    The help of commands with a recipe, which have many flags, groups them in `PANELS`.
+    """
     hints = typing.get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
     parameters: list[inspect.Parameter] = []
@@ -59,6 +78,9 @@ def with_flags(function: Verb) -> Verb:
         else:
             kind = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
+
+    if RecipeOptions in groups.values():
+        parameters = sorted(map(_in_panel, parameters), key=_panel_number)
 
     def call(**given: Any) -> None:
         built = {}
@@ -77,11 +99,27 @@ def with_flags(function: Verb) -> Verb:
     return call
 
 
+def _panel_number(parameter: inspect.Parameter) -> int:
+    """Return the position of a parameter's panel on the help page; arguments come first."""
+    return list(PANELS).index(PANEL_OF[parameter.name]) if parameter.name in PANEL_OF else -1
+
+
+def _in_panel(parameter: inspect.Parameter) -> inspect.Parameter:
+    """Return a typer parameter with its panel; its annotation is copied, since commands share some."""
+    if parameter.name not in PANEL_OF:
+        return parameter
+    kind, option = typing.get_args(parameter.annotation)
+    option = copy.copy(option)
+    option.rich_help_panel = PANEL_OF[parameter.name]
+    return parameter.replace(annotation=Annotated[kind, option])
+
+
 def _flag(parameter: inspect.Parameter, group: Any) -> inspect.Parameter:
     """Return a dataclass field as a typer parameter; a tuple of numbers becomes comma-separated text."""
     (field,) = [f for f in dataclasses.fields(group) if f.name == parameter.name]
     kind, default = parameter.annotation, parameter.default
     if isinstance(default, tuple):
         kind, default = str, ",".join(f"{value:g}" for value in default)
-    option = typer.Option(f"--{parameter.name.replace('_', '-')}", **field.metadata)
+    more: dict[str, Any] = {"metavar": ""} if kind is bool else {}
+    option = typer.Option(f"--{parameter.name.replace('_', '-')}", **field.metadata, **more)
     return parameter.replace(annotation=Annotated[kind, option], default=default)

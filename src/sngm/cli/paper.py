@@ -19,19 +19,20 @@ if TYPE_CHECKING:
     from ..paper.experiments import Item
 
 app = typer.Typer(
-    no_args_is_help=True, short_help="The paper's tables, our results beside them, and the runs behind those."
+    no_args_is_help=True,
+    short_help="Compare the paper's tables with our results, and run the missing experiments.",
 )
 verb = verbs(app)
 
 ITEM = Annotated[str, typer.Argument(help="An experiment, such as table-2; sngm paper list shows all.")]
-RESULTS = Annotated[Path, typer.Option("--results", help="Folder of the kept runs.")]
+RESULTS = Annotated[Path, typer.Option("--results", help="The results folder, with a file of runs for each task.")]
 FOLDER = Path("results")
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
 @app.callback(
-    help=examples("sngm paper list", "sngm paper show table-2", "sngm paper run table-2 --cells SNGM@8192 --dry-run")
-    + "\n\nThe tables of the paper, our results beside them, and commands to make the missing runs."
+    help="Compare the paper's tables with our results, and run the missing experiments.\n\n"
+    + examples("sngm paper list", "sngm paper show table-2", "sngm paper run table-2 --cells SNGM@8192 --dry-run")
 )
 def top() -> None:
     """Set the help of `sngm paper`."""
@@ -99,22 +100,22 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
 def run(
     item: ITEM,
     cells: Annotated[
-        str | None, typer.Option(help="Rows, batches or ROW@BATCH, separated by commas. Default: all.")
+        str | None, typer.Option(help="Table cells: ROW, BATCH or ROW@BATCH, separated by commas. Default: all.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(help="Seeds of each result. Default: the experiment's.")] = None,
+    seeds: Annotated[int | None, typer.Option(help="Seeds per result. Default: the experiment's.")] = None,
     budget: Annotated[
         str | None, typer.Option(help="Stop after this time, such as 25m; the same command resumes.")
     ] = None,
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for unfinished runs.")] = Path("runs/paper"),
+    out: Annotated[Path, typer.Option("--out", "-o", help="Working folder of the runs.")] = Path("runs/paper"),
     results: RESULTS = FOLDER,
     data_dir: DATA = None,
     device: DEVICE = None,
-    jobs: Annotated[int | None, typer.Option(help="Runs of a cell at a time; always one in tables of times.")] = None,
+    jobs: Annotated[int | None, typer.Option(help="Runs of a cell in parallel; always 1 for tables of times.")] = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Make the missing runs of an experiment, and keep each as soon as it has finished. The same command resumes; runs
-    of other machines count if their lines are in the results.
+    """Run the missing runs of an experiment and add each to --results as it finishes. Needs a git checkout without
+    uncommitted changes. Run the same command again to resume; runs in --results from other machines count.
     """
     from ..paper import experiments
     from ..paper import run as making
@@ -158,7 +159,10 @@ def add(
     folders: Annotated[list[Path], typer.Argument(help="Folders of finished runs, of studies, or of results.")],
     results: RESULTS = FOLDER,
 ) -> None:
-    """Add runs from run folders, studies, or another machine's results. Unfinished runs are left out."""
+    """Add finished runs to --results, from run folders, studies or another results folder.
+
+    Unfinished runs are skipped.
+    """
     from ..files import check_writable, read_record
     from ..paper.results import FILE, REPEATED, from_folder, keep, read_lines
     from ..training.run_folder import FINISHED
@@ -181,7 +185,7 @@ def add(
         raise UsageError(f"none of the {unfinished} runs has finished; resume them first")
     new, repeated = keep(lines, results)
     of_these = f", {repeated} of them a repeat of another" if repeated else ""
-    left_out = f"; {unfinished} unfinished ones were left out" if unfinished else ""
+    left_out = f"; {unfinished} unfinished ones were skipped" if unfinished else ""
     print(f"{new} of {len(lines)} runs are new in {results}{of_these}{left_out}")
 
 
@@ -189,9 +193,11 @@ def add(
 def report(
     results: RESULTS = FOLDER,
     readme: Annotated[Path | None, typer.Option(help="Page with the table. Default: README.md by the results.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="Write nothing; fail if a page is not up to date.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", metavar="", help="Write nothing; fail if a page is not up to date.")
+    ] = False,
 ) -> None:
-    """Write the pages of the kept runs: results/README.md, the runs of each task, the figures, the README's table."""
+    """Write the result pages: results/README.md, one page per task, figures, and the table in the README."""
     from ..files import check_writable
     from ..paper import document
 
@@ -204,8 +210,8 @@ def report(
     if check:
         if wrong := document.stale(results, page):
             raise UsageError(
-                f"these files differ from the kept runs: {', '.join(map(str, wrong))}; if the runs are right (see git "
-                "diff), sngm paper report writes them again"
+                f"these files differ from the runs in the results folder: {', '.join(map(str, wrong))}; if the runs "
+                "are right (see git diff), sngm paper report writes them again"
             )
         print(f"every page agrees with the runs{'' if page else '; no README.md has markers for the table'}")
         return
@@ -217,7 +223,7 @@ def report(
 def _folder(results: Path, warn: bool = False) -> Path:
     """Return the results folder; only the default one may be missing, which means that nothing has been run here."""
     if not results.is_dir() and (results != FOLDER or results.exists()):
-        raise UsageError(f"no folder {results}; name the folder of the kept runs with --results, or create it")
+        raise UsageError(f"no folder {results}; name the results folder with --results, or create it")
     if warn and not results.exists():
         print("sngm: no folder results here, so no run is known; a clone of sngm has one", file=sys.stderr)
     return results

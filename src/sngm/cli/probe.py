@@ -31,14 +31,15 @@ def probe(
     recipe: RecipeOptions,
     settings: SET = None,
     out: Annotated[
-        Path | None, typer.Option("--out", "-o", help="Folder for the record. Default: runs/ and a name, for a task.")
+        Path | None, typer.Option("--out", "-o", help="Output folder. Default for a task: runs/probe-TASK-HASH.")
     ] = None,
     execution: Execution,
     as_json: JSON = False,
 ) -> None:
-    """Measure the constants of the theory: sigma and the gradient noise scale, L, the frontier of relaxed smoothness,
-    rho and cos of the blocks. Of a task, along a short pilot run (of one epoch, if --epochs is not given); of runs, at
-    their last checkpoints, to compare how sharp the minima are. The cost is printed before it begins.
+    """Measure gradient noise and curvature. For a task, measure along a short pilot run; for run folders, at their last
+    checkpoints, to compare the sharpness of minima. Measures sigma and the gradient noise scale, the Hessian norm L,
+    L(lambda) of relaxed smoothness, and rho and cos of the per-tensor gradient norms. Prints the cost before it starts.
+    With run folders, only --samples, --iterations, --bn-group, --data-dir, --device, --out and --json apply.
     """
     from .. import measure
     from ..files import check_folder, finite

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,7 +13,7 @@ from ..environment import is_first
 from ..options import Execution, RecipeOptions, RunOptions, as_dict
 from ..parsing import parse_settings
 from .exit_codes import DIVERGED
-from .options import DRY, JSON, OUT, SET, TASK
+from .options import DRY, JSON, SET, TASK
 
 EXAMPLES = (
     "sngm train digits --method sngm --lr 0.1 --batch 512",
@@ -29,15 +30,21 @@ def train(
     run: RunOptions,
     recipe: RecipeOptions,
     settings: SET = None,
-    out: OUT = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="Output folder. Default: runs/TASK-METHOD-HASH.")
+    ] = None,
     execution: Execution,
-    checkpoint_every: Annotated[int | None, typer.Option(help="Steps. Default: about once a minute.")] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(help="Steps between checkpoints. Default: about one checkpoint a minute.")
+    ] = None,
     track: Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")] = None,
-    restart: Annotated[bool, typer.Option("--restart", help="Discard what --out holds of this run.")] = False,
+    restart: Annotated[
+        bool, typer.Option("--restart", metavar="", help="Delete this run's files in --out and train from the start.")
+    ] = False,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Train once. The same command again resumes a run that was stopped, and does not repeat a finished one."""
+    """Train a model once. Run the same command again to resume a stopped run; a finished run is not repeated."""
     from .. import api
     from ..training import Options
     from .plans import outcome, show_plan, warn_of_slow

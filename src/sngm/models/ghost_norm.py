@@ -64,7 +64,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         if self.weights is not None:
             if len(self.weights) != groups:
                 raise ValueError(
-                    f"weights must have one value per group, {groups} in this pass, got {len(self.weights)}"
+                    f"weights must have one value per BatchNorm group ({groups} in this pass), got {len(self.weights)}"
                 )
             return self.weights, self.keep, batches
         if self.momentum is None:

@@ -88,7 +88,10 @@ class WordLSTM(nn.Module):
         return self.decoder(features)  # type: ignore[no-any-return]
 
     def loss(self, features: Tensor, targets: Tensor, *, reduction: str = "mean", chunk: int | None = None) -> Tensor:
-        """Return the cross entropy of targets of shape (batch, length): see :func:`vocabulary_loss`."""
+        """Return the cross-entropy loss of `targets`, of shape (batch, length), given the features.
+
+        See :func:`vocabulary_loss`.
+        """
         if features.shape[:-1] != targets.shape:
             raise ValueError(f"targets must be of shape {tuple(features.shape[:-1])}, got {tuple(targets.shape)}")
         # time first, the memory layout of the features

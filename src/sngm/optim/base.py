@@ -13,12 +13,23 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, kernels
-from .buckets import Bucket, Closure, Work, as_dense, evaluate, lr_of, state_dtype
+from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 from .hooks import with_hooks_if_any
+from .norms import sum_dtype
 from .sharded_norms import local, local_gradient
 from .state import StatefulOptimizer
 
 grad_of = attrgetter("grad")
+
+
+def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
+    """Return the group's learning rate: a number, or a 0-d tensor if its value is on a device."""
+    lr: float | Tensor = group[key]
+    if not isinstance(lr, Tensor):
+        return lr
+    if lr.device.type == "cpu" and not torch.compiler.is_compiling():
+        return lr.item()
+    return lr.reshape(()).to(sum_dtype(lr.device))  # products with other settings must not be rounded to float32
 
 
 class LargeBatchOptimizer(StatefulOptimizer):

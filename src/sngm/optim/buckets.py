@@ -171,16 +171,6 @@ def evaluate(closure: Closure | None) -> Any:
         return closure()
 
 
-def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
-    """Return the group's learning rate: a number, or a 0-d tensor if its value is on a device."""
-    lr: float | Tensor = group[key]
-    if not isinstance(lr, Tensor):
-        return lr
-    if lr.device.type == "cpu" and not torch.compiler.is_compiling():
-        return lr.item()
-    return lr.reshape(()).to(sum_dtype(lr.device))  # products with other settings must not be rounded to float32
-
-
 def state_dtype(p: Tensor) -> torch.dtype:
     """Return the dtype of the state: float32 for low-precision parameters, else the parameter's own dtype."""
     return torch.float32 if p.dtype in LOW_PRECISION else p.dtype

@@ -57,11 +57,11 @@ def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None
     if grad.size() != shape:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "
-            "call zero_grad() and compute it anew"
+            "call zero_grad() and run backward() again"
         )
     if grad.device != device:
         raise ValueError(
-            f"a gradient is on {grad.device}, but its parameter on {device}; call zero_grad() and compute it anew"
+            f"a gradient is on {grad.device}, but its parameter on {device}; call zero_grad() and run backward() again"
         )
 
 

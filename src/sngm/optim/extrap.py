@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer
-from .buckets import as_dense, evaluate, lr_of, state_dtype
+from .base import LargeBatchOptimizer, lr_of
+from .buckets import as_dense, evaluate, state_dtype
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
 from .norms import upcast

@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer
-from .buckets import Bucket, Work, lr_of
+from .base import LargeBatchOptimizer, lr_of
+from .buckets import Bucket, Work
 from .heavy_ball import Coefficient, axpy_, one_by_one, same_layout, update_params
 from .lars import bounds, clip
 from .norms import upcast

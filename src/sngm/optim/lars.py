@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer
-from .buckets import Bucket, Work, lr_of
+from .base import LargeBatchOptimizer, lr_of
+from .buckets import Bucket, Work
 from .heavy_ball import Rule, heavy_ball, update_params
 from .kernels.table_schema import VARIANTS
 

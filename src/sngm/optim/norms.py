@@ -62,7 +62,10 @@ def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: floa
 
 
 def _in_float64(t: Tensor, other: Tensor | None, alpha: float | Tensor) -> float:
-    """Return the squared norm of one tensor: slow, but correct if squares overflow or underflow float32."""
+    """Return the squared norm of `t`, or of ``t + alpha * other``, in float64.
+
+    Slow, but correct if squares overflow or underflow float32.
+    """
     total = 0.0
     for piece, others in _pieces(t, other):
         if others is not None:
@@ -122,7 +125,10 @@ def _reduce(t: Tensor, parts: list[Tensor]) -> int:
 
 
 def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts: list[Tensor], scratch: Tensor) -> int:
-    """Do the same for a tensor that must first be upcast or added to another, in pieces that fit the cache."""
+    """Append the norms of the rows of `t`, or of ``t + alpha * other``, to `parts`; return their number.
+
+    Works like :func:`_reduce`, but in pieces that fit the cache, each computed in `scratch` in float32 or better.
+    """
     count = 0
     for piece, others in _pieces(t, other):
         out = scratch[: piece.numel()]

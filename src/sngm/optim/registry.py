@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -154,6 +155,22 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
     >>> type(create("torch.optim:RMSprop", [w], lr=0.1)).__name__
     'RMSprop'
     """
+    build = builder(name, settings)
+    lr = inspect.signature(build).parameters.get("lr")
+    if lr is not None and lr.default is lr.empty:
+        raise TypeError(f"{name} needs a value for 'lr'")
+    return build(params)
+
+
+def builder(name: str, settings: dict[str, Any]) -> functools.partial[torch.optim.Optimizer]:
+    """Return a function ``(params, lr=...) -> optimizer`` that builds a method with these settings.
+
+    Raises:
+        TypeError: the method does not have one of the settings, or needs another besides `lr`.
+
+    >>> builder("msgd", {"nesterov": True}).keywords
+    {'momentum': 0.9, 'nesterov': True}
+    """
     method = find(name)
     arguments = {**method.settings, **settings}
     signature = inspect.signature(method.build)
@@ -164,9 +181,9 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
             raise TypeError(f"{name} has no setting {key!r}{nearest(key, allowed)}; it has {', '.join(allowed)}")
     for key, parameter in signature.parameters.items():
         needed = parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
-        if key in allowed and needed and key not in arguments:
+        if key in allowed and needed and key not in (*arguments, "lr"):
             raise TypeError(f"{name} needs a value for {key!r}")
-    return method.build(params, **arguments)
+    return functools.partial(method.build, **arguments)
 
 
 def settings_of(name: str) -> list[str]:
@@ -185,8 +202,8 @@ def find(name: str) -> Method:
     if ":" not in name:
         if name not in METHODS:
             raise ValueError(
-                f"no method is called {name!r}{nearest(name, names())}; "
-                f"there are {', '.join(names())}, and any class as 'package.module:Class'"
+                f"method must be one of {', '.join(names())}, or any class as 'package.module:Class', "
+                f"got {name!r}{nearest(name, names())}"
             )
         return METHODS[name]
     module, _, attribute = name.partition(":")

@@ -106,9 +106,9 @@ class Shards:
         most, least = limits[0].item(), -limits[1].item()
         if most != least:
             raise ValueError(
-                f"norms of single tensors over norm_group need a slice of every tensor on every rank, in the same "
-                f"order, but its ranks hold from {least} to {most} parameters ({here} here); where each rank owns "
-                "whole tensors, leave norm_group out"
+                f"all ranks of norm_group must hold the same number of parameters, got {least} to {most} ({here} on "
+                "this rank): norms of single tensors need a slice of every tensor on every rank, in the same order; if "
+                "each rank holds whole tensors (ZeRO, pipeline stages), use norm_group=None"
             )
         self._counted = True
 

@@ -1,5 +1,5 @@
-"""The results as pages, made from the kept runs alone: results/README.md, a page of runs for each task, the figures,
-and the first table of the project's README."""
+"""The results as pages, made from the results folder alone: results/README.md, a page of runs for each task, the
+figures, and the first table of the project's README."""
 
 from __future__ import annotations
 

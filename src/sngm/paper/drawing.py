@@ -1,4 +1,4 @@
-"""The paper's figures, and its tables as figures, from the kept runs."""
+"""The paper's figures, and its tables as figures, from the results folder."""
 
 from __future__ import annotations
 

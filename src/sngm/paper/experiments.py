@@ -183,4 +183,4 @@ def find(name: str) -> Item:
     names = list(dict.fromkeys([*(figure.name for figure in FIGURES), "table-1", *(item.name for item in ITEMS)]))
     parts = [item.name for item in ITEMS if named and item.name.startswith(f"{named}-")]
     hint = f" (did you mean {' or '.join(parts)}?)" if parts else nearest(named, names)
-    raise UsageError(f"no item is called {name!r}{hint}; there are {', '.join(names)}")
+    raise UsageError(f"item must be one of {', '.join(names)}, got {name!r}{hint}")

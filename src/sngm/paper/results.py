@@ -1,4 +1,4 @@
-"""The kept runs: ``results/<task>/runs.jsonl``, one line for each run, small enough for git."""
+"""The results folder: ``results/<task>/runs.jsonl``, one line for each run, small enough for git."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ NAMED = "with committed code installed by pip install -e from its clone, or with
 
 @dataclass(frozen=True)
 class Line:
-    """A kept run: the record of its folder, and its curve by columns."""
+    """A run of the results folder: the record of its folder, and its curve by columns."""
 
     record: dict[str, Any]
 
@@ -90,7 +90,7 @@ class Line:
 
 
 class Results:
-    """All kept runs of all tasks: one for each config, and those that repeat one."""
+    """The runs of the results folder, of all tasks: one for each config, and those that repeat one."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         # files that git merged, or whose writing was interrupted, may hold a run twice

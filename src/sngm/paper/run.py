@@ -81,7 +81,7 @@ def _make(
     planned: Planned, out: Path, options: Options, seeds: int | None, jobs: int | None, results: Path, show: Show,
     failed: list[Failure],
 ) -> None:  # fmt: skip
-    """Make the runs of one cell as a study; kept runs, also of other machines, are not made again."""
+    """Make the runs of one cell as a study; runs in the results folder, also of other machines, are not repeated."""
     folder = out / planned.item.name / f"{planned.row.name}-{planned.batch}".lower().replace(" ", "-")
     kept = 0
     from_elsewhere = set[str]()

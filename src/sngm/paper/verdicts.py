@@ -1,4 +1,4 @@
-"""Verdicts on the numbers and claims of the paper, from the kept runs by the rules that introduction.md states."""
+"""Verdicts on the numbers and claims of the paper, from the results folder by the rules that introduction.md states."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def values_of(lines: Iterable[Line], metric: str) -> list[float]:
 
 
 def outcomes_of(item: Item, results: Results) -> list[Outcome]:
-    """Return what the kept runs give for every cell of an experiment."""
+    """Return what the runs in the results folder give for every cell of an experiment."""
     return [outcome_of(planned, results) for planned in item.cells()]
 
 

@@ -74,7 +74,7 @@ def curvature(
     """
     params = trained(params)
     if iterations < 1:
-        raise UsageError(f"iterations must be at least 1, got {iterations}")
+        raise UsageError(f"`iterations` must be a whole number >= 1, got {iterations}")
     differences = _Differences(loss, params)
 
     def product(v: Tensor) -> Tensor:

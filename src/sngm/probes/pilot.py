@@ -228,7 +228,10 @@ def probe_device(device: str | None) -> torch.device:
 
 
 class Norms:
-    """The norm of each tensor's gradient at each step, kept on the device until `read`."""
+    """Recorder of loss, learning rate and the gradient norm of each tensor at every step.
+
+    Tensors stay on the device until `read`.
+    """
 
     def __init__(self, model: nn.Module, scale: float) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
@@ -249,7 +252,10 @@ class Norms:
             self.rows.append(torch.stack([zero if g is None else norm(g) / self.scale for g in grads]))
 
     def read(self, names: list[str]) -> Record:
-        """Return one record per step, and the names of the tensors of its norms."""
+        """Return {"names": [...], "each": [...]}: the names of the tensors with gradients, and one record per step.
+
+        A record has step, lr, loss, rho, cos, and block_norms in the order of `names`.
+        """
         losses = torch.stack(self.losses).tolist() if self.losses else []
         rows: list[list[float]] = torch.stack(self.rows).tolist() if self.rows else [[]] * len(losses)
         each = []

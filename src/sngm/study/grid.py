@@ -185,7 +185,7 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
     for key, value in settings.items():
         where, _, bare = key.rpartition(".")
         if where not in ("", "task", "method"):
-            raise UsageError(f"no setting is called {key!r}; write key, task.key or method.key")
+            raise UsageError(f"names in `settings` must be key, task.key or method.key, got {key!r}")
         in_task = bare in of_task and where != "method"
         in_methods = any(bare in known for known in of_methods.values()) and where != "task"
         if in_task and in_methods:

@@ -111,9 +111,10 @@ SMALL, SHARING = 128, 4  # the largest batch at which runs share a GPU, and how 
 
 
 def default_jobs(batches: Sequence[int], device: torch.device) -> int:
-    """Return the default number of parallel runs: one per core; on a GPU one, or four small ones with MPS.
+    """Return the default number of parallel runs: one per CPU core; on a GPU `SHARING` or one.
 
-    Without MPS, the processes on a GPU are time-sliced, which is no faster.
+    `SHARING` needs batches of at most `SMALL` and NVIDIA's Multi-Process Service. Without the service, the processes on
+    a GPU are time-sliced, which is no faster.
     """
     if device.type != "cuda":
         return cores()

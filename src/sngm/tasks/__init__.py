@@ -137,10 +137,10 @@ def find(name: str) -> type[Task]:
     if ":" not in name:
         if name not in TASKS:
             if name.endswith(".py"):
-                raise UsageError(f"{name}: say which class in it is the task, as {name}:Class")
+                raise UsageError(f"{name}: name the class of the task in this file, as {name}:Class")
             known = ", ".join(names())
             meant = nearest(name, names())
-            raise UsageError(f"no task is called {name!r}{meant}; there are {known}, and your own as 'file.py:Class'")
+            raise UsageError(f"task must be one of {known}, or your own as 'file.py:Class', got {name!r}{meant}")
         name = TASKS[name]
     place, _, attribute = name.rpartition(":")
     if not place.endswith(".py") and not is_module_name(place):

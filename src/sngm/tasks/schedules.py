@@ -81,7 +81,7 @@ class Schedule:
         name, settings = parse_call(text)
         if name not in SCHEDULES:
             meant = nearest(name, list(SCHEDULES))
-            raise UsageError(f"no schedule is called {name!r}{meant}; there are {', '.join(SCHEDULES)}")
+            raise UsageError(f"`schedule` must be one of {', '.join(SCHEDULES)}, got {name!r}{meant}")
         self.function = SCHEDULES[name]
         self.settings: dict[str, Any] = settings
         allowed = self.function.__code__.co_varnames[1 : self.function.__code__.co_argcount]
@@ -92,7 +92,7 @@ class Schedule:
             if isinstance(value, bool) or not isinstance(value, (int, float)) or not low <= value < high:
                 raise UsageError(f"{name}: {key} must be a number of at least {low}, got {value!r}")
         if not 0.0 <= warmup < math.inf:
-            raise UsageError(f"warmup must be a number of epochs of at least 0, got {warmup!r}")
+            raise UsageError(f"`warmup` must be a finite number of epochs >= 0, got {warmup!r}")
         self.warmup = warmup
         self.needs_history = self.function is plateau
 

@@ -54,7 +54,7 @@ def score(folder: Path, device: torch.device, data_dir: Path | None = None) -> d
     there, here = RunFolder(folder).read().get("data"), data_of(training, held_out)
     if there not in (None, here):
         warnings.warn(
-            f"{folder}: the run's data were others than these: {'; '.join(differences(there, here))}", stacklevel=2
+            f"{folder}: this run was trained on different data: {'; '.join(differences(there, here))}", stacklevel=2
         )
     return evaluate(task, model, held_out, config)
 

@@ -48,26 +48,28 @@ class BatchPlan:
         given = {"batch": batch, "workers": workers, "micro": micro, "bn_group": bn_group}
         for name, value in given.items():
             if value is not None and value < 1:
-                raise UsageError(f"{name} must be at least 1, got {value}")
+                raise UsageError(f"`{name}` must be a whole number >= 1, got {value}")
             if value is not None and value > MOST_SAMPLES:
-                raise UsageError(f"{name} must be at most {MOST_SAMPLES:,}, got {value}")
+                raise UsageError(f"`{name}` must be at most {MOST_SAMPLES:,}, got {value}")
         if workers % ranks:
             raise UsageError(
-                f"workers={workers} cannot be shared out over {ranks} processes; {_multiples(workers, ranks)}"
+                f"`workers`={workers} must be a multiple of the {ranks} processes; {_multiples(workers, ranks)}"
             )
         if batch % workers:
-            raise UsageError(f"batch={batch} cannot be shared out over {workers} workers; {_multiples(batch, workers)}")
+            raise UsageError(f"`batch`={batch} must be a multiple of `workers`={workers}; {_multiples(batch, workers)}")
         share = batch // workers
         if micro is None and bn_group is not None and share % bn_group:
             raise UsageError(
-                f"bn_group={bn_group} does not divide a worker's share of {share}; {_divisors(share, bn_group)}"
+                f"`bn_group`={bn_group} must divide a worker's part of the batch, {share}; {_divisors(share, bn_group)}"
             )
         micro = (bn_group or share) if micro is None else micro
         if micro > share or share % micro:
-            raise UsageError(f"micro={micro} does not divide a worker's share of {share}; {_divisors(share, micro)}")
+            raise UsageError(
+                f"`micro`={micro} must divide a worker's part of the batch, {share}; {_divisors(share, micro)}"
+            )
         bn_group = micro if bn_group is None else bn_group
         if bn_group > micro or micro % bn_group:
-            raise UsageError(f"bn_group={bn_group} does not divide micro={micro}; {_divisors(micro, bn_group)}")
+            raise UsageError(f"`bn_group`={bn_group} must divide `micro`={micro}; {_divisors(micro, bn_group)}")
         return cls(batch, workers, micro, bn_group, ranks)
 
     @property
@@ -114,7 +116,7 @@ class BatchPlan:
 
 def _multiples(value: int, of: int) -> str:
     low = value // of * of
-    return f"nearest that can: {f'{low} or ' if low else ''}{low + of}"
+    return f"nearest: {f'{low} or ' if low else ''}{low + of}"
 
 
 def _divisors(value: int, near: int) -> str:
@@ -122,4 +124,4 @@ def _divisors(value: int, near: int) -> str:
     all_of = sorted({*small, *(value // d for d in small)})
     below = [d for d in all_of if d < near][-1:]
     above = [d for d in all_of if d > near][:1]
-    return f"nearest that do: {' or '.join(map(str, below + above))}"
+    return f"nearest: {' or '.join(map(str, below + above))}"

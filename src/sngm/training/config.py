@@ -83,29 +83,31 @@ class RunConfig:
     def __post_init__(self) -> None:
         self._check_types()
         if not 0 < self.lr < math.inf:
-            raise UsageError(f"lr must be a positive number, got {self.lr!r}")
+            raise UsageError(f"`lr` must be a finite number > 0, got {self.lr!r}")
         for name, (least, most) in RANGES.items():
             if (value := getattr(self, name)) < least:
-                raise UsageError(f"{name} must be a whole number of at least {least}, got {value!r}")
+                raise UsageError(f"`{name}` must be a whole number >= {least}, got {value!r}")
             if value > most:
-                raise UsageError(f"{name} must be at most {most:,}, got {_short(value)}")
+                raise UsageError(f"`{name}` must be at most {most:,}, got {_short(value)}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
-                raise UsageError(f"{name} must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
+                raise UsageError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
         largest = torch.finfo(self.dtype).max  # torch's optimizers fail beyond it
         for name, value in {"lr": self.lr, **self.method_settings}.items():
             for number in value if isinstance(value, (tuple, list)) else (value,):
                 if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
-                    raise UsageError(f"{name} is larger than a number of {self.precision} can be, {largest:.2g}")
+                    shown = "`lr`" if name == "lr" else f"setting {name}"
+                    limit = f"at most {largest:.2g}, the largest number of {self.precision}"
+                    raise UsageError(f"{shown} must be {limit}, got {_short(number)}")
         for name, value in {**self.method_settings, **self.task_settings}.items():
             try:
                 json.dumps(value, allow_nan=False)
             except ValueError:  # JSON would hold null, the same for different configs
                 raise UsageError(f"setting {name} must be finite, got {_short(value)}") from None
         if self.clip is not None and not 0 < self.clip < math.inf:
-            raise UsageError(f"clip must be a positive number, got {self.clip!r}")
+            raise UsageError(f"`clip` must be a finite number > 0, got {self.clip!r}")
         if self.warmup > self.epochs:
-            raise UsageError(f"warmup={self.warmup:g} is longer than the run's {self.epochs} epochs")
+            raise UsageError(f"`warmup` must be at most `epochs`={self.epochs}, got {self.warmup:g}")
         Schedule(self.schedule, self.warmup)
 
     def _check_types(self) -> None:
@@ -122,7 +124,7 @@ class RunConfig:
                 fits = isinstance(value, allowed) and not isinstance(value, bool)
                 wanted = " or ".join(WORDS[one] for one in kinds)
             if not fits:
-                raise UsageError(f"{name} must be {wanted}, got {_short(value)}")
+                raise UsageError(f"`{name}` must be {wanted}, got {_short(value)}")
 
     @property
     def hash(self) -> str:
@@ -180,7 +182,9 @@ class RunConfig:
         """Raise UsageError if the code of the task has changed since this run began."""
         now = tasks.source_of(self.task, self.task_settings)
         if now != self.task_source:
-            raise UsageError(f"{self.task} was edited since this run began; undo that, or begin another run")
+            raise UsageError(
+                f"{self.task} was edited since this run began; undo the edit, or start a new run in another folder"
+            )
 
     def build_task(self, data_dir: Path | None = None) -> Task:
         return tasks.build(self.task, self.task_settings, data_dir)
@@ -257,8 +261,8 @@ def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int)
         if batch % workers and processes == 1:
             below = batch // workers * workers
             raise UsageError(
-                f"batch={batch} cannot be shared out over the task's {workers} workers; say --workers, "
-                f"or take a batch of {f'{below} or ' if below else ''}{below + workers}"
+                f"`batch`={batch} must be a multiple of the task's {workers} workers; set `workers`, "
+                f"or use a batch of {f'{below} or ' if below else ''}{below + workers}"
             )
     if micro is None and bn_group is None and usual["micro"] is not None and workers > 0 and batch >= workers:
         micro = largest_divisor(batch // workers, usual["micro"])

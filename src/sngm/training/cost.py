@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from ..models.ghost_norm import GhostBatchNorm2d
 from ..optim import CLARS, ExtrapSGD
-from .build import Setup
+from .build import Setup, build_optimizer
 from .config import RunConfig
 from .data_loading import loaders_of, size_of, to_device, to_device_if_fits
 from .distributed import set_numerics
-from .optimizer import build_optimizer
 
 MOST_ON_CPU = 128  # samples of the measured pass on a CPU
 SECONDS = 8.0  # for the whole measurement on a CPU

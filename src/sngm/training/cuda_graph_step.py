@@ -121,7 +121,9 @@ class CapturedStepper:
             reason = in_one_line(error)
             if self.stepper.asked:
                 raise Failed(f"--step {self.stepper.mode}: a step of this run cannot be captured: {reason}") from error
-            warnings.warn(f"a step cannot be captured, going on without: {reason}", stacklevel=3)
+            warnings.warn(
+                f"a step cannot be captured, falling back to steps without CUDA graph: {reason}", stacklevel=3
+            )
             self.capture_failed = True
             return
         self.graph = graph

@@ -120,9 +120,9 @@ def choose_device(name: str | None) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"no device is called {name!r}; there are cpu, cuda, cuda:0 and so on") from None
+        raise UsageError(f"`device` must be cpu, cuda or cuda:N, got {name!r}") from None
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("device cuda was asked for, but torch sees no GPU here")
+        raise UsageError(f"`device` must be cpu on this machine, where torch finds no GPU, got {name!r}")
     if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"runs are made for cpu and cuda, got {name!r}")
+        raise UsageError(f"`device` must be cpu, cuda or cuda:N, got {name!r}")
     return device

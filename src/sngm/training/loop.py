@@ -22,12 +22,11 @@ from ..files import check_writable, locked, remove_leftovers
 from ..options import Execution, at_least
 from ..tasks import Moment, Task
 from . import checkpoint, rng
-from .build import Setup, prepare
+from .build import Setup, prepare, set_rates
 from .config import RunConfig
 from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
-from .optimizer import set_rates
 from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
 from .timing import Clock
 from .trackers import check_tracker, open_tracker
@@ -238,7 +237,7 @@ def _run(
         setup.data_source.close()
     for name in (f"{part}_{task.metric}" for part in held_out):
         if not math.isfinite(counts[name]):
-            warnings.warn(f"{name} is {counts[name]}, which is no result", stacklevel=2)
+            warnings.warn(f"{name} is {counts[name]}, the run has no valid result", stacklevel=2)
     return record
 
 

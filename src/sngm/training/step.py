@@ -186,7 +186,7 @@ class Stepper:
         """Fall back to eager passes, or raise Failed if the user asked for compiled ones."""
         if self.asked:
             raise Failed(f"--step {self.mode}: torch cannot compile this task: {error}") from error
-        warnings.warn(f"this task cannot be compiled, going on without: {error}", stacklevel=3)
+        warnings.warn(f"this task cannot be compiled, falling back to uncompiled steps: {error}", stacklevel=3)
         self.mode = self.mode.removeprefix("compiled").removeprefix("+") or "eager"
 
     def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:

@@ -87,7 +87,7 @@ TRACKERS: dict[str, Callable[[Path, str, dict[str, Any]], Tracker]] = {
 def check_tracker(tracker: str | None) -> None:
     """Raise UsageError if no tracker has this name."""
     if tracker not in (None, *TRACKERS):
-        raise UsageError(f"no tracker is called {tracker!r}; there are {', '.join(TRACKERS)}")
+        raise UsageError(f"`tracker` must be one of {', '.join(TRACKERS)}, got {tracker!r}")
 
 
 def open_tracker(tracker: str | None, folder: Path, name: str, config: dict[str, Any]) -> Tracker | None:

@@ -20,7 +20,9 @@ NEEDED = {"finished": ("label", "result", "timing"), "diverged": ("label", "dive
 def check_record(record: dict[str, Any], file: Path) -> None:
     """Raise UsageError if fields of a record are missing or of the wrong type; the message names `file`."""
     if record.get("format", 1) != 1:
-        raise UsageError(f"{file} is the record of another version of sngm (format {_short(record['format'])})")
+        raise UsageError(
+            f"{file}: format must be 1, got {_short(record['format'])}; open it with the version of sngm that wrote it"
+        )
     if "format" not in record or "config" not in record:
         raise BrokenRecord(f"{file} is not the record of a run")
     for name, kind in TYPES.items():
@@ -51,7 +53,8 @@ def config_of(record: dict[str, Any], file: Path) -> RunConfig:
     try:
         return RunConfig.from_dict(record["config"])
     except UsageError as error:
-        raise UsageError(f"{file}: {error}") from error
+        text = str(error).replace("`", "")  # fields of the record, not arguments
+        raise UsageError(f"{file}: {text}") from error
 
 
 def _refuse(file: Path, why: str) -> None:

@@ -348,7 +348,7 @@ def _launch(
 def _concurrent(x: Tensor) -> int:
     """Return the number of programs that may wait for each other: one per multiprocessor on a quarter of them.
 
-    All of these must run at the same time. Other processes may do the same on the rest, under NVIDIA's MPS. The
-    interpreter runs one program after another.
+    All of these must run at the same time. Other processes may do the same on the rest, under NVIDIA's Multi-Process
+    Service. The interpreter runs one program after another.
     """
     return torch.cuda.get_device_properties(x.device).multi_processor_count // 4 if x.is_cuda else 1

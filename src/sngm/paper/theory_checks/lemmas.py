@@ -62,7 +62,7 @@ def flat(tensors: Sequence[torch.Tensor]) -> Array:
 
 
 def noisy(problem: Problem) -> Callable[[Array], Array]:
-    """Return a function for the gradient of a batch of one, with new noise at every call."""
+    """Return a function that computes a single-sample gradient, with new noise at every call."""
     random = np.random.default_rng(0)
     return lambda w: problem.gradient(w) + problem.draw(random, 1, 1)[0]
 
