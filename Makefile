@@ -11,11 +11,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := build/tools
-# the same drawn examples in each run; a bare pytest draws new ones
-PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --hypothesis-profile=ci
+# one file stays on one worker, which shares its fixtures; the same drawn examples in each run, unlike a bare pytest
+PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --hypothesis-profile=ci
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
-.PHONY: help setup demo test test-quick test-slow lint campaign bench dist fresh matrix resolve clean
+.PHONY: help setup demo test test-quick test-slow test-nightly lint campaign bench dist fresh matrix resolve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,7 +32,7 @@ demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small b
 	@echo "==> sngm compare: which method keeps its accuracy at a large batch?"
 	@$(BIN)/sngm compare
 
-test: $(READY) lint  ## lint, types and the test suite
+test: $(READY) lint  ## lint, types and the tests that are not slow
 	@echo "==> tests"
 	@$(PYTEST) -m 'not slow'
 
@@ -40,9 +40,13 @@ test-quick: $(READY)  ## the part of the tests that a set-up could break
 	@echo "==> quick tests"
 	@$(PYTEST) -m 'not slow' $(QUICK)
 
-test-slow: $(READY)  ## the tests that take long
+test-slow: $(READY)  ## the slow tests, except the nightly ones
 	@echo "==> slow tests"
-	@$(PYTEST) -m slow
+	@$(PYTEST) -m 'slow and not nightly'
+
+test-nightly: $(READY)  ## the longest tests: fault injection, other libraries, whole studies
+	@echo "==> nightly tests"
+	@$(PYTEST) -m nightly
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"

@@ -2,9 +2,13 @@
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests start
+
 import torch
 from waiting import end_all
 
@@ -14,6 +18,19 @@ sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # for criteo_syn
 
 # For small tensors, starting a second thread takes longer than the work; other tests use the other cores.
 torch.set_num_threads(1)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Mark nightly tests as slow, so that `-m "not slow"` leaves them out."""
+    for item in items:
+        if item.get_closest_marker("nightly"):
+            item.add_marker(pytest.mark.slow)
+
+
+def pytest_make_parametrize_id(val):
+    """Name a parametrised dtype as torch does."""
+    return str(val).removeprefix("torch.") if isinstance(val, torch.dtype) else None
 
 
 @pytest.fixture(autouse=True)
@@ -28,6 +45,14 @@ def nothing_left_running():
     """End all processes that a test has started."""
     yield
     end_all()
+
+
+@pytest.fixture
+def in_one_process(monkeypatch):
+    """Train the runs of a study in a thread of this process: worker processes take seconds to start."""
+    from sngm.study import launch
+
+    monkeypatch.setattr(launch._Launcher, "run", lambda launcher: launcher._run_in(ThreadPoolExecutor(1)))
 
 
 @pytest.fixture

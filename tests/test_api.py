@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import console
 import pytest
 import torch
 from torch import nn
@@ -65,9 +66,8 @@ def test_train_returns_result_history_and_model():
 
 def test_train_is_the_command_line(tmp_path):
     ours = sngm.train("digits", "sngm(momentum=0.8)", lr=0.1, batch=512, epochs=1, settings={"width": 2}, **QUIET)
-    words = "train digits --method sngm(momentum=0.8) --lr 0.1 --batch 512 --epochs 1 --set width=2 --device cpu --json"
-    command = [sys.executable, "-m", "sngm", *words.split(), "--out", str(tmp_path / "theirs")]
-    theirs = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+    words = "train digits --method 'sngm(momentum=0.8)' --lr 0.1 --batch 512 --epochs 1 --set width=2 --device cpu"
+    theirs = console.sngm(f"{words} --json --out {tmp_path / 'theirs'}").json
     assert theirs["config"] == ours.record["config"]
     assert theirs["hash"] == ours.record["hash"]
 
@@ -232,6 +232,7 @@ def test_worker_processes_give_the_numbers_of_this_process(monkeypatch):
     assert [run.result for run in here.runs] == [run.result for run in apart.runs]
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_a_study_as_a_frame_has_a_row_for_each_run():
     pandas = pytest.importorskip("pandas")
     study = sngm.compare(task(), methods=["sngm"], batches=[20], lrs=[0.1], seeds=2, **QUIET)
@@ -241,6 +242,7 @@ def test_a_study_as_a_frame_has_a_row_for_each_run():
     assert frame["test_accuracy"].between(0, 1).all()
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_to_frame_says_what_to_install(monkeypatch):
     study = sngm.compare(task(), methods=["sngm"], batches=[20], lrs=[0.1], seeds=1, **QUIET)
     monkeypatch.setitem(sys.modules, "pandas", None)

@@ -11,7 +11,7 @@ import pytest
 TESTS = Path(__file__).parent
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_campaign_of_two_minutes_finds_nothing():
     path = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
     run = subprocess.run(

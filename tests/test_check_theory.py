@@ -160,10 +160,19 @@ def without(part, right):
     return bound
 
 
+SLOW = ("theorem-2", "theorem-3", "lars-bound")
+
+
+def theorem(name, *more):
+    return pytest.param(name, *more, marks=[pytest.mark.slow] if name in SLOW else [])
+
+
 @pytest.mark.parametrize(
     ("name", "bound", "part", "verdict"),
     [
-        (name, bound, part, {"no part": "holds", "term 3": "open", "spread of the noise": "holds"}.get(part, "fails"))
+        theorem(
+            name, bound, part, {"no part": "holds", "term 3": "open", "spread of the noise": "holds"}.get(part, "fails")
+        )
         for name, bound, parts in (
             ("theorem-1", "smooth_bound", ("gap", "L", "noise", "kappa")),
             ("theorem-2", "relaxed_bound", ("gap", "L", "noise", "kappa")),
@@ -195,7 +204,7 @@ def test_a_bound_without_one_of_its_parts_fails(name, bound, part, verdict, at_b
     assert finding.verdict == verdict
 
 
-@pytest.mark.parametrize("name", ["theorem-1", "theorem-2", "theorem-3", "msgd-bound", "lars-bound"])
+@pytest.mark.parametrize("name", [theorem(name) for name in ("theorem-1", *SLOW, "msgd-bound")])
 def test_a_theorem_says_how_much_of_each_part_is_needed(name, at_batch_1):
     (finding,) = theory_checks.check([name], seeds=10)
     told = finding.measured.split("needed of each part: ")[1].split(";")[0].split(", ")

@@ -16,7 +16,10 @@ from sngm.tasks.cifar import MEAN, STD
 from sngm.training import Options, resolve, train
 from sngm.training.evaluate import Part
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official records")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not hold the official records"),
+    pytest.mark.usefixtures("in_one_process"),
+]
 NET = "train cifar10-convnet --device cpu --method sngm --lr 0.05 --batch 16 --workers 4 --data-dir {}"
 
 

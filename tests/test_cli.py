@@ -22,6 +22,8 @@ from sngm.errors import UsageError
 from sngm.optim import kernels
 from sngm.parsing import format_call, parse_call, parse_settings, split_list, value_of
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
 VERBS = (
     "train", "eval", "compare", "report", "probe", "advise", "check-theory", "tasks", "methods", "data", "doctor",
 )  # fmt: skip
@@ -47,9 +49,9 @@ def write(text, name="own.py"):
 
 
 def processor_seconds(command):
-    """Return the least CPU time of three runs, which concurrent tests do not affect, and the output."""
+    """Return the least CPU time of two runs, which concurrent tests do not affect, and the output."""
     seconds = []
-    for _ in range(3):
+    for _ in range(2):
         before = os.times()
         done = subprocess.run(command, capture_output=True, text=True)
         after = os.times()

@@ -1,11 +1,12 @@
 """Compiled steps: one graph, compiled once for all learning rates, with the results of eager steps."""
 
+import itertools
 import os
 import shutil
 
 import pytest
 import torch
-from methods import CASES, make_params
+from harness import CASES, make_params
 from torch._dynamo.utils import counters
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR
 
@@ -22,7 +23,7 @@ DEVICES = [
 BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6, torch.bfloat16: 2.0**-8}
 SHAPES = [(3, 4), (7,), (), (70, 70)]  # the last is larger than one piece of norms
-# one case for each kind of arithmetic; the others are marked slow
+# one case for each kind of arithmetic
 QUICK = [
     "SNGM coupled global",
     "SNGM after_norm group nesterov",
@@ -59,7 +60,7 @@ def build(case, dtype, device, **settings):
     name, arguments = CASES[case]
     arguments = {**arguments, **settings}
     of_groups = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}
-    params = make_params(SHAPES, dtype, device=device)
+    params = make_params(dtype, SHAPES, size=0.1, device=device)
     lrs = [torch.tensor(factor * arguments["lr"], device=device) for factor in (1.0, 0.5)]
     groups = [{"params": some, "lr": lr, **of_groups} for some, lr in zip((params[:2], params[2:]), lrs, strict=True)]
     return params, getattr(sngm, name)(groups, **arguments)
@@ -111,21 +112,23 @@ def follow(case, dtype, device, backend=None, **settings):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", QUICK)
-def test_a_compiled_step_has_the_numbers_of_an_eager_one(case, device):
-    follow(case, torch.float32, device)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("case", ["SNGM coupled global", "LAMB"])
-def test_a_compiled_step_has_the_numbers_of_an_eager_one_in_double_precision(case, device):
-    follow(case, torch.float64, device)
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [
+        ("SNGM coupled global", torch.float32),
+        ("SNGM after_norm group nesterov", torch.float64),
+        ("LARS momentum", torch.float32),
+        ("CLARS", torch.float32),
+        ("LAMB", torch.float64),
+    ],
+)
+def test_a_compiled_step_has_the_numbers_of_an_eager_one(case, dtype, device):
+    follow(case, dtype, device)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, itertools.cycle(TOLERANCE))))
 def test_a_compiled_step_has_the_numbers_of_an_eager_one_for_every_setting(case, dtype, device):
     follow(case, dtype, device)
 
@@ -139,7 +142,7 @@ def test_a_compiled_step_has_the_numbers_of_one_that_takes_a_tensor_at_a_time(ca
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("case", QUICK)
+@pytest.mark.parametrize("case", ["SNGM coupled global", "LARS momentum", "LAMB"])
 def test_inductor_gives_the_numbers_of_an_eager_step(case):
     follow(case, torch.float32, "cpu", backend="inductor")
 
@@ -224,8 +227,8 @@ def test_a_compiled_training_step_trains_as_an_eager_one(compiled, device):
 
 
 def test_a_learning_rate_that_is_a_number_is_compiled_in():
-    params = make_params([(3, 4)], torch.float32)
-    twins = make_params([(3, 4)], torch.float32)
+    params = make_params(torch.float32, [(3, 4)])
+    twins = make_params(torch.float32, [(3, 4)])
     optimizer, twin = (sngm.SNGM(some, lr=0.1) for some in (params, twins))
     step = torch.compile(twin.step, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=False):

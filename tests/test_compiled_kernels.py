@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from methods import CASES, Twin, make_params
+from harness import CASES, make_params, make_twin
 
 import sngm
 import sngm.triton_support
@@ -55,11 +55,10 @@ def compiled(monkeypatch, tmp_path):
 
 
 def step(case, dtype, **more):
-    name, settings = CASES[case]
-    twin = Twin(name, make_params(SHAPES, dtype), settings | more, groups=[[0, 2], [1]])
+    twin = make_twin(case, "default", dtype, SHAPES, **more)
     for p in twin.params:
         p.grad = torch.ones_like(p)
-    twin.optimizer.step(**({"mean_norms": [1.0] * len(SHAPES)} if name == "CLARS" else {}))
+    twin.optimizer.step(**({"mean_norms": [1.0] * len(SHAPES)} if twin.name == "CLARS" else {}))
     assert twin.optimizer._layout is not None
 
 
@@ -95,7 +94,7 @@ def test_other_numbers_of_tensors_and_other_addresses_compile_nothing_anew(compi
     found = compiled(H100)
     scales = torch.ones(8)
     for shapes, at in (([(7,)], 0), ([(7,)] * 16, 1), (SHAPES, 2)):  # Triton specialises on 1 and multiples of 16
-        params = make_params(shapes, torch.float32)
+        params = make_params(shapes=shapes)
         optimizer = sngm.SNGM(params, lr=0.1, weight_decay=1e-4)
         optimizer.grad_scale = scales[at : at + 1]
         for p in params:
@@ -104,7 +103,7 @@ def test_other_numbers_of_tensors_and_other_addresses_compile_nothing_anew(compi
     assert len(found) == 2
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @TARGETS
 def test_every_rule_compiles_for_every_gpu(compiled, target, dtype):

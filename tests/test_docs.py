@@ -14,12 +14,25 @@ from waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
+FRAMEWORKS = ("transformers", "lightning", "accelerate")
+
+
+def frameworks(code: str) -> list[str]:
+    return [name for name in FRAMEWORKS if re.search(rf"^(import|from) {name}\b", code, re.MULTILINE)]
+
+
+def tier(code: str) -> list[pytest.MarkDecorator]:
+    """Return the marks of a code block: nightly with another library, slow if it compiles or compares many runs."""
+    if frameworks(code):
+        return [pytest.mark.nightly]
+    return [pytest.mark.slow] if re.search(r"torch\.compile\(|compare\(\"digits\"", code) else []
+
+
 SNIPPETS = [
-    pytest.param(code, id=f"{page.name}-{number}")
+    pytest.param(code, id=f"{page.name}-{number}", marks=tier(code))
     for page in PAGES
     for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE))
 ]
-FRAMEWORKS = ("transformers", "lightning", "accelerate")
 
 
 def for_many_processes(code: str) -> bool:
@@ -29,9 +42,8 @@ def for_many_processes(code: str) -> bool:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # from inductor's imports
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if not for_many_processes(s.values[0])])
 def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
-    for framework in FRAMEWORKS:
-        if re.search(rf"^(import|from) {framework}\b", code, re.MULTILINE):
-            pytest.importorskip(framework)
+    for framework in frameworks(code):
+        pytest.importorskip(framework)
     if "torch.compile(" in code and shutil.which(os.environ.get("CXX", "g++")) is None:
         pytest.skip("torch.compile needs a C++ compiler")
     monkeypatch.chdir(tmp_path)
@@ -84,6 +96,16 @@ def test_every_link_leads_somewhere(page):
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), f"{link} does not exist"
         assert not anchor or anchor in anchors(target), f"{link}: no such heading"
+
+
+def test_the_test_of_every_guarantee_exists():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    rows = re.search(r"^\| guarantee \| test \|\n\|---\|---\|\n((?:\|.*\n)+)", page, re.MULTILINE)[1].splitlines()
+    for row in rows:
+        named = re.findall(r"`(tests/\w+\.py)::(\w+)`", row)
+        assert named, f"{row} names no test"
+        for file, name in named:
+            assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
 def test_every_method_has_a_page_the_index_leads_to():

@@ -5,8 +5,21 @@ import math
 
 import pytest
 import torch
-from harness import same_states, same_tensors, states, weights
-from methods import LARGE, LOW, PATHS, SHAPES, TOLERANCE, make_params, spacing
+from harness import (
+    DTYPES,
+    LOW,
+    MANY,
+    PATHS,
+    TOLERANCE,
+    UNSUPPORTED,
+    make_params,
+    pairwise,
+    same_states,
+    same_tensors,
+    spacing,
+    states,
+    weights,
+)
 
 from sngm import ExtrapSGD
 from sngm.optim import reference
@@ -57,7 +70,7 @@ class Workers:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", ["single", "foreach", "default"])
 def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype):
     workers = Workers(dtype)
     settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, **settings}
@@ -83,16 +96,13 @@ def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype
 
 
 @pytest.mark.parametrize(
-    "shapes", [pytest.param(SHAPES, id="small"), pytest.param(LARGE, id="large", marks=pytest.mark.slow)]
+    ("path", "dtype", "flag", "large"),
+    pairwise(PATHS, DTYPES, (None, "nesterov", "maximize"), (False, True), without=UNSUPPORTED),
 )
-@pytest.mark.parametrize("settings", [{}, {"nesterov": True}, {"maximize": True}], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("path", PATHS)
-def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_size(path, dtype, settings, shapes):
+def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_size(path, dtype, flag, large):
     """With given gradients, low precision costs one rounding of the extrapolation and one of the step."""
-    if path == "fused" and dtype in LOW:
-        pytest.skip("fused=True refuses low precision, see test_arguments")
-    params = make_params(shapes, dtype, size=0.001)
+    settings, shapes = {flag: True} if flag else {}, [(65537,), (129, 130)] if large else MANY
+    params = make_params(dtype, shapes, size=0.001)
     optimizer = ExtrapSGD(params, lr=0.05, inner_lr=0.2, weight_decay=0.03, **settings, **PATHS[path])
     generator = torch.Generator().manual_seed(2)
     w = [p.detach().double().clone() for p in params]
@@ -105,7 +115,7 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
             return ((p.double() - b).abs() <= 0.5 * spacing(b, dtype) + float32_arithmetic).all()
         return (p.double() - b).norm() <= TOLERANCE[dtype] * (b - start).norm()
 
-    for _ in range(20):
+    for _ in range(5):
         looks = [
             [(torch.randn(p.shape, generator=generator) * 0.01 + 0.01).to(dtype) for p in params] for _ in range(4)
         ]

@@ -4,8 +4,7 @@ import copy
 
 import pytest
 import torch
-from harness import RULES, build, clone_params, same, states, step
-from methods import CASES, LARGE, PATHS, SHAPES, Twin, make_params, run
+from harness import CASES, LARGE, MANY, PATHS, RULES, build, clone_params, make_params, make_twin, same, states, step
 
 import sngm
 
@@ -23,17 +22,14 @@ FEW = ["sngm", "lars-momentum", "clars", "lamb"]
 @pytest.mark.parametrize("path", WAYS)
 @pytest.mark.parametrize("case", CASES)
 def test_every_path_equals_the_reference_over_twenty_steps(case, path, dtype):
-    name, arguments = CASES[case]
-    params = make_params(SHAPES, dtype, device="cuda")
-    run(Twin(name, params, arguments, path, groups=[[0, 2, 4, 6, 8], [1, 3, 5, 7]]))
+    make_twin(case, path, dtype, device="cuda").run()
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("path", WAYS)
 @pytest.mark.parametrize("case", ["SNGM coupled global", "SNGM coupled tensor", "LARS unscaled", "CLARS", "LAMB"])
 def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
-    name, arguments = CASES[case]
-    run(Twin(name, make_params(LARGE, dtype, size=0.001, device="cuda"), arguments, path), size=0.01)
+    make_twin(case, path, dtype, LARGE, size=0.001, device="cuda").run(size=0.01)
 
 
 def close(optimizer, params, other, others, tolerance=1e-5):
@@ -49,7 +45,7 @@ def close(optimizer, params, other, others, tolerance=1e-5):
 
 def stepper(case: str, path: str):
     name, arguments = CASES[case]
-    params = make_params([(64, 64), (65,), (3, 4, 5, 6)], torch.float32, device="cuda")
+    params = make_params(torch.float32, [(64, 64), (65,), (3, 4, 5, 6)], size=0.1, device="cuda")
     arguments = {**arguments, "lr": torch.tensor(arguments["lr"], device="cuda"), **PATHS[path]}
     of_group = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}
     optimizer = getattr(sngm, name)([{"params": params, **of_group}], **arguments)
@@ -102,7 +98,7 @@ def test_steps_that_overflow_under_a_grad_scaler_cost_nothing_but_the_step(rule,
     def loss_of(params):
         return (params[0] @ params[1] - 1.0).square().sum()
 
-    params = make_params([(8, 8), (8,)], torch.float32, device="cuda")
+    params = make_params(torch.float32, [(8, 8), (8,)], size=0.1, device="cuda")
     twins = clone_params(params)
     optimizer, twin = build(rule, params, path), build(rule, twins, "foreach")
     scaler = torch.amp.GradScaler("cuda", init_scale=2.0**16)
@@ -129,7 +125,7 @@ def test_steps_that_overflow_under_a_grad_scaler_cost_nothing_but_the_step(rule,
 
 @pytest.mark.parametrize("rule", KERNELS)
 def test_any_found_inf_but_zero_skips_and_the_gradients_are_divided_by_the_scale(rule):
-    params = make_params(SHAPES, torch.float32, device="cuda")
+    params = make_params(torch.float32, MANY, size=0.1, device="cuda")
     twins = clone_params(params)
     optimizer, twin = build(rule, params, "fused"), build(rule, twins, "fused")
     for found_inf in (1.0, 0.0, 2.0, 0.0):  # a sum over devices
@@ -179,7 +175,7 @@ def test_a_whole_training_step_under_a_grad_scaler_never_waits_for_the_device(ru
 
 
 def test_one_norm_spans_parameters_on_the_host_and_on_the_device():
-    here = make_params([(5, 3), (4,)], torch.float32)
+    here = make_params(torch.float32, [(5, 3), (4,)])
     split = [torch.nn.Parameter(here[0].detach().cuda()), torch.nn.Parameter(here[1].detach().clone())]
     one, two = sngm.SNGM(here, 0.1, weight_decay=0.01), sngm.SNGM(split, 0.1, weight_decay=0.01)
     for _ in range(5):
@@ -236,7 +232,7 @@ def test_a_captured_step_replays_with_a_changing_learning_rate(case):
 def test_two_runs_on_the_kernels_are_bit_identical_whatever_asked_for_them(rule, dtype):
     runs = []
     for path in ("fused", "fused", "default", "capturable"):
-        params = make_params(LARGE, dtype, device="cuda")
+        params = make_params(dtype, LARGE, size=0.1, device="cuda")
         optimizer = build(rule, params, path)
         generator = torch.Generator("cuda").manual_seed(0)
         for _ in range(3):
@@ -249,7 +245,7 @@ def test_two_runs_on_the_kernels_are_bit_identical_whatever_asked_for_them(rule,
 @pytest.mark.parametrize("kind", [float, torch.float32, torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rule", FEW)
 def test_a_learning_rate_is_read_where_it_is(rule, kind):
-    params = make_params(SHAPES, torch.float32, device="cuda")
+    params = make_params(torch.float32, MANY, size=0.1, device="cuda")
     twins = clone_params(params)
     optimizer, twin = build(rule, params, "fused"), build(rule, twins, "fused")
     for t in range(4):
@@ -315,7 +311,7 @@ def test_tensors_may_lie_anyhow_and_nothing_beside_them_is_touched(rule):
 
 @pytest.mark.parametrize("rule", FEW)
 def test_a_model_that_left_the_device_and_came_back_in_another_layout_goes_on(rule):
-    params = make_params([(8, 4, 3, 3), (64, 64)], torch.float32, device="cuda")
+    params = make_params(torch.float32, [(8, 4, 3, 3), (64, 64)], size=0.1, device="cuda")
     twins = clone_params(params)
     optimizer, twin = build(rule, params, "fused"), build(rule, twins, "foreach")
     for t in range(4):
@@ -407,7 +403,7 @@ def test_a_step_takes_next_to_no_memory(rule, dtype):
 def test_five_hundred_tensors_take_as_many_launches_as_five(rule):
     counts = []
     for tensors in (5, 500):
-        params = make_params([(16, 16)] * tensors, torch.float32, device="cuda")
+        params = make_params(torch.float32, [(16, 16)] * tensors, size=0.1, device="cuda")
         optimizer = build(rule, params, "fused")
         norms = {"mean_norms": torch.ones(tensors, device="cuda")} if rule == "clars" else {}
         for p in params:
@@ -428,7 +424,7 @@ def test_five_hundred_tensors_take_as_many_launches_as_five(rule):
 @pytest.mark.parametrize("rule", FEW)
 @pytest.mark.parametrize("default", ["cpu", "cuda", "meta"])
 def test_a_default_device_has_no_part_in_a_step(rule, path, default):
-    params = make_params(SHAPES, torch.float32, device="cuda")
+    params = make_params(torch.float32, MANY, size=0.1, device="cuda")
     others = clone_params(params)
     ours, theirs = build(rule, params, path), build(rule, others, path)
     for _ in range(3):

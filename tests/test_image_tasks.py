@@ -17,7 +17,10 @@ from sngm.tasks.vit import RATIO, SCALE, SIDE, crop_sizes, random_boxes, resized
 CPU = torch.device("cpu")
 IMAGENET = "train imagenet-resnet50 --device cpu --data-dir {} --set size=32 --set resize=36"
 SMALL_VIT = "--workers 1 --batch 16 --epochs 2 --device cpu"
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official records")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not hold the official records"),
+    pytest.mark.usefixtures("in_one_process"),
+]
 
 
 @pytest.fixture(autouse=True)

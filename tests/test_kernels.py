@@ -3,16 +3,28 @@
 import copy
 import gc
 import importlib
+import itertools
 import pickle
 import weakref
 
 import pytest
 import torch
-from harness import build, clone_params, gradients, make_params, run, same, same_states, states, step
+from harness import (
+    CASES,
+    DTYPES,
+    Twin,
+    build,
+    clone_params,
+    gradients,
+    make_params,
+    make_twin,
+    run,
+    same,
+    same_states,
+    states,
+    step,
+)
 from interpreter import interpreted
-from methods import CASES, SHAPES, Twin
-from methods import make_params as small_params
-from methods import run as run_twin
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
@@ -92,26 +104,26 @@ def close(a, b):
 
 @pytest.mark.parametrize("case", CASES)
 def test_every_rule_equals_the_reference(case):
-    name, settings = CASES[case]
-    params = small_params([(7,), (3, 3), (2, 4)], torch.float64)
-    run_twin(Twin(name, params, settings, groups=[[0, 2], [1]]), steps=2)
+    make_twin(case, shapes=[(7,), (3, 3), (2, 4)]).run(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", ["SNGM coupled global nesterov", "SNGM decoupled tensor", "LARS momentum", "LAMB"])
 def test_every_dtype_equals_the_reference(case, dtype):
-    name, settings = CASES[case]
-    params = small_params([(7,), (3, 3), (64,)], dtype)
-    run_twin(Twin(name, params, settings, groups=[[0, 2], [1]]), steps=3)
+    make_twin(case, dtype=dtype, shapes=[(7,), (3, 3), (64,)]).run(3)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", CASES)
-def test_every_rule_equals_the_reference_in_every_dtype(case, dtype):
-    name, settings = CASES[case]
-    twin = Twin(name, small_params(SHAPES, dtype), settings, "fused", groups=[[0, 2, 4, 6, 8], [1, 3, 5, 7]])
-    run_twin(twin, steps=20 if (case, dtype) == ("LARS maximize", torch.float32) else 6)
+@pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, itertools.cycle(DTYPES))))
+def test_every_rule_equals_the_reference_with_tensors_of_every_shape(case, dtype):
+    make_twin(case, "fused", dtype).run(6)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_take_the_steps_of_foreach(rule):
+    pair = Pair(rule, make_params(torch.float64), ({}, {"lr": 0.05}))
+    for t in range(3):
+        pair.step(t)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -150,9 +162,9 @@ def test_groups_have_their_own_settings(rule, groups):
 
 
 def test_one_norm_spans_parameters_of_several_dtypes():
-    params = small_params([(7,), (3, 3)], torch.bfloat16) + small_params([(7,), (2, 2)], torch.float32, seed=1)
+    params = make_params(torch.bfloat16, [(7,), (3, 3)]) + make_params(shapes=[(7,), (2, 2)], seed=1)
     twin = Twin("SNGM", params, {"lr": 0.3, "weight_decay": 0.05, "momentum": 0.9})
-    run_twin(twin, steps=3)
+    twin.run(3)
     exact = torch.cat([(p.grad.double() + 0.05 * p.detach().double()).flatten() for p in params])
     twin.optimizer.param_groups[0]["lr"] = 0.0
     twin.optimizer.step()

@@ -15,8 +15,8 @@ SHOWN = {
 }
 
 
-@pytest.mark.parametrize("name", ["first_comparison", pytest.param("own_model_and_data", marks=pytest.mark.slow),
-                                  pytest.param("sgd_to_large_batch", marks=pytest.mark.slow)])  # fmt: skip
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["first_comparison", "own_model_and_data", "sgd_to_large_batch"])
 def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     words = [sys.executable, str(FOLDER / f"{name}.py")]

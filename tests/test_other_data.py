@@ -6,7 +6,10 @@ from test_image_tasks import write_cifar
 
 from sngm.tasks import Tensors
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official records")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not hold the official records"),
+    pytest.mark.usefixtures("in_one_process"),
+]
 LINE = "train cifar10-convnet --device cpu --method sngm --lr 0.05 --batch 16 --workers 4 --epochs 1"
 
 

@@ -7,12 +7,13 @@ equations have its numbers. Everything runs in float64, with every implementatio
 import functools
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from harness import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -31,11 +32,9 @@ betas = pytest.mark.parametrize("beta", BETAS)
 random = settings(deadline=None, max_examples=12)
 
 
-def on_paths_in_turn(names: str, *values: Sequence[Any]) -> pytest.MarkDecorator:
-    """Parametrize over all combinations of the values, alternating between the paths."""
-    ways = list(PATHS)
-    places = itertools.product(*(range(len(v)) for v in values))
-    cases = [(*(v[i] for v, i in zip(values, place, strict=True)), ways[sum(place) % 3]) for place in places]
+def on_paths_in_turn(names: str, *values: Iterable[Any]) -> pytest.MarkDecorator:
+    """Parametrize over every pair of values, and of a value and a path; over the paths in turn for one list."""
+    cases = pairwise(*values, PATHS) if len(values) > 1 else list(zip(*values, itertools.cycle(PATHS)))
     return pytest.mark.parametrize(f"{names}, path", cases)
 
 
@@ -290,8 +289,7 @@ DECAYS = {
 }
 
 
-@cases
-@pytest.mark.parametrize("decay", DECAYS)
+@on_paths_in_turn("name, beta, decay", PROBLEMS, BETAS, DECAYS)
 def test_the_momentum_is_never_longer_than_one_over_one_minus_beta(name, beta, path, decay):
     """Lemma 2, which requires only that what enters the buffer in equation (7) has norm 1."""
     run = sngm(PROBLEMS[name], path, beta, **DECAYS[decay])
@@ -364,15 +362,13 @@ def assert_bounded_steps(run: Trajectory, beta: float) -> None:
         assert_near(step, -run.eta[t] * run.u[t + 1], run.eta[t] / (1 - beta) + run.w[t].norm(), 1e-14)
 
 
-@cases
-@pytest.mark.parametrize("decay", ["no decay", "coupled"])
+@on_paths_in_turn("name, beta, decay", PROBLEMS, BETAS, ["no decay", "coupled"])
 def test_no_step_is_longer_than_eta_over_one_minus_beta(name, beta, path, decay):
     """The proof of Theorem 1: ||w_{t+1} - w_t|| <= eta/(1-beta), since the step is -eta u_{t+1} (equation (8))."""
     assert_bounded_steps(sngm(PROBLEMS[name], path, beta, **DECAYS[decay]), beta)
 
 
-@cases
-@pytest.mark.parametrize("decay", ["no decay", "coupled"])
+@on_paths_in_turn("name, beta, decay", PROBLEMS, BETAS, ["no decay", "coupled"])
 def test_under_a_schedule_no_step_is_longer_than_its_own_eta_over_one_minus_beta(name, beta, path, decay):
     """Lemma 2 does not depend on the learning rate, so the bound of a step has the rate of that step."""
     run = sngm(PROBLEMS[name], path, beta, schedule=jumping, **DECAYS[decay])
@@ -632,8 +628,7 @@ def test_the_bound_on_a_block_wise_step_is_attained_in_the_limit_for_constant_gr
     assert 0.7 * most <= run.steps[-1].norm() <= most * EVER_SO_LITTLE
 
 
-@cases
-@pytest.mark.parametrize("decay", ["no decay", "coupled"])
+@on_paths_in_turn("name, beta, decay", PROBLEMS, BETAS, ["no decay", "coupled"])
 def test_a_norm_for_each_tensor_is_a_norm_for_each_group_of_one_tensor(name, beta, path, decay):
     """Equation (13): blocks are tensors with scope="tensor" and parameter groups with scope="group"."""
     problem, decay = PROBLEMS[name], DECAYS[decay]

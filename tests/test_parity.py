@@ -6,45 +6,40 @@ import math
 
 import pytest
 import torch
+from harness import (
+    CASES,
+    DTYPES,
+    LARGE,
+    PATHS,
+    UNSUPPORTED,
+    Twin,
+    drifting_gradients,
+    make_params,
+    make_twin,
+    pairwise,
+)  # fmt: skip
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from methods import CASES, LARGE, LOW, PATHS, SHAPES, Twin, gradients, make_params, run
 
 import sngm
 from sngm.optim import heavy_ball, lamb, norms, reference
 
-
-def served(*dtypes: torch.dtype, slow_paths: tuple[str, ...] = ()):
-    """Return every path with every dtype it supports: fused=True rejects low precision (see test_arguments)."""
-    pairs = [
-        pytest.param(p, d, marks=[pytest.mark.slow] if p in slow_paths else [])
-        for p in PATHS
-        for d in dtypes
-        if not (p == "fused" and d in LOW)
-    ]
-    return pytest.mark.parametrize(("path", "dtype"), pairs, ids=lambda x: str(x).removeprefix("torch."))
+KINDS = ["SNGM coupled global", "SNGM after_norm tensor", "LARS you2017", "LARS unscaled", "CLARS", "LAMB"]
 
 
-@served(torch.float64, torch.float32, torch.bfloat16, torch.float16)
-@pytest.mark.parametrize("case", CASES)
-def test_every_path_equals_the_reference_over_twenty_steps(case, path, dtype):
-    name, arguments = CASES[case]
-    params = make_params(SHAPES, dtype)
-    run(Twin(name, params, arguments, path, groups=[[0, 2, 4, 6, 8], [1, 3, 5, 7]]))
+@pytest.mark.parametrize(("case", "path", "dtype"), pairwise(CASES, PATHS, DTYPES, without=UNSUPPORTED))
+def test_every_path_equals_the_reference(case, path, dtype):
+    make_twin(case, path, dtype).run(6, stored_to=torch.finfo(dtype).eps)
 
 
-@pytest.mark.slow
-@served(torch.float64, torch.float32, torch.bfloat16, torch.float16)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KINDS)
+def test_the_default_path_equals_the_reference_over_twenty_steps(case):
+    make_twin(case, dtype=torch.float32).run(20)
+
+
+@pytest.mark.parametrize(("case", "path", "dtype"), pairwise(KINDS, PATHS, DTYPES, without=UNSUPPORTED))
 def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
-    name, arguments = CASES[case]
-    run(Twin(name, make_params(LARGE, dtype, size=0.001), arguments, path), size=0.01)
-
-
-@pytest.mark.parametrize("case", ["SNGM coupled global", "SNGM after_norm tensor", "LARS unscaled", "LAMB"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_the_default_path_equals_the_reference_on_large_tensors(case, dtype):
-    test_every_path_equals_the_reference_on_large_tensors(case, "default", dtype)
+    make_twin(case, path, dtype, LARGE, size=0.001).run(3, size=0.01, stored_to=torch.finfo(dtype).eps)
 
 
 def transposed(g: torch.Tensor) -> torch.Tensor:
@@ -64,18 +59,12 @@ LAYOUTS = {"contiguous": lambda g: g, "transposed": transposed, "strided": strid
 
 
 @pytest.mark.parametrize(
-    ("of_params", "of_grads"),
-    [("contiguous", other) for other in LAYOUTS]
-    + [(other, "contiguous") for other in LAYOUTS]
-    + [(x, x) for x in LAYOUTS],
+    ("case", "path", "dtype", "of_params", "of_grads"),
+    pairwise(KINDS, PATHS, [torch.float64, torch.bfloat16], LAYOUTS, LAYOUTS, without=UNSUPPORTED),
 )
-@served(torch.float64, torch.bfloat16)
-@pytest.mark.parametrize("case", ["SNGM coupled global", "LARS you2017", "LARS unscaled", "CLARS", "LAMB"])
 def test_parameters_and_hand_set_gradients_of_any_layout_equal_the_reference(case, path, dtype, of_params, of_grads):
-    name, arguments = CASES[case]
     shapes = [(4, 3, 5, 2), (33, 65), (70,), (2, 128, 9, 9)]
-    params = [torch.nn.Parameter(LAYOUTS[of_params](p.detach())) for p in make_params(shapes, dtype)]
-    run(Twin(name, params, arguments, path), lay=LAYOUTS[of_grads])
+    make_twin(case, path, dtype, shapes, lay=LAYOUTS[of_params]).run(5, lay=LAYOUTS[of_grads])
 
 
 @pytest.mark.parametrize("path", ["foreach", "default"])
@@ -83,13 +72,12 @@ def test_parameters_and_hand_set_gradients_of_any_layout_equal_the_reference(cas
 def test_low_precision_parameters_worked_on_slice_by_slice_equal_the_reference(case, path, monkeypatch):
     monkeypatch.setattr(heavy_ball, "SLICE", 30)
     monkeypatch.setattr(lamb, "SLICE", 30)
-    name, arguments = CASES[case]
-    run(Twin(name, make_params(SHAPES, torch.bfloat16), arguments, path))
+    make_twin(case, path, torch.bfloat16).run()
 
 
 @st.composite
 def situations(draw):
-    """Draw a method with random settings, shapes, groups and missing gradients."""
+    """Draw a method with random settings, path, dtype, shapes, layouts and groups; gradients to omit; their layout."""
     name = draw(st.sampled_from(["SNGM", "LARS", "CLARS", "LAMB"]))
     number = functools.partial(st.floats, allow_nan=False, width=32)
     # below 1, so that no method reaches exactly w = 0, where ratios are discontinuous
@@ -122,19 +110,27 @@ def situations(draw):
     groups = [list(range(cut)), list(range(cut, len(shapes)))]
     overrides = [{}, {"lr": draw(number(0.0625, 0.375)), "weight_decay": draw(st.sampled_from([0.0, 0.125]))}]
     missing = draw(st.lists(st.integers(0, len(shapes) - 1), max_size=2))
-    return name, arguments, shapes, groups, overrides, missing, draw(st.integers(0, 2**16))
+    dtype = draw(st.sampled_from(DTYPES))
+    path = draw(st.sampled_from([path for path in PATHS if (path, dtype) not in UNSUPPORTED]))
+    params = make_params(dtype, shapes, seed=draw(st.integers(0, 2**16)), size=0.1)
+    layouts = [draw(st.sampled_from(sorted(LAYOUTS))) for _ in params]
+    params = [torch.nn.Parameter(LAYOUTS[name](p.detach())) for name, p in zip(layouts, params, strict=True)]
+    return (
+        Twin(name, params, arguments, path, groups, overrides),
+        missing,
+        LAYOUTS[draw(st.sampled_from(sorted(LAYOUTS)))],
+    )
 
 
 @settings(max_examples=250, deadline=None, derandomize=True)
-@given(situations(), st.sampled_from(list(PATHS)), st.sampled_from([torch.float64, torch.float32]))
-def test_random_settings_shapes_groups_and_missing_gradients_equal_the_reference(situation, path, dtype):
-    name, arguments, shapes, groups, overrides, missing, seed = situation
-    twin = Twin(name, make_params(shapes, dtype, seed), arguments, path, groups, overrides)
-    generator = torch.Generator().manual_seed(seed)
+@given(situations())
+def test_random_settings_paths_dtypes_layouts_groups_and_missing_gradients_equal_the_reference(situation):
+    twin, missing, lay = situation
+    generator = torch.Generator().manual_seed(0)
     for t in range(6):
-        grads = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
-        twin.step([None if i in missing and t % 2 else g for i, g in enumerate(grads)])
-    twin.check(stored_to=6 * torch.finfo(dtype).eps)  # some parameters barely change
+        grads = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in twin.params]
+        twin.step([None if i in missing and t % 2 else g for i, g in enumerate(grads)], lay)
+    twin.check(stored_to=6 * torch.finfo(twin.params[0].dtype).eps)  # some parameters barely change
 
 
 @pytest.mark.parametrize("size", [1e36, 1e37, 5e37])
@@ -142,10 +138,10 @@ def test_random_settings_shapes_groups_and_missing_gradients_equal_the_reference
 @pytest.mark.parametrize("mode", ["coupled", "after_norm", "decoupled"])
 @pytest.mark.parametrize("path", PATHS)
 def test_sngm_equals_the_reference_for_gradients_near_the_largest_float32(path, mode, momentum, size):
-    params = make_params([(7,), (3, 3), (64,)], torch.float32, size=10.0)
+    params = make_params(shapes=[(7,), (3, 3), (64,)], size=10.0)
     settings = {"lr": 0.3, "momentum": momentum, "weight_decay": 1.0, "weight_decay_mode": mode}
     twin = Twin("SNGM", params, settings, path)
-    for grads in gradients(tuple(p.shape for p in params))[:3]:
+    for grads in drifting_gradients(tuple(p.shape for p in params))[:3]:
         twin.step([size * g for g in grads])
     twin.check(stored_to=3 * torch.finfo(torch.float32).eps)
 

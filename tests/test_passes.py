@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from harness import pairwise
 from runs import assert_near_end, assert_same_end, config, ended, metrics, record, state
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -98,9 +99,7 @@ def assert_equal_ends(ours: Path, theirs: Path) -> None:
 # ---------------------------------------------------------------- passes of many groups
 
 
-@pytest.mark.parametrize("pass_size", [1, 8, 12, 100])
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.parametrize("stats", ["first", "mean"])
+@pytest.mark.parametrize(("stats", "workers", "pass_size"), pairwise(["first", "mean"], [1, 2, 4], [1, 8, 12, 100]))
 def test_merged_passes_give_what_one_group_after_another_gives(stats, workers, pass_size, tmp_path):
     usual = {"workers": workers, "running_stats": stats, "clip": 1.0}
     made(tmp_path / "apart", wanted(norm="batch", **usual))
@@ -108,8 +107,10 @@ def test_merged_passes_give_what_one_group_after_another_gives(stats, workers, p
     assert_equal_ends(tmp_path / "merged", tmp_path / "apart")
 
 
-@pytest.mark.parametrize("method", ["sngm", "lars", "lamb", "adam", "clars", "extrap-sgd"])
-@pytest.mark.parametrize("stats", ["first", "mean"])
+@pytest.mark.parametrize(
+    ("method", "stats"),
+    list(zip(["sngm", "lars", "lamb", "adam", "clars", "extrap-sgd"], itertools.cycle(["first", "mean"]))),
+)
 def test_merged_passes_serve_every_method(method, stats, tmp_path):
     usual = {"method": method, "lr": 0.03, "workers": 2, "running_stats": stats}
     made(tmp_path / "apart", wanted(norm="batch", **usual))
@@ -121,11 +122,8 @@ def test_merged_passes_serve_every_method(method, stats, tmp_path):
     ("method", "stats"),
     [
         ("clars", "mean"),
-        *(
-            pytest.param(method, stats, marks=pytest.mark.slow)
-            for method, stats in itertools.product(("sngm", "clars", "extrap-sgd"), ("first", "mean"))
-            if (method, stats) != ("clars", "mean")
-        ),
+        pytest.param("sngm", "first", marks=pytest.mark.slow),
+        pytest.param("extrap-sgd", "mean", marks=pytest.mark.slow),
     ],
 )
 def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):

@@ -598,7 +598,7 @@ def test_one_sample_or_one_group_is_too_few():
 
 
 def test_probes_with_other_settings_have_folders_of_their_own():
-    line = "probe digits --device cpu --points 2 --steps 2 --samples 32 --json"
+    line = "probe digits --set width=2 --device cpu --points 2 --steps 2 --samples 16 --json"
     lines = (line, f"{line} --lambdas 0", f"{line} --iterations 3", f"{line} --lambdas 0,0.1,1,10,100")
     folders = [sngm(words).json["folder"] for words in lines]
     assert folders[0] == folders[3]

@@ -359,7 +359,7 @@ def texts(svg, tag="text"):
     return [element.text for element in ET.fromstring(svg).iter(SVG + tag)]
 
 
-@pytest.mark.parametrize("count", [1, 2, 9])
+@pytest.mark.parametrize("count", [1, 9])
 def test_a_figure_has_a_description_hover_values_and_no_reference_to_other_files(folder, count):
     for i in range(count):
         folder.runs(f"m{i}", 32 * 2**i, [0.9 - 0.01 * i, 0.92])

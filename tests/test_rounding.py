@@ -88,7 +88,7 @@ def test_steps_parameters_and_elements_are_rounded_independently():
 
 @pytest.mark.parametrize("path", ["default", "foreach", "single"])
 def test_small_updates_add_up_where_rounding_to_the_nearest_loses_them(path):
-    steps, size = 20, 1024
+    steps, size = 20, 512
     lr = 2.0**-7 / 10 * size**0.5  # each step is a tenth of the distance from 1 to the next bfloat16 number
     for at_random in (True, False):
         weight = nn.Parameter(torch.ones(size, dtype=torch.bfloat16))
@@ -103,20 +103,21 @@ def test_small_updates_add_up_where_rounding_to_the_nearest_loses_them(path):
             assert (weight == 1.0).all()
 
 
-@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last], ids=str)
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize(
+    ("rule", "form"), list(zip(RULES, itertools.cycle((torch.contiguous_format, torch.channels_last))))
+)
 def test_every_path_rounds_alike(rule, form):
     runs = {}
     for path in ("default", "foreach", "single"):
         params = low_params(form)
         optimizer = build_rounding(rule, params, path)
-        for t in range(5):
+        for t in range(3):
             grads = gradients(low_params(), t)
-            if t == 2:
+            if t == 1:
                 grads[0][0, 0] = torch.inf
             step(optimizer, params, grads)
         assert (optimizer._layout is not None) == (path == "default")
-        assert count(optimizer) == 5
+        assert count(optimizer) == 3
         runs[path] = params
     for path, params in runs.items():
         assert all(map(torch.equal, params, runs["default"])), path

@@ -11,6 +11,8 @@ from harness import (
     BUFFERS,
     DTYPES,
     KINDS,
+    LOW,
+    PATHS,
     RULES,
     SHAPES,
     build,
@@ -27,7 +29,6 @@ from harness import (
     through_disk,
     weights,
 )
-from methods import LOW, PATHS
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD

@@ -21,6 +21,8 @@ from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
 from sngm.training import Options
 
+pytestmark = pytest.mark.usefixtures("in_one_process")
+
 TINY = "compare --methods msgd,sngm --batches 128 --lrs 0.03,0.1 --epochs 1 --seeds 2 --set width=2 --jobs 2"
 LONG = "compare --methods msgd,sngm --batches 16 --lrs 0.03,0.1 --epochs 4 --seeds 2 --jobs 2"
 

@@ -18,7 +18,10 @@ from sngm.models.lstm import WordLSTM
 from sngm.training import BatchPlan, Options, compiled_step, resolve, rng, timing, train
 from sngm.training.recurrent_state import RecurrentState
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official words")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not hold the official words"),
+    pytest.mark.usefixtures("in_one_process"),
+]
 SMALL = {"width": 6, "bptt": 7}
 LINE = "train wikitext2-lstm --device cpu --data-dir data --set width=6 --set bptt=7"
 METHODS = ("msgd", "sngm", "lars-unscaled", "lamb", "extrap-sgd", "clars")
@@ -85,8 +88,7 @@ def plain_loop(wanted, clip):
     return model.state_dict(), losses
 
 
-@pytest.mark.parametrize("clip", [0.25, None])
-@pytest.mark.parametrize("batch", [1, 4, 5])
+@pytest.mark.parametrize(("batch", "clip"), [(4, 0.25), (5, None), pytest.param(1, 0.25, marks=pytest.mark.slow)])
 def test_training_is_word_language_models(tmp_path, monkeypatch, batch, clip):
     monkeypatch.setenv("SNGM_DATA", "data")
     wanted = config(batch=batch, settings={"dropout": 0.0}, clip=clip or math.inf)
@@ -129,7 +131,7 @@ def test_scores_do_not_depend_on_how_much_is_read_at_once(tmp_path, monkeypatch)
 @pytest.mark.parametrize("method", ["msgd", "sngm"])
 def test_workers_and_micro_batches_read_their_own_streams(tmp_path, method):
     for workers, micro in ((1, 4), (2, 2), (4, 1), (1, 2)):
-        wanted = config(method, workers=workers, micro=micro, settings={"dropout": 0.0})
+        wanted = config(method, workers=workers, micro=micro, epochs=1, settings={"dropout": 0.0})
         made(tmp_path / f"{workers}-{micro}", wanted, data_dir=tmp_path / "data")
         assert_near_end(tmp_path / f"{workers}-{micro}", tmp_path / "1-4", 1e-11)
 
