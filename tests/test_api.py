@@ -90,7 +90,7 @@ def test_another_model_is_another_run():
 def test_a_run_of_other_data_in_the_same_folder_is_refused():
     sngm.train(task(), lr=0.1, batch=20, out="here", **QUIET)
     other = sngm.Task.from_torch(linear, TensorDataset(-X[:160], Y[:160]), TEST, epochs=2)
-    with pytest.raises(UsageError, match="holds a run on other data"):
+    with pytest.raises(UsageError, match=r"holds (another run|a run on other data)"):
         sngm.train(other, lr=0.1, batch=20, out="here", **QUIET)
 
 
@@ -256,6 +256,83 @@ def test_a_failing_method_is_named():
 
     with pytest.raises((UsageError, Failed, RuntimeError), match="of my own"):
         sngm.compare(task(), methods=[broken], batches=[20], lrs=[0.1], seeds=1, **QUIET)
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_other_data_or_another_loss_is_another_study():
+    def accuracy(dataset, loss):
+        made = sngm.Task.from_torch(linear, dataset, TEST, loss=loss, epochs=2, batches=(20,))
+        study = sngm.compare(made, methods=["sngm"], lrs=[0.1], seeds=1, **QUIET)
+        return study.folder, study.runs[0].result["test_accuracy"]
+
+    flipped = TensorDataset(X[:160], 1 - Y[:160])
+    found = [accuracy(TRAIN, nn.CrossEntropyLoss()), accuracy(flipped, nn.CrossEntropyLoss())]
+    found.append(accuracy(TRAIN, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.0]))))
+    assert len({folder for folder, _ in found}) == 3
+    assert found[0][1] > 0.8
+    assert found[1][1] < 0.2
+    assert accuracy(TRAIN, nn.CrossEntropyLoss()) == found[0]
+
+
+@pytest.mark.usefixtures("in_one_process")
+def test_a_study_of_other_data_leaves_the_one_in_the_folder_whole():
+    settings = {"methods": ["sngm"], "lrs": [0.1, 0.3], "seeds": 1, "out": "s", **QUIET}
+
+    class Own(sngm.Task):
+        epochs, batches, labels = 1, (20,), Y
+
+        def data(self):
+            return tasks.Splits(train=tasks.Tensors(X[:160], self.labels[:160]), test=tasks.Tensors(X[160:], Y[160:]))
+
+        def model(self):
+            return linear()
+
+        def loss(self, model, batch):
+            return nn.functional.cross_entropy(model(batch[0]), batch[1])
+
+        def scores(self, model, batch):
+            return {"accuracy": model(batch[0]).argmax(1) == batch[1], "loss": torch.zeros(len(batch[1]))}
+
+    study = sngm.compare(Own, **settings)
+    before = (study.folder / "study.json").read_text(), study.table()
+    Own.labels = 1 - Y
+    with pytest.raises(UsageError, match=r"holds (another study|a run on other data)"):
+        sngm.compare(Own, **settings)
+    assert ((study.folder / "study.json").read_text(), sngm.load_study("s").table()) == before
+
+
+def test_what_a_users_function_raised_is_shown_with_its_traceback():
+    def broken(outputs, target):
+        raise RuntimeError("my loss broke")
+
+    with pytest.raises(Failed, match=r"1 run failed, sngm at batch 20: RuntimeError: my loss broke") as caught:
+        sngm.compare(task(loss=broken), methods=["sngm"], batches=[20], lrs=[0.1], seeds=1, **QUIET)
+    assert "in broken" in caught.value.__notes__[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"methods": []}, "`methods` is empty"),
+        ({"lrs": []}, "`lrs` is empty"),
+        ({"batches": []}, "`batches` is empty"),
+        ({"seeds": [1, 2]}, r"`seeds` must be the number of runs of each result, such as 3, got \[1, 2\]"),
+        ({"seeds": 2.5}, "`seeds` must be"),
+        ({"batches": [50.5]}, "`batches` must hold whole numbers >= 1, got 50.5"),
+        ({"settings": [1]}, r"settings must be a dict, got \[1\]"),
+    ],
+    ids=str,
+)
+def test_values_of_the_wrong_kind_are_named(given, words):
+    with pytest.raises((UsageError, TypeError), match=words):
+        sngm.compare(task(), **{"methods": ["sngm"], "batches": [20], "lrs": [0.1], "seeds": 1, **given}, **QUIET)
+
+
+def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
+    study = sngm.compare(
+        task(), methods=[lambda p, lr: torch.optim.SGD(p, lr)], batches=[20], lrs=[0.1], seeds=1, **QUIET
+    )
+    assert study.runs[0].status == "finished"
 
 
 def test_lists_must_be_lists():

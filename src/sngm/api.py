@@ -20,9 +20,9 @@ from .environment import ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable, short_hash
 from .optim import registry
-from .options import Execution, RecipeOptions, RunOptions, as_dict, takes
+from .options import Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
 from .parsing import parse_call
-from .progress import in_words, interrupt_on_signal, step_progress, stop_on_signal, study_progress
+from .progress import in_words, interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
 from .study import StudyConfig, launch
 from .study.grid import split_settings
 from .tasks import Task
@@ -283,6 +283,15 @@ def plan_study(
     for name, values in (("methods", methods), ("batches", batches), ("lrs", lrs)):
         if isinstance(values, str) or not isinstance(values, (Sequence, type(None))):
             raise TypeError(f"{name} must be a list, got {values!r}")
+        if values is not None and not values:
+            raise UsageError(f"`{name}` is empty; give at least one, or leave it out")
+    if not at_least(seeds, 1):
+        raise UsageError(f"`seeds` must be the number of runs of each result, such as 3, got {seeds!r}")
+    for batch in batches or ():
+        if not at_least(batch, 1):
+            raise UsageError(f"`batches` must hold whole numbers >= 1, got {batch!r}")
+    if settings is not None and not isinstance(settings, dict):
+        raise TypeError(f"settings must be a dict, got {settings!r}")
     name, own_of_task = tasks.name_of(task)
     cls = tasks.find(name)
     names = [registry.name_of(method) for method in methods]
@@ -364,16 +373,22 @@ def run_study(
             done = launch.compare(config, folder, options=Options(**as_dict(execution)), jobs=jobs, show=show)
         except KeyboardInterrupt:
             raise Interrupted(f"finished runs are in {folder}; the same command resumes") from None
+    if progress and done.repeated:
+        note(f"{done.repeated} of {len(done.done)} runs were finished already, in {folder}")
     return Study(folder), done.failed
 
 
 def failure(failed: Failures) -> Failed:
     """Return the exception that reports failed runs."""
     config, record = failed[0]
-    return Failed(
-        f"{len(failed)} runs failed, the first {config.label} at batch {config.batch}: {record['error']}; "
-        "the other runs are finished; the same command repeats only the failed ones"
+    count = f"{len(failed)} runs failed, the first" if len(failed) > 1 else "1 run failed,"
+    error = Failed(
+        f"{count} {config.label} at batch {config.batch}: {record['error']}; finished runs are kept, and the same "
+        "command repeats only those that failed"
     )
+    if "traceback" in record:  # of the worker process
+        error.add_note(record["traceback"])
+    return error
 
 
 def load_study(folder: Folder) -> Study:

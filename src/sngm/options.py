@@ -185,10 +185,19 @@ def help_of(group: type[Any], name: str) -> str:
     return str(next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == name))
 
 
+USUAL = {
+    "learning_rate": "lr",
+    "batch_size": "batch",
+    "optimizer": "method",
+    "n_epochs": "epochs",
+    "num_epochs": "epochs",
+}
+
+
 def check_names(function: str, given: Iterable[str], known: list[str]) -> None:
     """Refuse keyword arguments that a function does not have, with the nearest name that it has."""
     for name in given:
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1)
+            near = [USUAL[name]] if USUAL.get(name) in known else difflib.get_close_matches(name, known, 1)
             hint = f" (did you mean {near[0]!r}?)" if near else ""
             raise TypeError(f"{function}() has no argument {name!r}{hint}; it has {', '.join(known)}")

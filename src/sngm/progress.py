@@ -184,6 +184,13 @@ def _table(progress: Progress) -> Any:
     return table
 
 
+def stopping_signals() -> list[int]:
+    """Return the signals that end a run: Ctrl-C, SIGTERM, and that of a closed terminal unless nohup ignores it."""
+    hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+    ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
+    return [signal.SIGINT, signal.SIGTERM, *([] if hang_up is None or ignored else [hang_up])]
+
+
 @contextlib.contextmanager
 def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
     """Handle signals by a function within a ``with`` statement; threads other than the main one cannot."""
@@ -200,7 +207,7 @@ def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
-    """Yield a function that returns whether a run was asked to stop, by Ctrl-C or SIGTERM.
+    """Yield a function that returns whether a run was asked to stop, by Ctrl-C, SIGTERM or a closed terminal.
 
     A second signal of the same kind ends the process at once.
 
@@ -216,13 +223,13 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
             return
         note("stopping at the next step; once more to end at once")
 
-    with handling(signal.SIGINT, signal.SIGTERM, by=ask):
+    with handling(*stopping_signals(), by=ask):
         yield lambda: bool(asked)
 
 
 @contextlib.contextmanager
 def interrupt_on_signal() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the first Ctrl-C or SIGTERM; a second one ends the process at once."""
+    """Raise KeyboardInterrupt on the first of the same signals; a second one ends the process at once."""
     asked: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:
@@ -232,5 +239,5 @@ def interrupt_on_signal() -> Iterator[None]:
         note("stopping at the next step of each run; once more to end at once")
         raise KeyboardInterrupt
 
-    with handling(signal.SIGINT, signal.SIGTERM, by=interrupt):
+    with handling(*stopping_signals(), by=interrupt):
         yield

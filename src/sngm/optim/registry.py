@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import functools
-import hashlib
 import importlib
 import inspect
 import re
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 
 from . import checks
 from .clars import CLARS
+from .digest import digest_of
 from .extrap import ExtrapSGD
 from .lamb import LAMB
 from .lars import LARS
@@ -116,21 +116,7 @@ def name_of(method: Any) -> str:
 
 def source_of(name: str) -> str | None:
     """Return a checksum of the source code of a user's registered method; None for others, which have versions."""
-    return digest_of_sources(METHODS[name].build) if name in METHODS and name not in BUILT_IN else None
-
-
-def digest_of_sources(*things: Any) -> str:
-    """Return a checksum of the source code of classes and functions, and of the repr of other values."""
-    digest = hashlib.sha256()
-    for thing in things:
-        text = repr(thing)
-        if inspect.isclass(thing) or inspect.isroutine(thing):
-            try:
-                text = inspect.getsource(thing)
-            except (OSError, TypeError):  # defined in an interpreter, or in C
-                text = f"{thing.__module__}.{thing.__qualname__}"
-        digest.update(text.encode())
-    return digest.hexdigest()[:16]
+    return digest_of(METHODS[name].build, METHODS[name].settings) if name in METHODS and name not in BUILT_IN else None
 
 
 def importable(thing: Any) -> bool:
@@ -192,7 +178,7 @@ def settings_of(name: str) -> list[str]:
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
     """
-    return [p for p in inspect.signature(find(name).build).parameters if p not in ("self", "params")]
+    return list(inspect.signature(find(name).build).parameters)[1:]  # the first takes the parameters
 
 
 def find(name: str) -> Method:

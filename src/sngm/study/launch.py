@@ -189,6 +189,7 @@ class _Launcher:
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
         self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
+        self.checked = False  # whether all finished runs in the folder were found to belong to this study
 
     def run(self) -> Progress:
         try:
@@ -219,6 +220,7 @@ class _Launcher:
         try:
             for cell in self.progress.cells:
                 self._submit(pool, cell, cell.first_runs())
+            self.checked = True
             self._write()
             while self.futures:
                 self._update_running()
@@ -280,6 +282,8 @@ class _Launcher:
         }
 
     def _write(self) -> None:
+        if not self.checked:  # keep the record of a finished study whose data are others
+            return
         better = self.task.higher_is_better
         study = {
             "format": 1,
@@ -316,7 +320,7 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer Ctrl-C, SIGTERM and SIGALRM: here until the body ends, in processes started by it until `warm_up`."""
+    """Defer Ctrl-C and other signals: here until the body ends, in processes started by it until `warm_up`."""
     came: list[int] = []
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in worker.INTERRUPTS}
     # child processes inherit the mask; other threads of this process still receive the signals

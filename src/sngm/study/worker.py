@@ -18,11 +18,14 @@ import torch
 from .. import tasks
 from ..errors import Interrupted, UsageError
 from ..optim import registry
+from ..progress import stopping_signals
 from ..training.config import RunConfig
 from ..training.loop import Options, train
 
 # Windows has neither SIGALRM nor signal masks
-INTERRUPTS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGALRM") if hasattr(signal, name))
+INTERRUPTS = tuple(
+    getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGALRM") if hasattr(signal, name)
+)
 
 
 def mask_signals(how: str, signals: Iterable[int]) -> set[Any]:
@@ -57,8 +60,8 @@ def warm_up(local: bytes | None = None) -> None:
     # the parent process has loaded the same data, and warned already
     warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
     torch.set_num_threads(1)  # independent of --jobs: the number of threads changes the last digits
-    signal.signal(signal.SIGINT, on_signal)
-    signal.signal(signal.SIGTERM, on_signal)
+    for number in stopping_signals():
+        signal.signal(number, on_signal)
     mask_signals("SIG_UNBLOCK", INTERRUPTS)
 
 

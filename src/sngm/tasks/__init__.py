@@ -16,7 +16,8 @@ from typing import Any, cast
 import torch
 
 from ..errors import UsageError
-from ..optim.registry import digest_of_sources, importable, is_module_name, nearest
+from ..optim.digest import digest_of
+from ..optim.registry import importable, is_module_name, nearest
 from ..parsing import value_of
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
@@ -80,7 +81,7 @@ def source_digest(task: Task) -> str:
     """Return a checksum of the code of a task that is not in a file, and of its model's architecture."""
     with torch.random.fork_rng(devices=[]):
         model = task.model()
-    return digest_of_sources(*task.sources(), type(model), repr(model), task.settings())
+    return digest_of(*task.sources(), [type(module) for module in model.modules()], repr(model), task.settings())
 
 
 @functools.cache

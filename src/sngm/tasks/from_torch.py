@@ -16,7 +16,7 @@ from ..errors import UsageError
 from .base import Batch, Samples, Splits, Task
 
 Loss = Callable[[Any, Tensor], Tensor]
-SAMPLED = 16  # samples used for the fingerprint of a dataset
+SAMPLED = 64  # samples used for the fingerprint of a dataset
 
 
 class DatasetSamples:
@@ -94,7 +94,12 @@ class TorchTask(Task):
         scores = {"loss": self.parts["loss"](outputs, target).expand(len(target))}
         metric = self.parts["metric"]
         if metric is not None:
-            values = metric(outputs, target)
+            values = torch.as_tensor(metric(outputs, target))
+            if values.numel() not in (1, len(target)) or values.ndim > 1:
+                raise UsageError(
+                    f"metric must return one number, or one for each of {len(target)} samples, "
+                    f"got a tensor of shape {tuple(values.shape)}"
+                )
             # weight a mean over the batch by the number of its samples
             scores[self.metric] = values if values.ndim and len(values) == len(target) else values.expand(len(target))
         return scores
@@ -114,12 +119,15 @@ class TorchTask(Task):
         return as_batch(found)
 
     def sources(self) -> list[Any]:
-        return [self.parts["model_fn"], self.parts["loss"], self.parts["metric"]]
+        code = [self.parts["model_fn"], self.parts["loss"], self.parts["metric"]]
+        return [*code, {name: as_samples(name, data).fingerprint() for name, data in self.parts["data"].items()}]
 
 
-def as_samples(name: str, dataset: Any) -> Samples:
+def as_samples(name: str, dataset: Any) -> Tensors | DatasetSamples:
     """Return a map-style dataset as samples that a task can train on."""
     if isinstance(dataset, TensorDataset):
+        if len(dataset.tensors) < 2:
+            raise UsageError(f"{name}_dataset must hold inputs and targets, as TensorDataset(inputs, targets) does")
         return Tensors(*dataset.tensors)
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, dict)):
         return DatasetSamples(dataset)
@@ -141,9 +149,13 @@ def make(
 ) -> Task:
     """Build the task of :meth:`sngm.Task.from_torch`."""
     if isinstance(model_fn, nn.Module) or not callable(model_fn):
-        raise TypeError(f"model_fn must be a function that builds a new model, got {type(model_fn).__name__}")
-    if not callable(loss):
-        raise TypeError(f"loss must be a function of (outputs, target), got {loss!r}")
+        hint = "; pass its class, or lambda: copy.deepcopy(model)" if isinstance(model_fn, nn.Module) else ""
+        raise TypeError(f"model_fn must be a function that builds a new model, got {type(model_fn).__name__}{hint}")
+    if not callable(loss) or isinstance(loss, type):
+        hint = f"; pass an instance: {loss.__name__}()" if isinstance(loss, type) else ""
+        raise TypeError(f"loss must be a function of (outputs, target), got {loss!r}{hint}")
+    if name is not None and not isinstance(name, str):
+        raise TypeError(f"name must be a string, got {name!r}")
     measure: Loss | None = accuracy if metric == "accuracy" else None
     if callable(metric):
         measure, metric = metric, getattr(metric, "__name__", type(metric).__name__)

@@ -1,0 +1,145 @@
+"""Checksums of user code: functions, classes and objects, with all that decides what they compute."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import re
+import sys
+import sysconfig
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+LIBRARIES = tuple(
+    {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")}
+    | {str(Path(__file__).resolve().parents[1])}
+)
+
+
+def digest_of(*things: Any) -> str:
+    """Return a checksum that differs if the code of functions and classes, or the values they use, differ.
+
+    Followed are defaults, closures and global variables of the user's own functions, the attributes of objects, and
+    tensors. Installed packages count by name.
+
+    >>> factor = 2
+    >>> digest_of(lambda x: factor * x) == digest_of(lambda x: 3 * x)
+    False
+    """
+    checksum = hashlib.sha256()
+    seen: dict[int, Any] = {}
+    for thing in things:
+        try:
+            for text in describe(thing, seen):
+                checksum.update(text.encode(errors="replace") + b"\0")
+        except RecursionError:
+            checksum.update(f"{type(thing)}, nested too deeply".encode())
+    return checksum.hexdigest()[:16]
+
+
+def describe(thing: Any, seen: dict[int, Any]) -> Iterator[str]:
+    """Yield texts that together describe a value. `seen` holds what was described before, against cycles."""
+    if isinstance(thing, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
+        yield repr(thing)
+        return
+    if id(thing) in seen:
+        return
+    seen[id(thing)] = thing
+    if isinstance(thing, Tensor):
+        thing = thing.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        yield f"{thing.dtype} {tuple(thing.shape)}"
+        yield hashlib.sha256(thing.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+    elif isinstance(thing, np.ndarray) and thing.dtype != object:
+        yield f"{thing.dtype} {thing.shape} {hashlib.sha256(thing.tobytes()).hexdigest()}"
+    elif isinstance(thing, types.ModuleType):
+        yield thing.__name__
+    elif isinstance(thing, types.MethodType):
+        yield from each(seen, thing.__func__, thing.__self__)
+    elif isinstance(thing, types.FunctionType):
+        yield from describe_function(thing, seen)
+    elif isinstance(thing, functools.partial):
+        yield from each(seen, thing.func, thing.args, thing.keywords)
+    elif isinstance(thing, type):
+        yield f"{thing.__module__}.{thing.__qualname__}"
+        if is_own(thing):
+            yield from each(seen, *thing.__bases__)
+            for name, value in sorted(vars(thing).items()):
+                if not name.startswith("__") or isinstance(value, types.FunctionType):
+                    yield name
+                    yield from describe(getattr(value, "__func__", value), seen)
+    elif isinstance(thing, dict):
+        for key, value in thing.items():
+            yield from each(seen, key, value)
+    elif isinstance(thing, (list, tuple)):
+        yield str(len(thing))
+        yield from each(seen, *thing)
+    elif isinstance(thing, nn.Module):
+        yield from each(seen, type(thing), dict(thing.state_dict()), dict(thing.named_children()))
+        yield from describe({k: v for k, v in vars(thing).items() if not k.startswith("_")}, seen)
+    elif isinstance(getattr(thing, "__dict__", None), dict) and not callable(getattr(thing, "__self__", None)):
+        yield from each(seen, type(thing), vars(thing))
+    else:
+        yield without_addresses(repr(thing))
+
+
+def each(seen: dict[int, Any], *things: Any) -> Iterator[str]:
+    """Yield the descriptions of several values."""
+    for thing in things:
+        yield from describe(thing, seen)
+
+
+def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Iterator[str]:
+    """Yield the code of a function, and the values that it uses."""
+    yield f"{function.__module__}.{function.__qualname__}"
+    if not is_own(function):
+        return
+    try:
+        yield inspect.getsource(function)
+    except (OSError, TypeError):  # typed into an interpreter
+        yield from describe_code(function.__code__)
+    yield from each(seen, function.__defaults__, function.__kwdefaults__)
+    for cell in function.__closure__ or ():
+        try:
+            yield from describe(cell.cell_contents, seen)
+        except ValueError:  # an empty cell
+            yield "empty"
+    for name in sorted(names_in(function.__code__)):
+        if name in function.__globals__:
+            yield name
+            yield from describe(function.__globals__[name], seen)
+
+
+def describe_code(code: types.CodeType) -> Iterator[str]:
+    """Yield the bytecode, names and constants of a function without source."""
+    yield f"{code.co_code.hex()} {code.co_names}"
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from describe_code(constant)
+        else:
+            yield repr(constant)
+
+
+def names_in(code: types.CodeType) -> set[str]:
+    """Return the names of global variables and attributes in a function and in the functions inside it."""
+    inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return {*code.co_names}.union(*inner)
+
+
+def is_own(thing: Any) -> bool:
+    """Return whether a class or function is the user's own, not of an installed package."""
+    file = getattr(sys.modules.get(thing.__module__), "__file__", None)
+    if file is None:
+        return thing.__module__ not in sys.builtin_module_names
+    return not str(Path(file).resolve()).startswith(LIBRARIES)
+
+
+def without_addresses(text: str) -> str:
+    """Return a repr without memory addresses."""
+    return re.sub(r" at 0x[0-9a-f]+", "", text)
