@@ -28,9 +28,9 @@ VERBS = (
     "train", "eval", "compare", "report", "probe", "advise", "check-theory", "tasks", "methods", "data", "doctor",
 )  # fmt: skip
 QUICK = "--batch 128 --epochs 1 --set width=2"
-METHODS = [  # the paper's
+METHODS = [  # the paper's, and our own
     "msgd", "sngm", "block-sngm", "sngd", "lars", "lars-unscaled", "lars-momentum", "clars",
-    "extrap-sgd", "adam", "lamb",
+    "extrap-sgd", "adam", "lamb", "spectral-sngm",
 ]  # fmt: skip
 
 
@@ -308,7 +308,7 @@ REFUSED = {
     "digits --method nosuch": ["nosuch", "lars"],
     "digits --method sngmm": ["did you mean 'sngm'"],
     "digits --method sgd": ["did you mean 'sngd' or 'msgd'"],
-    "mine.py": ["say which class in it is the task, as mine.py:Class"],
+    "mine.py": ["name the class of the task in this file, as mine.py:Class"],
     "digits --method os:system": ["Optimizer"],
     "digits --method no.such.module:Class": ["no.such.module"],
     "digits --method 'sngm('": ["sngm("],

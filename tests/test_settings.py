@@ -144,9 +144,9 @@ def test_precision_is_the_tasks_on_a_gpu_alone():
     ("flags", "words"),
     {
         "--precision half": ["precision", "float32, float64, bfloat16", "'half'"],
-        "--decay-on biases": ["decay_on", "weights, all", "'biases'"],
-        "--bias-lr none": ["bias_lr", "scaled, full"],
-        "--running-stats last": ["running_stats", "first, mean"],
+        "--decay-on biases": ["--decay-on", "weights, all", "'biases'"],
+        "--bias-lr none": ["--bias-lr", "scaled, full"],
+        "--running-stats last": ["--running-stats", "first, mean"],
         "--step foo": ["--step", "auto, eager, compiled, captured", "'foo'"],
         "--step captured --device cpu": ["captured", "cpu"],
         "--loaders -1": ["--loaders", ">= 0"],

@@ -481,17 +481,17 @@ linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="look
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", "int", "term", "term-group"])
+@pytest.mark.parametrize("how", ["ctrl-c", "int", "term", "term-group", "hup-group"])
 def test_an_interrupted_study_says_how_to_go_on_and_ends_the_same(how, uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})
     until(process, running("study"))
-    number = signal.SIGTERM if "term" in how else signal.SIGINT
-    (os.killpg if how in ("ctrl-c", "term-group") else os.kill)(process.pid, number)
+    number = {"term": signal.SIGTERM, "hup": signal.SIGHUP}.get(how.partition("-")[0], signal.SIGINT)
+    (os.killpg if how in ("ctrl-c", "term-group", "hup-group") else os.kill)(process.pid, number)
     shown = finish(process)
     assert (shown.code, shown.out) == (130, "")
     last = shown.err.strip().splitlines()[-1]
-    assert last == "sngm: interrupted; what is done is in study; the same command goes on from there"
+    assert last == "sngm: interrupted; finished runs are in study; the same command resumes"
     assert "Traceback" not in shown.err
     wait_for(lambda: not living(mark))
     assert len(results("study")) < len(uninterrupted[0])
@@ -520,7 +520,7 @@ def test_a_study_interrupted_at_its_start_says_no_more_than_that(when, how):
     assert (shown.code, shown.out) == (130, "")
     assert shown.err.splitlines() == [
         "stopping at the next step of each run; once more to end at once",
-        "sngm: interrupted; what is done is in study; the same command goes on from there",
+        "sngm: interrupted; finished runs are in study; the same command resumes",
     ]
     wait_for(lambda: not living(mark))
 

@@ -138,6 +138,7 @@ def _limit() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started this
 
 
 def _become(words: Sequence[str], folder: Path, settings: dict[str, str], fault: Fault, streams: list[int]) -> None:

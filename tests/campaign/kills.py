@@ -1,4 +1,4 @@
-"""Kills: SIGKILL at a file operation or at any time, SIGINT and SIGTERM; then the same command to its end."""
+"""Kills: SIGKILL at a file operation or at any time, SIGINT, SIGTERM and SIGHUP; then the same command to its end."""
 
 import random
 import signal
@@ -24,7 +24,7 @@ def case(draw: random.Random, folder: Path, counted: Counter[str]) -> None:
 def disturb(command: tuple[str, ...], folder: Path, draw: random.Random) -> tuple[Ended, bool]:
     """Run a command and kill it somewhere; also return whether it was killed before it ended."""
     there = reference(command)
-    how = draw.choice(["operation"] * 5 + ["SIGKILL", "SIGINT", "SIGTERM"])
+    how = draw.choice(["operation"] * 5 + ["SIGKILL", "SIGINT", "SIGTERM", "SIGHUP"])
     if how == "operation":
         fault = Fault(kill_at=draw.randint(1, there.operations), when=draw.choice(["before", "half", "after"]))
         ended = run(command, folder, fault=fault)

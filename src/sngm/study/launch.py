@@ -209,9 +209,11 @@ class _Launcher:
             from multiprocessing import forkserver
 
             context.set_forkserver_preload(["sngm.study.launch"])
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited by the server, which must ignore Ctrl-C
+            # inherited by the server and its helper, which must outlive Ctrl-C and a closed terminal to clean up
+            before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
             forkserver.ensure_running()
-            signal.signal(signal.SIGINT, before)
+            for number, handler in before.items():
+                signal.signal(number, handler)
         how_to_start: Any = {"mp_context": context, "initializer": worker.warm_up, "initargs": (local,)}
         return self._run_in(ProcessPoolExecutor(self.jobs, **how_to_start))
 

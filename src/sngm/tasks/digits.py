@@ -24,6 +24,7 @@ class Digits(Task):
         "sngm": (0.03, 0.1, 0.3, 1.0),
         "sngd": (0.1, 0.3, 1.0, 3.0),
         "block-sngm": (0.01, 0.03, 0.1, 0.3),
+        "spectral-sngm": (0.003, 0.01, 0.03, 0.1),
     }
 
     def __init__(self, width: int = 16) -> None:
