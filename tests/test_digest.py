@@ -1,13 +1,20 @@
 """Checksums of user code notice every change that decides a result, and nothing else."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+import sngm
 from sngm.optim.digest import digest_of
+
+SOURCE = Path(sngm.__file__).parents[1]
 
 
 def in_module(source: str, name: str):
@@ -29,6 +36,20 @@ class Scaled:
         return self.factor * x
 
 
+class Slotted:
+    __slots__ = ("value",)
+
+    def __init__(self, value):
+        self.value = value
+
+
+def unsaved(value):
+    module = nn.Module()
+    module.register_buffer("b", torch.tensor(value), persistent=False)
+    return module
+
+
+PAIR = [1], [2]
 PAIRS = {
     "a closure": (closure(1.0), closure(2.0)),
     "a tensor in a closure": (closure(torch.ones(3)), closure(torch.zeros(3))),
@@ -56,6 +77,24 @@ PAIRS = {
         for n in (1, 2)
     ),
     "a class attribute": tuple(in_module(f"class M:\n    n = {n}", "M") for n in (1, 2)),
+    "a set": ({1, 2}, {1, 3}),
+    "the end of a dict": ({"x": {"a": 1}, "b": 2}, {"x": {"a": 1, "b": 2}}),
+    "which of two comes again": ([PAIR[0], PAIR[1], PAIR[0]], [PAIR[0], PAIR[1], PAIR[1]]),
+    "a property": tuple(
+        in_module(f"class M:\n    @property\n    def p(self):\n        return {n}", "M") for n in (1, 2)
+    ),
+    "a wrapper": tuple(
+        in_module(
+            "import functools\ndef w(f):\n    @functools.wraps(f)\n    def g(x):\n"
+            f"        return {n} * f(x)\n    return g\n@w\ndef f(x):\n    return x",
+            "f",
+        )
+        for n in (1, 2)
+    ),
+    "a buffer that is not saved": tuple(unsaved(n) for n in (1.0, 2.0)),
+    "a sparse tensor": tuple(closure((n * torch.eye(3)).to_sparse()) for n in (1, 2)),
+    "a lambda of one line": (lambda x: 1 * x, lambda x: 2 * x),
+    "a slot": (Slotted(1), Slotted(2)),
     "a base class": tuple(in_module(f"class B:\n    n = {n}\nclass M(B):\n    pass", "M") for n in (1, 2)),
 }
 
@@ -74,6 +113,8 @@ def test_another_value_is_another_checksum(pair):
         lambda: nn.CrossEntropyLoss(weight=torch.tensor([1.0, 0.5])),
         lambda: in_module("n = 1\ndef f(x):\n    return f(n * x)", "f"),  # calls itself
         lambda: object(),
+        lambda: {"b", "a", "c"},
+        lambda: closure(torch.empty(3, device="meta")),
         lambda: nn.Sequential(nn.Linear(2, 2).double()).apply(lambda m: m.requires_grad_(False)) and nn.ReLU(),
     ],
 )
@@ -89,3 +130,18 @@ def test_values_that_contain_themselves_end():
     for _ in range(100_000):
         deep = [deep]
     assert digest_of(deep)
+
+
+def test_a_set_has_the_same_checksum_in_every_process():
+    code = "from sngm.optim.digest import digest_of; print(digest_of({'a', 'b', 'c'}))"
+    found = {
+        subprocess.run(
+            [sys.executable, "-c", code],
+            env={**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": str(SOURCE)},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for seed in ("1", "2")
+    }
+    assert len(found) == 1

@@ -663,6 +663,15 @@ def test_one_tensor_of_the_state_whose_memory_is_replaced_is_noticed(key):
     pair.step(1)
 
 
+def test_a_buffer_turned_where_it_lies_is_noticed():
+    pair = Pair("sngm", make_params(torch.float64, [(4, 4)]))
+    pair.step(0)
+    for optimizer, (p,) in ((pair.ours, pair.params), (pair.theirs, pair.others)):
+        optimizer.state[p]["momentum_buffer"] = optimizer.state[p]["momentum_buffer"].t()
+    pair.step(1)
+    pair.step(2)
+
+
 def test_a_process_group_given_after_a_step_is_used(monkeypatch):
     params = make_params(torch.float64, FEW)
     optimizer = build("sngm", params, weight_decay=0.0)

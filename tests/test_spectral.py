@@ -223,3 +223,37 @@ def test_a_compiled_step_has_the_numbers_of_an_eager_one(order):
         runs.append(params)
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("polar", POLAR)
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        torch.ones(1, 40),
+        torch.randn(1, 40, generator=torch.Generator().manual_seed(0)),
+        torch.ones(64, 64),
+        torch.diag(torch.tensor([1.0, 1e-3, 1e-3])),
+        torch.randn(64, 64, generator=torch.Generator().manual_seed(0)),
+    ],
+    ids=["row of ones", "row", "rank 1", "diagonal", "square"],
+)
+def test_newton_schulz_is_stable_in_bfloat16(matrix, polar):
+    x = newton_schulz(matrix[None].bfloat16(), polar)[0].float()
+    assert torch.linalg.matrix_norm(x, 2) <= 1.25
+
+
+@pytest.mark.parametrize("eps", [0.0, 1e-300, 1e-40])
+def test_a_tiny_eps_makes_no_nan_of_a_zero_gradient(eps):
+    params = make(torch.float32)
+    optimizer = SpectralSNGM(params, lr=0.1, eps=eps)
+    for p in params:
+        p.grad = torch.zeros_like(p)
+    optimizer.step()
+    assert all(p.isfinite().all() for p in params)
+
+
+def test_a_refused_group_leaves_the_optimizer_as_it_was():
+    optimizer = SpectralSNGM(make(), lr=0.1)
+    with pytest.raises(TypeError, match="complex"):
+        optimizer.add_param_group({"params": [torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)]})
+    assert len(optimizer.state_dict()["param_groups"]) == 1

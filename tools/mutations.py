@@ -60,21 +60,26 @@ FAULTS = [
 
 
 def run(tests: list[str], folder: Path) -> bool:
-    """Return whether the tests pass."""
+    """Return whether the tests pass; exit if they could not be run."""
     options = ["-q", "-x", "-n", "auto", "-m", "not slow", "--hypothesis-profile=ci", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *options, *tests]
     environment = {**os.environ, "PYTHONPATH": str(folder / "src")}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode == 0
+    code = subprocess.run(command, cwd=folder, env=environment, capture_output=True).returncode
+    if code not in (0, 1):  # 1: tests failed
+        sys.exit(f"pytest ended with {code}: {' '.join(map(str, command))}")
+    return code == 0
 
 
 def main() -> None:
     first = int(sys.argv[1]) if len(sys.argv) > 1 else 1
-    last = int(sys.argv[2]) if len(sys.argv) > 2 else len(FAULTS)
+    last = min(int(sys.argv[2]) if len(sys.argv) > 2 else len(FAULTS), len(FAULTS))
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "sngm"
         ignored = shutil.ignore_patterns(".git", ".venv", ".data", "build", "dist", "runs")
         shutil.copytree(ROOT, copy, ignore=ignored)
+        if not run(["tests/test_step.py"], copy):
+            sys.exit("the tests fail without any fault")
         for number, (name, text, fault, likely) in enumerate(FAULTS[first - 1 : last], start=first):
             path = copy / "src" / "sngm" / name
             source = path.read_text()

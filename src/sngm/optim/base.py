@@ -216,7 +216,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         self._find_shards(params)
         home = params[0].device
         self._move_counters(home)
-        state = self.state
+        rounding, state = self._rounding_step(), self.state
         in_order = len(state) == len(params) and all(map(is_, state, params))  # as usual; looking up is slower
         step = KernelStep(
             method=self.KERNEL,
@@ -234,7 +234,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             skipped=self._skipped,
             scale=getattr(self, "grad_scale", None),
             found_inf=getattr(self, "found_inf", None),
-            rounding=self._rounding_step(),
+            rounding=None if rounding is None else rounding.to(home),
             mean_norms=mean_norms,
             captured=home.type == "cuda" and torch.cuda.is_current_stream_capturing(),
         )
@@ -304,7 +304,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
-        on_host = eager and all(b.device.type == "cpu" and not b.group["capturable"] for b in parts)
+        # also without any gradient: all ranks must agree on what they exchange
+        on_host = eager and all(device.type == "cpu" for device in {home, *(b.device for b in parts)})
+        on_host = on_host and not any(group["capturable"] for group in self.param_groups)
         # torch.amp.GradScaler sets these during a step, as one-element tensors
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:

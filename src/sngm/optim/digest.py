@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
+import logging
 import re
 import sys
 import sysconfig
@@ -21,6 +22,7 @@ LIBRARIES = tuple(
     {str(Path(sysconfig.get_path(name)).resolve()) for name in ("stdlib", "purelib", "platlib")}
     | {str(Path(__file__).resolve().parents[1])}
 )
+OF_MODULE = {*vars(nn.Module())} - {"training"}
 
 
 def digest_of(*things: Any) -> str:
@@ -50,16 +52,29 @@ def describe(thing: Any, seen: dict[int, Any]) -> Iterator[str]:
         yield repr(thing)
         return
     if id(thing) in seen:
+        yield f"again {list(seen).index(id(thing))}"
         return
-    seen[id(thing)] = thing
+    seen[id(thing)] = thing  # held, so that no other value gets its id
     if isinstance(thing, Tensor):
-        thing = thing.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        yield f"{thing.dtype} {tuple(thing.shape)}"
-        yield hashlib.sha256(thing.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        yield f"{thing.dtype} {tuple(thing.shape)} {thing.layout}"
+        if thing.layout == torch.strided and not thing.is_meta:
+            plain = thing.detach().cpu().resolve_conj().resolve_neg().contiguous()
+            yield hashlib.sha256(plain.flatten().view(torch.uint8).numpy().tobytes()).hexdigest()
+        elif not thing.is_meta:
+            whole = thing.detach().cpu().to_sparse().coalesce()
+            yield from each(seen, whole.indices(), whole.values())
     elif isinstance(thing, np.ndarray) and thing.dtype != object:
         yield f"{thing.dtype} {thing.shape} {hashlib.sha256(thing.tobytes()).hexdigest()}"
+    elif isinstance(thing, logging.Logger):
+        yield thing.name
     elif isinstance(thing, types.ModuleType):
         yield thing.__name__
+        if not in_library(getattr(thing, "__file__", None) or str(Path(__file__))):
+            yield from describe({k: v for k, v in vars(thing).items() if not k.startswith("__")}, seen)
+    elif isinstance(thing, property):
+        yield from each(seen, thing.fget, thing.fset, thing.fdel)
+    elif isinstance(thing, (set, frozenset)):
+        yield from sorted(digest_of(element) for element in thing)
     elif isinstance(thing, types.MethodType):
         yield from each(seen, thing.__func__, thing.__self__)
     elif isinstance(thing, types.FunctionType):
@@ -75,16 +90,20 @@ def describe(thing: Any, seen: dict[int, Any]) -> Iterator[str]:
                     yield name
                     yield from describe(getattr(value, "__func__", value), seen)
     elif isinstance(thing, dict):
+        yield str(len(thing))
         for key, value in thing.items():
             yield from each(seen, key, value)
     elif isinstance(thing, (list, tuple)):
         yield str(len(thing))
         yield from each(seen, *thing)
     elif isinstance(thing, nn.Module):
-        yield from each(seen, type(thing), dict(thing.state_dict()), dict(thing.named_children()))
-        yield from describe({k: v for k, v in vars(thing).items() if not k.startswith("_")}, seen)
-    elif isinstance(getattr(thing, "__dict__", None), dict) and not callable(getattr(thing, "__self__", None)):
+        tensors = [dict(thing.named_parameters(recurse=False)), dict(thing.named_buffers(recurse=False))]
+        yield from each(seen, type(thing), *tensors, dict(thing.named_children()))
+        yield from describe({name: value for name, value in vars(thing).items() if name not in OF_MODULE}, seen)
+    elif isinstance(getattr(thing, "__dict__", None), dict):
         yield from each(seen, type(thing), vars(thing))
+    elif slots := [name for cls in type(thing).__mro__ for name in vars(cls).get("__slots__", ())]:
+        yield from each(seen, type(thing), {name: getattr(thing, name, None) for name in slots})
     else:
         yield without_addresses(repr(thing))
 
@@ -101,8 +120,10 @@ def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Ite
     if not is_own(function):
         return
     try:
-        yield inspect.getsource(function)
+        yield inspect.getsource(function.__code__)
     except (OSError, TypeError):  # typed into an interpreter
+        yield from describe_code(function.__code__)
+    if function.__name__ == "<lambda>":  # several may be on one line
         yield from describe_code(function.__code__)
     yield from each(seen, function.__defaults__, function.__kwdefaults__)
     for cell in function.__closure__ or ():
@@ -137,9 +158,14 @@ def is_own(thing: Any) -> bool:
     file = getattr(sys.modules.get(thing.__module__), "__file__", None)
     if file is None:
         return thing.__module__ not in sys.builtin_module_names
-    return not str(Path(file).resolve()).startswith(LIBRARIES)
+    return not in_library(file)
+
+
+def in_library(file: str) -> bool:
+    """Return whether a file belongs to Python, an installed package or sngm."""
+    return str(Path(file).resolve()).startswith(LIBRARIES)
 
 
 def without_addresses(text: str) -> str:
     """Return a repr without memory addresses."""
-    return re.sub(r" at 0x[0-9a-f]+", "", text)
+    return re.sub(r" at 0x[0-9a-f]+", "", text, flags=re.IGNORECASE)

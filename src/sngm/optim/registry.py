@@ -216,6 +216,7 @@ def is_module_name(text: str) -> bool:
 
 def nearest(word: str, words: list[str]) -> str:
     """Return " (did you mean ...?)" for an error message if one of the words is close to `word`, else ""."""
+    word = word.lower()  # names of methods and tasks are
     near = difflib.get_close_matches(word, words)
     alike = [difflib.SequenceMatcher(None, word, other).ratio() for other in near]
     best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio == alike[0]]

@@ -59,15 +59,17 @@ class Shards:
         """Whether sums need communication between ranks."""
         return self._over_mesh or self._over_group
 
-    def tensors(self, packed: Tensor) -> Tensor:
+    def tensors(self, packed: Tensor, *, over_group: bool = True) -> Tensor:
         """Return the squares of whole tensors from those of the local shards; both are (kinds, parameters).
+
+        Without `over_group`, sum over the meshes of DTensors only.
 
         Parameters without a gradient have zeros. The ranks of a `norm_group` must hold slices of the same tensors in
         the same order.
         """
-        if not self._counted:
+        if over_group and not self._counted:
             self._count(packed.device)
-        return self._sum(self._weighed(packed))
+        return self._sum(self._weighed(packed), over_group)
 
     def spans(self, packed: Tensor, positions: Sequence[int], count: int) -> Tensor:
         """Return the sum over each of `count` spans; parameter i is in span ``positions[i]``.
@@ -90,11 +92,11 @@ class Shards:
             self._constants[packed.device] = torch.tensor(self._weights, dtype=packed.dtype, device=packed.device)
         return packed * self._constants[packed.device]
 
-    def _sum(self, values: Tensor) -> Tensor:
+    def _sum(self, values: Tensor, over_group: bool = True) -> Tensor:
         values = values.contiguous()
         if self._over_mesh:
             dist.all_reduce(values, group=group_of(self._mesh))
-        if self._over_group:
+        if self._over_group and over_group:
             dist.all_reduce(values, group=self.norm_group)
         return values
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -18,23 +18,39 @@ from .buckets import Bucket, Work
 from .heavy_ball import Rule, axpy_, heavy_ball, update_params
 from .norms import upcast
 from .sharded_norms import group_of, is_dtensor, local, redistribute_like
+from .sngm import MIN_EPS
 
 ORDERS = ("before", "after")
 BALLS = ("spectral", "euclidean")
 # Odd polynomials a s + b s^3 + c s^5 that Newton-Schulz applies to the singular values, one triple for each step.
 # "muon": Jordan et al., 2024: five equal steps move values from 0.01 on into [0.68, 1.13]; more do not converge.
 # "polar-express": Amsel et al., arXiv 2505.16932: the best triple for each step; eight steps reach 1 to float32.
+MARGIN = 1.01  # bfloat16 rounds singular values above 1, where the polynomials of "polar-express" grow fast
+EXPRESS = (
+    (8.28721201814563, -23.595886519098837, 17.300387312530933),
+    (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
+    (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
+    (3.3184196573706015, -2.488488024314874, 0.51004894012372),
+    (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
+    (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
+    (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
+    (1.875, -1.25, 0.375),
+)
+
+
+def with_margin(triple: tuple[float, float, float], margin: float) -> tuple[float, float, float]:
+    """Return the coefficients of the polynomial of s / margin."""
+    a, b, c = triple
+    return a / margin, b / margin**3, c / margin**5
+
+
 POLAR = {
     "muon": ((3.4445, -4.775, 2.0315),) * 5,
+    # the first twice: once for the values that Newton-Schulz starts from
     "polar-express": (
-        (8.28721201814563, -23.595886519098837, 17.300387312530933),
-        (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
-        (3.9486908534822946, -2.908902115962949, 0.5518191394370137),
-        (3.3184196573706015, -2.488488024314874, 0.51004894012372),
-        (2.300652019954817, -1.6689039845747493, 0.4188073119525673),
-        (1.891301407787398, -1.2679958271945868, 0.37680408948524835),
-        (1.8750014808534479, -1.2500016453999487, 0.3750001645474248),
-        (1.875, -1.25, 0.375),
+        with_margin(EXPRESS[0], MARGIN**2),
+        *(with_margin(triple, MARGIN) for triple in EXPRESS[1:-1]),
+        EXPRESS[-1],
     ),
 }
 
@@ -87,8 +103,6 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
-
-    TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
     def __init__(
         self,
@@ -143,10 +157,12 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. Complex parameters raise TypeError: their polar factor is another rule."""
+        if isinstance(param_group, dict) and "params" in param_group and not isinstance(param_group["params"], Tensor):
+            param_group["params"] = list(param_group["params"])
+            tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
+            if any(isinstance(p, Tensor) and p.is_complex() for p in tensors):
+                raise TypeError("SpectralSNGM does not support complex parameters")
         super().add_param_group(param_group)
-        if any(p.is_complex() for p in param_group["params"]):
-            self.param_groups.pop()
-            raise TypeError("SpectralSNGM does not support complex parameters")
 
     def _step(self, work: Work) -> None:
         total = work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0]
@@ -159,7 +175,7 @@ class SpectralSNGM(LargeBatchOptimizer):
             rule = replace(rule, nesterov=group["nesterov"], maximize=group["maximize"])
             if group["order"] == "before":
                 wholes = [p.grad for p in bucket.owners]
-                directions = self._directions(bucket, bucket.grads, wholes, group["eps"] * work.scale)
+                directions = self._directions(bucket, bucket.grads, wholes, max(group["eps"], MIN_EPS) * work.scale)
                 heavy_ball(replace(bucket, grads=directions), rule, skip)
             else:
                 self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
@@ -170,7 +186,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         buffers = bucket.buffers.get("momentum_buffer")
         if buffers is None:  # momentum 0
             tensors = [upcast(g) * (-rule.gain if rule.maximize else rule.gain) for g in bucket.grads]
-            wholes: list[Any] = [p.grad for p in bucket.owners]
+            wholes: list[Any] = [_like(p, t) for p, t in zip(bucket.owners, tensors, strict=True)]
         else:
             heavy_ball(bucket, rule, skip)
             tensors, wholes = buffers, [state["momentum_buffer"] for state in bucket.states]
@@ -178,7 +194,7 @@ class SpectralSNGM(LargeBatchOptimizer):
                 tensors = list(torch._foreach_mul(buffers, rule.momentum))
                 axpy_(tensors, -rule.gain if rule.maximize else rule.gain, [upcast(g) for g in bucket.grads])
                 wholes = [_like(p, t) for p, t in zip(bucket.owners, tensors, strict=True)]
-        directions = self._directions(bucket, tensors, wholes, group["eps"])
+        directions = self._directions(bucket, tensors, wholes, max(group["eps"], MIN_EPS))
         if rule.decoupled_decay:
             decay = rule.decoupled_decay
             directions = [x.add(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
@@ -215,7 +231,7 @@ class SpectralSNGM(LargeBatchOptimizer):
             return squares
         packed = torch.zeros(1, len(self._shards.params), dtype=squares.dtype, device=squares.device)
         packed[0, [bucket.indices[i] for i in which]] = squares
-        return self._shards.tensors(packed)[0, [bucket.indices[i] for i in which]]
+        return self._shards.tensors(packed, over_group=False)[0, [bucket.indices[i] for i in which]]
 
 
 def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:

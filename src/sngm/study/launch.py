@@ -211,9 +211,11 @@ class _Launcher:
             context.set_forkserver_preload(["sngm.study.launch"])
             # inherited by the server and its helper, which must outlive Ctrl-C and a closed terminal to clean up
             before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
-            forkserver.ensure_running()
-            for number, handler in before.items():
-                signal.signal(number, handler)
+            try:
+                forkserver.ensure_running()
+            finally:
+                for number, handler in before.items():
+                    signal.signal(number, handler)
         how_to_start: Any = {"mp_context": context, "initializer": worker.warm_up, "initargs": (local,)}
         return self._run_in(ProcessPoolExecutor(self.jobs, **how_to_start))
 
@@ -284,7 +286,7 @@ class _Launcher:
         }
 
     def _write(self) -> None:
-        if not self.checked:  # keep the record of a finished study whose data are others
+        if not self.checked:  # keep the record of a finished study on different data
             return
         better = self.task.higher_is_better
         study = {
@@ -324,7 +326,8 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
 def _signals_deferred() -> Iterator[None]:
     """Defer Ctrl-C and other signals: here until the body ends, in processes started by it until `warm_up`."""
     came: list[int] = []
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in worker.INTERRUPTS}
+    deferred = [number for number in worker.INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
+    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in deferred}
     # child processes inherit the mask; other threads of this process still receive the signals
     mask = worker.mask_signals("SIG_BLOCK", worker.INTERRUPTS)
     try:

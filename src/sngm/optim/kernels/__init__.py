@@ -18,7 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 class Unsupported(Exception):
-    """Some tensor has no memory of its own that a kernel could read in order."""
+    """The kernels cannot take this step: a tensor has gaps or no memory of its own, or there are several devices."""
 
 
 @functools.cache

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..buckets import Bucket, Work
-from ..sharded_norms import Shards, local, local_gradient
+from ..sharded_norms import Shards, is_dtensor, local
 from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
 from .table_schema import FIELDS, SETTINGS, SQUARES, VARIANTS
@@ -31,7 +31,6 @@ Rows = list[list[int]]
 BLOCK = 1024  # elements that a program works on at a time
 WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of it get their own launch
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
-CHANGING = ("words", "norm", "skipped", "rounds", "means")  # arguments of the kernels that differ from step to step
 TRITON_DTYPES = {
     torch.float16: tl.float16,
     torch.bfloat16: tl.bfloat16,
@@ -88,7 +87,6 @@ def take_step(
         rows, again = layout.rows, look_up(step)  # after missing state was made
         layout.facts = again[1] if again[0] == rows else None  # else some gradients had to be copied
     values = {
-        **constants(step),
         "words": send(step, rows if layout.order is None else [[row[i] for i in layout.order] for row in rows]),
         "norm": step.grad_norm,
         "skipped": step.skipped,
@@ -97,7 +95,7 @@ def take_step(
     }
     on_other = step.home.type == "cuda" and step.home.index != torch.cuda.current_device()
     with torch.cuda.device(step.home) if on_other else contextlib.nullcontext():
-        launch(step, values, layout)
+        launch(step, constants(step), values, layout)
     # as torch's own in-place operations do, so that autograd rejects graphs from before the step
     torch.autograd.graph.increment_version(list(compress(step.params, [grad is not None for grad in step.grads])))
     step.held += [values, layout.copies]
@@ -117,19 +115,25 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
     try:
         state = [list(map(itemgetter(key), states)) for key in step.keys[0]]
         if step.shards.sharded:
-            params, grads = list(map(local, params)), list(map(local_gradient, params, grads))
+            pairs = [pair for pair in zip(params, grads, strict=True) if is_dtensor(pair[0])]
+            if any(p.placements != getattr(grad, "placements", None) for p, grad in pairs):
+                return [], None  # `gather` redistributes them
+            params, grads = list(map(local, params)), list(map(local, grads))
             state = [list(map(local, column)) for column in state]
-        rows = [list(map(data_ptr, column)) for column in (params, grads, *state)]
-        numels = [list(map(Tensor.numel, column)) for column in (params, *state)]
-        dense = all(map(is_contiguous, params)) and all(map(is_contiguous, grads))
-        strides = None if dense else [list(map(Tensor.stride, column)) for column in (params, grads, *state)]
-    except (KeyError, RuntimeError, TypeError):  # missing state, not a tensor, or one without memory of its own
+        columns = [params, grads, *state]
+        rows = [list(map(data_ptr, column)) for column in columns]
+        numels = [list(map(Tensor.numel, column)) for column in columns]
+        dense = all(all(map(is_contiguous, column)) for column in columns)
+        strides = None if dense else [list(map(Tensor.stride, column)) for column in columns]
+        dtypes = [list(map(dtype_of, column)) for column in columns]
+    except (KeyError, RuntimeError, TypeError, AttributeError):  # missing state, not a tensor, or one without memory
         return [], None
-    dtypes = list(map(dtype_of, grads))
     # with one element, a lazy negation may have the strides of any other gradient
     lazy = any(grad.is_neg() for grad, n in zip(grads, numels[0], strict=True) if n == 1)
-    if lazy or {*map(type, grads)} != {Tensor} or len({*step.keys}) > 1 or any(d.is_complex for d in {*dtypes}):
+    if lazy or {*map(type, grads)} != {Tensor} or len({*step.keys}) > 1 or any(d.is_complex for d in {*dtypes[0]}):
         return [], None
+    if not all(rows[1]) and any(n and not at for at, n in zip(rows[1], numels[1], strict=True)):
+        return [], None  # a gradient without memory, such as one of zeros that autograd does not store
     aligned = reduce(or_, rows[1]) % WIDEST_LOAD == 0 or [at % WIDEST_LOAD == 0 for at in rows[1]]
     groups = has, step.lengths, step.keys, step.adapt, step.shards
     shapes, devices = list(map(Tensor.size, grads)), list(map(Tensor.get_device, grads))
@@ -159,7 +163,7 @@ class Layout:
     """Which program works on which tensor, and scratch memory: what steps need besides addresses and settings."""
 
     def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
-        if not support([bucket.params[0] for bucket in work.buckets]):
+        if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
             raise Unsupported("the parameters are on several devices, or on one without kernels")
         self.facts: Any = None  # of `look_up`
         self.copies: list[Tensor] = []  # of gradients, until the step is taken
@@ -287,13 +291,12 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 # ---------------------------------------------------------------- launches
 
 
-def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
+def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layout: Layout) -> None:
     """Launch the kernels of the method, each once for every kind of tensors; in between sum over ranks."""
-    compiled_for = [*values.values()][: -len(CHANGING)]
 
     def run(kernel: Any) -> None:
         # Triton's own look-up by the types of all arguments takes three times as long as the launch
-        key = kernel, step.grad_norm.dtype, *compiled_for
+        key = kernel, step.grad_norm.dtype, *fixed.values()
         if key in layout.launches:
             for runner, arguments, changing in layout.launches[key]:
                 for i, name in changing:
@@ -302,12 +305,12 @@ def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
             return
         ready = []
         for section in layout.sections:
-            every = {**layout.values, **values, **section}
+            every = {**layout.values, **fixed, **values, **section}
             grid = section["programs"], 1, 1
             compiled = kernel[grid](*(every[name] for name in kernel.arg_names), num_warps=4, **ONE_ROUNDING)
             if compiled is not None:  # the interpreter compiles nothing
                 addressed = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in every.items()}
-                changing = [(i, name) for i, name in enumerate(kernel.arg_names) if name in CHANGING]
+                changing = [(i, name) for i, name in enumerate(kernel.arg_names) if name in values]
                 ready.append((compiled[grid], [addressed[name] for name in kernel.arg_names], changing))
         if ready:
             layout.launches[key] = ready
@@ -325,7 +328,7 @@ def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
         run(kernels.apply)
     else:
         run(kernels.update)
-        if values["AVERAGES"]:
+        if fixed["AVERAGES"]:
             sum_rows(step, layout.values, OF_DIRECTION, OF_DIRECTION)
             run(kernels.apply)
 
