@@ -12,16 +12,18 @@ if TYPE_CHECKING:
     from .lamb import LAMB
     from .lars import LARS
     from .registry import create, decay_groups, names
+    from .shared_norm import SharedNorm
     from .sngm import SNGM
     from .spectral import SpectralSNGM
 
 __all__ = [
-    "CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "SpectralSNGM", "create", "decay_groups", "names", "reference",
+    "CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "SharedNorm", "SpectralSNGM", "create", "decay_groups", "names",
+    "reference",
 ]  # fmt: skip
 
 # Methods are imported on first access: importing one takes half the time of importing all.
 _MODULES = {"CLARS": "clars", "LAMB": "lamb", "LARS": "lars", "SNGM": "sngm", "ExtrapSGD": "extrap"}
-_MODULES |= {"SpectralSNGM": "spectral"}
+_MODULES |= {"SpectralSNGM": "spectral", "SharedNorm": "shared_norm"}
 _MODULES |= dict.fromkeys(("create", "decay_groups", "names"), "registry")
 
 
