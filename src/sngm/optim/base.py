@@ -44,7 +44,6 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if they support it
 
-    shared_norm: Any = None  # the SharedNorm that this optimizer is a part of
     _whole_square: Tensor | None = None  # squared norm of the whole gradient, from `shared_norm`
     _checked_shards: Any = None  # `_shards` when the parameters were last checked
     _inside_hooks = False  # True while a step runs under hooks or a profiler

@@ -39,14 +39,21 @@ def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
             f"{type(optimizer).__name__} needs the norm of each tensor, but DeepSpeed has flattened the parameters of "
             "each group into one tensor; use FSDP2, or SNGM with scope='global'"
         )
-    if optimizer.norm_group is not None or not dist.is_available() or not dist.is_initialized():
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return
-    if flattened and sum(p.numel() for p in params) < sum(getattr(p, "ds_numel", p.numel()) for p in former):
+    if flattened and any(hasattr(p, "ds_numel") for p in former):
+        raise ValueError(
+            "DeepSpeed ZeRO 3 gives each rank a part of the parameters, with padding of any value, so norms would be "
+            "wrong; " + SHARE
+        )
+    if optimizer.norm_group is not None:
+        return
+    if flattened and sum(p.numel() for p in params) < sum(p.numel() for p in former):
         raise ValueError(
             "DeepSpeed ZeRO gives each rank a part of the parameters, so the norm would be that of this rank's part; "
             + SHARE
         )
-    if dist.get_world_size() > 1 and sharded_by_fsdp1(params):
+    if sharded_by_fsdp1(params):
         raise ValueError(
             "FSDP1 (FullyShardedDataParallel) gives each rank a part of the parameters, so the norm would be that of "
             "this rank's part; pass norm_group=, the process group that FSDP1 shards over, or use FSDP2 (fully_shard)"

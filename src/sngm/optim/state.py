@@ -28,6 +28,7 @@ class StatefulOptimizer(Optimizer):
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
     norm_group: Any
+    shared_norm: Any = None  # the SharedNorm that this optimizer is a part of
     _grad_norm: Tensor
     _skipped: Tensor
     _shards = Shards(())  # of the parameters at the last step, or when groups were last added
@@ -106,6 +107,8 @@ class StatefulOptimizer(Optimizer):
 
     def _hides_groups(self) -> bool:
         """Return whether groups that held parameters were removed or emptied, as DeepSpeed does during a step."""
+        if getattr(self.shared_norm, "hides_parameters", False):
+            return True
         return sum(bool(group["params"]) for group in self.param_groups) < self._groups_added
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
