@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from ..options import Execution, RecipeOptions, as_dict
-from ..parsing import numbers, parse_settings, split_list, whole_numbers
+from ..parsing import numbers_by_name, parse_settings, split_list, whole_numbers
 from .options import DRY, JSON, SET, TASK
 
 EXAMPLES = (
     "sngm compare",
     "sngm compare digits --methods msgd,sngm --batches 32,128,512 --seeds 5",
     'sngm compare --methods "sngm,sngm(weight_decay=8e-4)" --lrs 0.1,0.3,1 --out runs/decay',
+    "sngm compare --methods adamw,sngm --search lr,weight_decay --trials 8",
     "sngm compare my_task.py:MyTask --dry-run",
 )
 
@@ -32,7 +33,21 @@ def compare(
         str | None, typer.Option(help="Global batch sizes, separated by commas. Default: the task's.")
     ] = None,
     lrs: Annotated[
-        str | None, typer.Option(help="Learning rates to try, separated by commas. Default: the task's.")
+        str | None,
+        typer.Option(
+            help="Learning rates to try, separated by commas, for all methods or for each: "
+            '"sngm=0.1,0.3;adamw=1e-3,3e-3". Default: the task\'s.'
+        ),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            help="Search these settings instead of a grid of learning rates: lr, weight_decay, momentum, warmup; with "
+            "ranges as weight_decay=1e-5:1e-3. Default ranges: around the usual values of each method."
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Quasi-random points of --search, the same number for every method.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Seeds per result; the table shows their mean.")] = 3,
     recipe: RecipeOptions,
@@ -56,13 +71,17 @@ def compare(
     """
     from .. import api
     from ..study.launch import check_jobs
+    from ..study.search import parse_search
     from ..training import Options
     from .plans import show_study, warn_of_slow
 
     sizes = None if batches is None else whole_numbers("--batches", batches)
-    rates = None if lrs is None else numbers("--lrs", lrs)
+    rates = None if lrs is None else numbers_by_name("--lrs", lrs)
     chosen = parse_settings(settings or [])
-    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, execution.device)
+    sought = None if search is None else parse_search(search)
+    study = api.plan_study(
+        task, split_list(methods), sizes, rates, seeds, chosen, recipe, execution.device, sought, trials
+    )
     check_jobs(jobs)
     folder = out or api.study_folder(study)
     warn_of_slow(execution, recipe.precision)

@@ -30,7 +30,7 @@ SET = Annotated[
 ]
 TASK = Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your own as file.py:Class.")]
 PANELS = {  # of the help pages of commands that train, in this order
-    "Run": "method methods lr lrs batch batches seed seeds part epochs",
+    "Run": "method methods lr lrs search trials batch batches seed seeds part epochs",
     "Measurement": "points steps lambdas samples iterations",
     "Recipe": "schedule warmup clip decay_on bias_lr precision settings",
     "Batch split": "workers micro bn_group running_stats pass_size",

@@ -1,20 +1,20 @@
-"""Write the report of a study: a table, three figures, and one page that opens offline."""
+"""Write the report of a study: a table, figures, and one page that opens offline."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from ..files import write_atomically
 from ..progress import duration
 from .drawing import standalone
-from .figures import by_batch, by_rate, curves
+from .figures import Figure, by_batch, by_rate, by_trials, curves
 from .html import render, words
 from .summary import Summary, summarise
 from .tables import caption, details, footnotes, table
 
-FIGURES = {
+FIGURES: dict[str, tuple[Callable[[Summary], Figure], str]] = {
     "batch": (
         by_batch,
         "Bars are 95 % intervals over at least three seeds; with two seeds, dots are the seeds. "
@@ -27,10 +27,15 @@ FIGURES = {
         "a hollow marker at the edge a worse value than the axis shows.",
     ),
 }
+TRIALS = (
+    by_trials,
+    "Thick: the mean, over all choices of k trials, of their best validation score. Thin: what 10 % and 90 % of the "
+    "choices reach. The earlier a line is high, the easier the method is to tune.",
+)
 
 
 def write(folder: Path) -> Path:
-    """Write table.md, curves.svg, batch.svg, lr.svg and report.html into a folder of records.
+    """Write table.md, the figures and report.html into a folder of records.
 
     Every file is made before the first is replaced.
 
@@ -42,11 +47,17 @@ def write(folder: Path) -> Path:
     """
     folder = Path(folder)
     summary = summarise(folder)
-    files = {f"{name}.svg": standalone(figure(summary)) for name, (figure, _) in FIGURES.items()}
+    files = {f"{name}.svg": standalone(figure(summary)) for name, (figure, _) in figures_of(summary).items()}
     files |= {"table.md": table(summary), "report.html": html(summary)}
     for name, text in files.items():
         write_atomically(folder / name, text.encode())
     return folder / "report.html"
+
+
+def figures_of(summary: Summary) -> dict[str, tuple[Callable[[Summary], Figure], str]]:
+    """Return the figures of a report, with the text below each; studies that searched settings have one more."""
+    searched = any(cell.search for cell in summary.cells.values())
+    return {**FIGURES, "trials": TRIALS} if searched else FIGURES
 
 
 def html(summary: Summary) -> str:
@@ -66,8 +77,9 @@ def html(summary: Summary) -> str:
         details=details,
         caption=caption(summary),
         footnotes=footnotes(summary),
-        figures=[(figure(summary), note) for figure, note in FIGURES.values()],
+        figures=[(figure(summary), note) for figure, note in figures_of(summary).values()],
         cells=[cell for cell in summary.cells.values() if cell.grid],
+        searched=[cell for cell in summary.cells.values() if cell.search],
         origin={
             "hardware": _tally(words(run.hardware) for run in runs),
             "versions": _tally(words(run.versions) for run in runs),

@@ -34,6 +34,7 @@ from ..training.run_folder import FINISHED, NothingLeft, RunFolder, command, dif
 from ..training.validation import config_of
 from . import worker
 from .grid import Cell, StudyConfig, run_name
+from .search import hidden_by
 
 MOST_JOBS = 1024
 Record = dict[str, Any]
@@ -302,6 +303,8 @@ class _Launcher:
             "cells": [cell.summary(better) for cell in self.progress.cells],
             "study": self.study.identity(),
         }
+        if self.study.search:
+            study["searched"] = sorted(hidden_by(self.study.search))
         write_record(self.folder / "study.json", study)
 
 
