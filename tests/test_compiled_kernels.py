@@ -122,6 +122,7 @@ def check_memory(found, target):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @TARGETS
 def test_kernels_of_images_compile_and_find_room_on_every_gpu(compiled, target, dtype):
