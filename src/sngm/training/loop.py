@@ -215,8 +215,8 @@ def _run(
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
                     how = options.pass_size, options.loaders
-                    scored = evaluate(task, model, held_out, config, *how) if processes.first else None
-                    metrics |= processes.broadcast(scored)
+                    processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
+                    metrics |= evaluate(task, model, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
