@@ -20,7 +20,7 @@ from .environment import ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable, short_hash
 from .optim import registry
-from .options import Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
+from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
 from .parsing import parse_call
 from .progress import in_words, interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
 from .study import StudyConfig, launch
@@ -280,11 +280,11 @@ def plan_study(
     seeds: int,
     settings: dict[str, Any] | None,
     recipe: RecipeOptions,
-    device: str | None = None,
+    device: str | torch.device | None = None,
     search: Search | None = None,
     trials: int | None = None,
 ) -> StudyConfig:
-    """Return what a study compares, with every default filled in."""
+    """Return what a study compares, with every default filled in. A torch.device need not be on this machine."""
     by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
     grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
     for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):
@@ -308,7 +308,7 @@ def plan_study(
     sizes = tuple(cls.batches if batches is None else batches)
     given = recipe.given()
     epochs = given.pop("epochs", cls.epochs)
-    usual = usual_precision(name, sizes[0], choose_device(device))
+    usual = usual_precision(name, sizes[0], device if isinstance(device, torch.device) else choose_device(device))
     if usual != "float32":  # part of the study, so that runs on a CPU and on a GPU do not mix
         given.setdefault("precision", usual)
     return StudyConfig(
@@ -324,7 +324,13 @@ def study_folder(config: StudyConfig) -> Path:
     return Path("runs") / f"compare-{file_name(config.task)}-{short_hash(config.identity())}"
 
 
-@takes(RecipeOptions, Execution)
+def study_device(execution: Execution, cluster: Cluster) -> str | torch.device | None:
+    """Return the device of a study's runs, for `plan_study`."""
+    device = cluster.there(execution).device
+    return torch.device(device) if cluster.remote and device else device
+
+
+@takes(RecipeOptions, Execution, Cluster)
 def compare(
     task: TaskLike = "digits",
     methods: Sequence[MethodLike] = ("msgd", "lars", "sngm"),
@@ -337,9 +343,11 @@ def compare(
     settings: dict[str, Any] | None = None,
     out: Folder | None = None,
     jobs: int | None = None,
+    track: str | None = None,
     progress: bool = True,
     recipeoptions: RecipeOptions,
     execution: Execution,
+    cluster: Cluster,
 ) -> Study:
     """Compare methods across batch sizes. The same call resumes a study, and repeats no finished run.
 
@@ -361,15 +369,18 @@ def compare(
         out: folder for the records. Default: runs/compare- and a name.
         jobs: runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
             Multi-Process Service is running.
+        track: also write to "tensorboard", "wandb" or "mlflow", as one group.
         progress: show a table of the runs as they finish.
 
     Raises:
         sngm.errors.Failed: some runs failed. The others are finished; the same call repeats only the failed ones.
         sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
     """
-    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, execution.device, search, trials)
+    device = study_device(execution, cluster)
+    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
     folder = study_folder(config) if out is None else Path(out)
-    study, failed = run_study(config, folder, execution, jobs=jobs, progress=progress)
+    options = Options(**as_dict(execution), tracker=track)
+    study, failed = run_study(config, folder, options, jobs=jobs, progress=progress, cluster=cluster)
     if failed:
         raise failure(failed)
     return study
@@ -379,13 +390,13 @@ Failures = list[tuple[RunConfig, dict[str, Any]]]
 
 
 def run_study(
-    config: StudyConfig, folder: Path, execution: Execution, *, jobs: int | None, progress: bool
+    config: StudyConfig, folder: Path, options: Options, *, jobs: int | None, progress: bool, cluster: Cluster
 ) -> tuple[Study, Failures]:
     """Run those runs of a study that have no result yet; return the study, and (config, record) of each failed run."""
     check_writable(folder)
     with study_progress(progress) as show, interrupt_on_signal():
         try:
-            done = launch.compare(config, folder, options=Options(**as_dict(execution)), jobs=jobs, show=show)
+            done = launch.compare(config, folder, options=options, jobs=jobs, show=show, cluster=cluster)
         except KeyboardInterrupt:
             raise Interrupted(f"finished runs are in {folder}; the same command resumes") from None
     if progress and done.repeated:

@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from ..options import Execution, RecipeOptions, as_dict
+from ..options import Cluster, Execution, RecipeOptions, as_dict
 from ..parsing import numbers_by_name, parse_settings, split_list, whole_numbers
-from .options import DRY, JSON, SET, TASK
+from .options import DRY, JSON, SET, TASK, TRACK
 
 EXAMPLES = (
     "sngm compare",
@@ -19,6 +19,7 @@ EXAMPLES = (
     'sngm compare --methods "sngm,sngm(weight_decay=8e-4)" --lrs 0.1,0.3,1 --out runs/decay',
     "sngm compare --methods adamw,sngm --search lr,weight_decay --trials 8",
     "sngm compare my_task.py:MyTask --dry-run",
+    "sngm compare cifar10-resnet20 --executor slurm --gpus 1 --slurm-partition gpu --slurm-time 120",
 )
 
 
@@ -63,6 +64,8 @@ def compare(
             "Multi-Process Service is running."
         ),
     ] = None,
+    cluster: Cluster,
+    track: TRACK = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
@@ -79,16 +82,17 @@ def compare(
     rates = None if lrs is None else numbers_by_name("--lrs", lrs)
     chosen = parse_settings(settings or [])
     sought = None if search is None else parse_search(search)
-    study = api.plan_study(
-        task, split_list(methods), sizes, rates, seeds, chosen, recipe, execution.device, sought, trials
-    )
-    check_jobs(jobs)
+    device = api.study_device(execution, cluster)
+    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device, sought, trials)
+    check_jobs(jobs, cluster)
     folder = out or api.study_folder(study)
-    warn_of_slow(execution, recipe.precision)
+    options = Options(**as_dict(execution), tracker=track)
+    if not cluster.remote:
+        warn_of_slow(execution, recipe.precision)
     if dry_run:
-        show_study(study, folder, Options(**as_dict(execution)), as_json, jobs)
+        show_study(study, folder, options, as_json, jobs, cluster)
         return
-    made, failed = api.run_study(study, folder, execution, jobs=jobs, progress=True)
+    made, failed = api.run_study(study, folder, options, jobs=jobs, progress=True, cluster=cluster)
     page = made.report()
     if as_json:
         print(json.dumps({**made.summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))
