@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from harness import CASES, make_params, make_twin
+from harness import KERNEL_CASES, make_params, make_twin
 
 import sngm
 import sngm.triton_support
@@ -108,7 +108,7 @@ def test_other_numbers_of_tensors_and_other_addresses_compile_nothing_anew(compi
 @TARGETS
 def test_every_rule_compiles_for_every_gpu(compiled, target, dtype):
     found = compiled(target)
-    for case in CASES:
+    for case in KERNEL_CASES:
         step(case, dtype)
     for case in ("SNGM coupled global", "LAMB", "LARS momentum") if dtype == torch.bfloat16 else ():
         step(case, dtype, stochastic_rounding=True)

@@ -53,13 +53,12 @@ class StudyConfig:
 
     def cells(self) -> list[Cell]:
         """Return one cell for each method at each batch size."""
-        cls = tasks.find(self.task)
         cells = []
         for text in self.methods:
             name, own = parse_call(text)
             known = method_settings_of(name)
             common = {k: v for k, v in self.method_settings.items() if k in known}
-            grid = self.lrs or tuple(cls.lrs.get(name, cls.usual_lrs))
+            grid = self.lrs or tasks.rates_of(self.task, name)
             cells += [Cell(self, name, {**common, **own}, batch, grid) for batch in self.batches]
         if len({len(cell.grid) for cell in cells}) > 1:
             sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in cells if cell.batch == self.batches[0])

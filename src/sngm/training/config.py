@@ -150,7 +150,7 @@ class RunConfig:
     def label(self) -> str:
         """The name of the method, with the settings that differ from the task's defaults."""
         usual = {
-            "weight_decay": tasks.find(self.task).usual(self.batch)["weight_decay"],
+            "weight_decay": registry.usual_decay(self.method, tasks.find(self.task).usual(self.batch)["weight_decay"]),
             "inner_lr": self.lr * INNER_LR,
         }
         special = {k: v for k, v in self.method_settings.items() if usual.get(k) != v}
@@ -227,8 +227,9 @@ def resolve(
     usual = cls.usual(settings["batch"])
     if not isinstance(usual, Mapping):
         raise UsageError(f"task {task}: usual() must return a dict, got {usual!r}")
+    recipe = registry.METHODS[method].recipe if method in registry.METHODS else {}
     for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
-        settings.setdefault(name, usual[name])
+        settings.setdefault(name, recipe.get(name, usual[name]))
     settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
     clip = usual["clip"]
     settings.setdefault("clip", clip.get(method) if isinstance(clip, Mapping) else clip)
@@ -238,7 +239,7 @@ def resolve(
     chosen = dict(method_settings or {})
     known = method_settings_of(method)
     if "weight_decay" in known:
-        chosen.setdefault("weight_decay", usual["weight_decay"])
+        chosen.setdefault("weight_decay", registry.usual_decay(method, usual["weight_decay"]))
     if method == "extrap-sgd" and "lr" in settings:
         chosen.setdefault("inner_lr", settings["lr"] * INNER_LR)
     settings |= _batch_plan(settings, usual, processes)

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import DataMissing, Interrupted, UsageError
 from ..files import check_writable, locked, remove_leftovers
+from ..optim.external import set_mode
 from ..options import Execution, at_least
 from ..tasks import Moment, Task
 from . import checkpoint, rng
@@ -207,6 +208,7 @@ def _run(
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": lr}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
+                    set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
                     scored = evaluate(task, model, held_out, config, *how) if processes.first else None
                     metrics |= processes.broadcast(scored)
@@ -257,6 +259,7 @@ def steps_of_epoch(
         first: batches of this epoch that a resumed run has seen.
         scores: validation scores of the epochs before, for schedules that need them.
     """
+    set_mode(setup.optimizer, training=True)
     order = setup.data_source.begin(order, epoch, first)
     if first == 0:
         setup.recurrent_state.reset()
