@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import html
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
@@ -148,8 +147,7 @@ class Study:
 
     def report(self, path: Folder | None = None) -> Path:
         """Write the report, one HTML page that opens offline; by default report.html in the study's folder."""
-        page = report.write(self.folder)
-        return page if path is None else Path(shutil.copyfile(page, path))
+        return report.write(self.folder, None if path is None else Path(path))
 
     def __repr__(self) -> str:
         return f"Study({self.folder}): {self.answer()}\n\n{self.table()}"

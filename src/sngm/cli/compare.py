@@ -73,6 +73,7 @@ def compare(
     the best one is trained on the whole training set with every seed and tested. Run the same command again to resume.
     """
     from .. import api
+    from .. import report as reports
     from ..study.launch import check_jobs
     from ..study.search import parse_search
     from ..training import Options
@@ -97,7 +98,7 @@ def compare(
     if as_json:
         print(json.dumps({**made.summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))
     else:
-        print(f"\n{made.table()}\n\n{made.answer()}\n\nReport: {page}")
+        print(f"\n{reports.table(made.summary, escape=False)}\n\n{made.answer()}\n\nReport: {page}")
     if failed:
         print(failed[0][1]["traceback"], file=sys.stderr)
         raise api.failure(failed)
@@ -107,11 +108,15 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a study, of several runs or of one.")],
     as_json: JSON = False,
 ) -> None:
-    """Write table.md, figures and report.html from the records in a folder."""
+    """Write table.md, figures, tables as CSV and JSON, and report.html from the records in a folder; runs of several
+    tasks get a section for each.
+    """
     from .. import report as reports
 
-    summary = reports.summarise(folder)
+    parts = reports.summarise_tasks(folder)
     if not as_json:  # printed first, in case the folder is not writable
-        print(f"{reports.table(summary)}\n\n{summary.answer()}\n")
+        for part in parts:
+            print(f"{reports.table(part, escape=False)}\n\n{part.answer()}\n")
     page = reports.write(folder)
-    print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2) if as_json else f"Report: {page}")
+    tasks = {"tasks": [part.as_dict() for part in parts]} if len(parts) > 1 else parts[0].as_dict()
+    print(json.dumps({**tasks, "report": str(page)}, indent=2) if as_json else f"Report: {page}")

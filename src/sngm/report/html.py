@@ -25,7 +25,7 @@ def _environment() -> Environment:
     loader = PackageLoader("sngm.report")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.globals["draw"] = inline
-    found.filters |= {"breakable": _breakable, "words": words}
+    found.filters |= {"breakable": _breakable, "words": words, "short": short}
     return found
 
 
@@ -47,3 +47,14 @@ def words(value: object, missing: str = "None") -> str:
     if isinstance(value, tuple):  # a range
         return " to ".join(map(words, value))
     return missing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def short(value: object) -> str:
+    """Return a number with at most four digits, or a whole one with thousands separated; None as a dash.
+
+    >>> short(0.123456), short(12345.6), short(None), short("0.9")
+    ('0.1235', '12,346', '–', '0.9')
+    """
+    if not isinstance(value, int | float):
+        return words(value, "–")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

@@ -30,7 +30,7 @@ from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
 from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
-from .timing import Clock
+from .timing import Clock, peak_memory
 from .trackers import check_tracker, open_tracker
 
 CHECK_EVERY = 50  # steps between checks of the loss, each of which synchronises with the device
@@ -173,6 +173,8 @@ def _run(
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
     held_out = {name: to_device_if_fits(samples, processes.device) for name, samples in setup.held_out.items()}
     clock = Clock(state.seconds)
+    if processes.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(processes.device)
 
     @functools.lru_cache(maxsize=2)
     def order_in(epoch: int) -> Tensor:
@@ -193,7 +195,8 @@ def _run(
         return mine if options.checkpoint_every else processes.any(mine, state.step)
 
     def close(status: str, **more: Any) -> Record:
-        record.update(status=status, timing=clock.timing() | {"step": setup.stepper.mode}, **more)
+        timing = clock.timing() | {"step": setup.stepper.mode} | peak_memory(processes.device)
+        record.update(status=status, timing=timing, **more)
         if journal:
             journal.close()
         return record
