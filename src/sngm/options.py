@@ -71,6 +71,15 @@ class RecipeOptions:
         "Learning rate of biases and norm layers with LARS and CLARS: 'scaled' (trust_coefficient * lr) or 'full' "
         "(lr). Default: the task's."
     )
+    ema: float | None = option(
+        "Score an exponential moving average of the weights, which keeps this share of itself in each step, such as "
+        "0.99. BatchNorm statistics are then estimated again (--bn-samples). Default: off."
+    )
+    bn_samples: int | None = option(
+        "Before each test, estimate BatchNorm statistics again on this many training samples. Default: off; 10000 with "
+        "--ema and with schedule-free."
+    )
+    label_smoothing: float | None = option("Label smoothing of cross-entropy, from 0 to 1. Default: 0.")
     precision: str | None = option(
         "float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, float32 on a CPU."
     )

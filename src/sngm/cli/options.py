@@ -33,7 +33,7 @@ TASK = Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your 
 PANELS = {  # of the help pages of commands that train, in this order
     "Run": "method methods lr lrs search trials batch batches seed seeds part epochs",
     "Measurement": "points steps lambdas samples iterations",
-    "Recipe": "schedule warmup clip decay_on bias_lr precision settings",
+    "Recipe": "schedule warmup clip decay_on bias_lr ema bn_samples label_smoothing precision settings",
     "Batch split": "workers micro bn_group running_stats pass_size",
     "Execution": "device data_dir step loaders deterministic jobs",
     "Cluster": "executor cpus gpus ray_address slurm_partition slurm_time slurm_options",
