@@ -19,7 +19,7 @@ import sngm as package
 from sngm import tasks
 from sngm.cli.exit_codes import within_verb
 from sngm.errors import UsageError
-from sngm.optim import kernels
+from sngm.optim import kernels, registry
 from sngm.parsing import format_call, parse_call, parse_settings, split_list, value_of
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
@@ -30,7 +30,7 @@ VERBS = (
 QUICK = "--batch 128 --epochs 1 --set width=2"
 METHODS = [  # the paper's, and our own
     "msgd", "sngm", "block-sngm", "sngd", "lars", "lars-unscaled", "lars-momentum", "clars",
-    "extrap-sgd", "adam", "lamb", "spectral-sngm",
+    "extrap-sgd", "adam", "adamw", "lamb", "lion", "nesterov", "nsgdm", "schedule-free", "signum", "spectral-sngm",
 ]  # fmt: skip
 
 
@@ -87,7 +87,8 @@ def test_help_groups_the_flags_of_commands_that_train(verb):
     shown = sngm(f"{verb} --help").out
     panels = re.findall(r"╭─ ([A-Z][a-z ]+?) ─", shown)
     assert panels[:2] == ["Arguments", "Options"]
-    assert [p for p in panels[2:] if p != "Measurement"] == ["Run", "Recipe", "Batch split", "Execution", "Output"]
+    usual = [p for p in panels[2:] if p not in ("Measurement", "Cluster")]
+    assert usual == ["Run", "Recipe", "Batch split", "Execution", "Output"]
     options = shown[shown.index("╭─ Options") : shown.index("╭─ Run")]
     assert set(re.findall(r"--[a-z-]+", options)) == {"--help"}, "every other flag has a panel"
     assert not re.search(r"--(json|deterministic|dry-run|restart) .*<bool>", shown)
@@ -287,7 +288,7 @@ def test_what_there_is_comes_as_json_and_as_text(verb):
 
 
 def test_the_lists_name_every_task_and_method():
-    assert {entry["name"] for entry in sngm("methods --json").json} == set(METHODS)
+    assert {entry["name"] for entry in sngm("methods --json").json} == {*registry.names()}
     assert [entry["name"] for entry in sngm("tasks --json").json] == tasks.names()
     assert {"task": "digits", "ready": True, "train": 1280, "test": 517} in sngm("data --json").json
     assert sngm("doctor --json").json["trains"] is True

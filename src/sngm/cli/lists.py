@@ -38,7 +38,12 @@ def methods(as_json: JSON = False) -> None:
     from ..optim import registry
 
     found: list[dict[str, Any]] = []
-    for name, method in sorted(registry.METHODS.items()):
+    for name in registry.names():
+        try:
+            method = registry.find(name)
+        except ValueError as error:  # of a library that is not installed
+            found.append({"name": name, "class": str(registry.METHODS[name].build), "missing": str(error)})
+            continue
         defaults = {
             key: method.settings.get(key, None if p.default is p.empty else p.default)
             for key, p in inspect.signature(method.build).parameters.items()
@@ -49,9 +54,12 @@ def methods(as_json: JSON = False) -> None:
         print(json.dumps(found, indent=2, default=str))
         return
     for entry in found:
+        if "missing" in entry:
+            print(f"{entry['name']}: {entry['missing']}")
+            continue
         chosen = ", ".join(f"{k}={v}" for k, v in entry["settings"].items() if k != "lr" and k not in HOW)
         print(f"{entry['name']} ({entry['class']}): {chosen}")
-    print("\nAny other optimizer: package.module:Class, such as torch.optim:RMSprop")
+    print("\nAny other optimizer: RMSprop, package.module:Class, file.py:Class, timm:NAME or pytorch_optimizer:NAME")
 
 
 def doctor(as_json: JSON = False) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,6 +104,12 @@ class Task:
     step: ClassVar[str] = "auto"
     dataset: ClassVar[str | None] = None
     data_dir: Path | None = None
+    label_smoothing: float = 0.0  # set for each run
+
+    @property
+    def smooths_labels(self) -> bool:
+        """Whether the loss uses `label_smoothing`. A task with a loss of its own that does sets this to True."""
+        return type(self).loss is Task.loss and type(self).follow is Task.follow
 
     @classmethod
     def usual(cls, batch: int) -> dict[str, Any]:
@@ -169,7 +176,7 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the samples of a batch."""
         inputs, labels = batch
-        return cross_entropy(model(inputs), labels)
+        return cross_entropy(model(inputs), labels, label_smoothing=self.label_smoothing)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
         """Return the recurrent state at the start of an epoch: tensors with one row per sample of the batch.
@@ -201,21 +208,17 @@ class Task:
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the scores over a split. Override it for metrics that are not means over samples."""
-        sums: dict[str, Tensor] = {}
-        count = 0
-        for batch in batches:
-            count += len(batch[0])
-            scores = self.scores(model, batch)
-            values_of = scores.values() if isinstance(scores, Mapping) else [scores]
-            if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):
-                got = " and ".join(dict.fromkeys(type(values).__name__ for values in values_of))
-                raise UsageError(f"{type(self).__name__}.scores() must return a dict of tensors, got {got}")
-            for name, values in scores.items():
-                total = values.double().sum()
-                sums[name] = sums[name] + total if name in sums else total
-        # read once, at the end: each read synchronises with the device
-        totals = torch.stack([total.to(batch[0].device) for total in sums.values()]).tolist() if sums else []
-        return {name: total / count for name, total in zip(sums, totals, strict=True)}
+        return mean_scores([self.score_sums(model, batch) for batch in batches])
+
+    def score_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the sums of `scores` over a batch, and its number of samples as "", as float64 tensors."""
+        scores = self.scores(model, batch)
+        values_of = scores.values() if isinstance(scores, Mapping) else [scores]
+        if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):
+            got = " and ".join(dict.fromkeys(type(values).__name__ for values in values_of))
+            raise UsageError(f"{type(self).__name__}.scores() must return a dict of tensors, got {got}")
+        sums = {name: values.double().sum().to(batch[0].device) for name, values in scores.items()}
+        return {"": torch.tensor(len(batch[0]), dtype=torch.float64), **sums}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, for ``--set``, and their values."""
@@ -223,3 +226,14 @@ class Task:
 
         names = list(inspect.signature(type(self).__init__).parameters)[1:]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return means over all samples of what `Task.score_sums` returned for each batch, summed in this order."""
+    if not sums:
+        return {}
+    totals = {name: functools.reduce(torch.add, [batch[name] for batch in sums]) for name in sums[0]}
+    count = totals.pop("").item()
+    # read once, at the end: each read synchronises with the device
+    values = torch.stack(list(totals.values())).tolist() if totals else []
+    return {name: value / count for name, value in zip(totals, values, strict=True)}

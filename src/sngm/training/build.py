@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +16,9 @@ from ..errors import UsageError
 from ..memory import MemoryLimit
 from ..optim import CLARS, LARS, decay_groups
 from ..optim.base import LargeBatchOptimizer
+from ..optim.external import restores_its_state, set_mode
 from ..optim.lars import trust
-from ..optim.registry import builder
+from ..optim.registry import BUILT_IN, builder
 from ..optim.state import EXECUTION_FLAGS
 from ..options import Execution
 from ..tasks import Samples, Schedule, Splits, Task
@@ -31,6 +34,7 @@ from .recurrent_state import RecurrentState
 from .step import Stepper, worker_passes_of
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
+CHECKED: set[str] = set()  # methods of the user's whose `state_dict` has been checked
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those of torch with fused steps on CUDA
 
 
@@ -167,9 +171,19 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
             groups = [{**group, "weight_decay": settings.get("weight_decay", 0.0)} for group in groups]
         if "weight_decay" not in settings:
             groups = [{"params": group["params"]} for group in groups]
-        optimizer = builder(config.method, settings)(groups, lr=config.lr)
+        build = builder(config.method, settings)
+        optimizer = build(groups, lr=config.lr)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{config.method}: {error}") from error
+    if config.method not in BUILT_IN and config.label not in CHECKED:
+        CHECKED.add(config.label)
+        if not restores_its_state(functools.partial(build, lr=config.lr)):
+            warnings.warn(
+                f"{config.label}: state_dict() lacks something that its step uses, so a resumed run would differ from "
+                "an unbroken one; see docs/your-own-optimizer.md",
+                stacklevel=2,
+            )
+    set_mode(optimizer, training=True)
     if isinstance(optimizer, (LARS, CLARS)) and config.bias_lr == "scaled":
         _scale_vectors(optimizer)
     for group in optimizer.param_groups:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from ..errors import DataMissing, Interrupted, UsageError
 from ..files import check_writable, locked, remove_leftovers
+from ..optim.external import set_mode
 from ..options import Execution, at_least
+from ..progress import note
 from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .build import Setup, prepare, set_rates
@@ -28,7 +30,8 @@ from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
 from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
-from .timing import Clock
+from .scored_model import ScoredModel
+from .timing import Clock, peak_memory
 from .trackers import check_tracker, open_tracker
 
 CHECK_EVERY = 50  # steps between checks of the loss, each of which synchronises with the device
@@ -41,7 +44,9 @@ class Options(Execution):
 
     checkpoint_every: int | None = None  # steps; None: about once a minute
     tracker: str | None = None
+    group: str | None = None  # the study, for the tracker
     restart: bool = False  # delete the run in the folder and train from the start
+    wait: bool = False  # for another process that trains in the folder, instead of an error
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
     should_stop: Callable[[], bool] = lambda: False
 
@@ -60,7 +65,7 @@ class State:
     loss_sum: float = 0.0  # over the steps of the current epoch
     seconds: Record = field(default_factory=dict)  # of `Clock.pack`
     history: list[Record] = field(default_factory=list)
-    best_model: dict[str, Tensor] | None = None  # of the best epoch so far, if task.result_of is "best"
+    best_model: dict[str, Tensor] | None = None  # that of the result, where it is not the trained model after all steps
 
     def scores(self, task: Task) -> list[float]:
         """Return the validation score of each epoch; empty without a validation set."""
@@ -74,12 +79,12 @@ class State:
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
-    def pack(self, record: Record, setup: Setup, carried: list[Tensor]) -> Record:
+    def pack(self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
         # JSON types only: torch.load(weights_only=True) rejects others
         whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
-        return {"run": own, **lasting, "best_model": self.best_model, **whose}
+        return {"run": own, **lasting, "best_model": self.best_model, "averages": averages, **whose}
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup) -> State:
@@ -111,11 +116,18 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
         processes.any(False, step=0)  # wait for all: if one failed, create no folder
-        if not processes.first:
+        with contextlib.ExitStack() as stack:
+            processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
             return _run(config, setup, folder, options, processes, restart)
-        path.mkdir(parents=True, exist_ok=True)
-        with locked(path):
-            return _run(config, setup, folder, options, processes, restart)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[None]:
+    """Create the folder of a run and hold its lock."""
+    path.mkdir(parents=True, exist_ok=True)
+    waiting = functools.partial(note, f"another process is training in {path}; waiting for it") if wait else None
+    with locked(path, waiting=waiting):
+        yield
 
 
 def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
@@ -155,6 +167,9 @@ def _run(
     processes.broadcast_model(model)
     before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup)
+    scored = ScoredModel(config, setup)
+    if packed is not None:
+        scored.load(packed.get("averages", []))
     record = describe(config, model, processes, setup.data, task.metric)
     if before:
         record |= resumed_fields(before, record)
@@ -162,6 +177,8 @@ def _run(
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
     held_out = {name: to_device_if_fits(samples, processes.device) for name, samples in setup.held_out.items()}
     clock = Clock(state.seconds)
+    if processes.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(processes.device)
 
     @functools.lru_cache(maxsize=2)
     def order_in(epoch: int) -> Tensor:
@@ -173,7 +190,7 @@ def _run(
         state.seconds = clock.pack()
         carried = setup.recurrent_state.gather()
         if journal:
-            checkpoint.save(folder.path, state.step, state.pack(record, setup, carried))
+            checkpoint.save(folder.path, state.step, state.pack(record, setup, carried, scored.averages))
         clock.wrote()
 
     def due() -> bool:
@@ -182,7 +199,8 @@ def _run(
         return mine if options.checkpoint_every else processes.any(mine, state.step)
 
     def close(status: str, **more: Any) -> Record:
-        record.update(status=status, timing=clock.timing() | {"step": setup.stepper.mode}, **more)
+        timing = clock.timing() | {"step": setup.stepper.mode} | peak_memory(processes.device)
+        record.update(status=status, timing=timing, **more)
         if journal:
             journal.close()
         return record
@@ -194,6 +212,7 @@ def _run(
             for loss, lr in steps_of_epoch(config, setup, order_in(epoch), epoch, first, scores):
                 loss_sum += loss
                 state.step += 1
+                scored.follow(state.step)
                 ends = state.step % per_epoch == 0
                 if ends:
                     order_in(epoch + 1)  # computed while the device is busy
@@ -204,15 +223,18 @@ def _run(
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": lr}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
+                    set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
-                    scored = evaluate(task, model, held_out, config, *how) if processes.first else None
-                    metrics |= processes.broadcast(scored)
+                    processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
+                    tested = scored.prepare(epoch)
+                    metrics |= evaluate(task, tested, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
-                    if task.result_of == "best" and state.best(task) in (-1, epoch):
-                        state.best_model = {name: t.clone() for name, t in model.state_dict().items()}
+                    counts_last = task.result_of == "last" and epoch == config.epochs - 1 and tested is not model
+                    if counts_last or (task.result_of == "best" and state.best(task) in (-1, epoch)):
+                        state.best_model = {name: t.clone() for name, t in tested.state_dict().items()}
                     loss_sum.zero_()
                     if journal:
                         journal.note(metrics)
@@ -254,6 +276,7 @@ def steps_of_epoch(
         first: batches of this epoch that a resumed run has seen.
         scores: validation scores of the epochs before, for schedules that need them.
     """
+    set_mode(setup.optimizer, training=True)
     order = setup.data_source.begin(order, epoch, first)
     if first == 0:
         setup.recurrent_state.reset()
@@ -270,7 +293,7 @@ class Journal:
 
     def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
         self.folder, self.record, self.history = folder, record, state.history
-        self.tracker = open_tracker(options.tracker, folder.path, config.hash, config.as_dict())
+        self.tracker = open_tracker(options.tracker, folder.path, config.hash, config.as_dict(), options.group)
         folder.write(record)
         folder.rewrite(state.history)
 
