@@ -90,6 +90,15 @@ def test_zero_without_a_shared_norm_is_an_error_that_names_the_remedy(stage):
         assert "DeepSpeed has flattened the parameters" in text
 
 
+def test_check_finds_the_faults_of_distributed_set_ups():
+    assert results("accelerate", 2)["check_sharded"] == []
+    (text,) = results("accelerate", 2)["check_copies"]
+    assert "copies of one gradient" in text
+    assert results("torchtitan", 2)["check_pipeline"] == ["ranks"]
+    for stage in ("1", "2", "3"):
+        assert results("deepspeed", 2, stage)["check"] == ["clipping"]
+
+
 def test_timm_knows_the_optimizers_by_name_also_in_its_own_scripts(tmp_path):
     if importlib.util.find_spec("timm") is None:
         pytest.skip("timm is not installed")
@@ -105,7 +114,7 @@ model = torch.nn.Linear(3, 2)
 made = create_optimizer(args, model)
 assert [g["weight_decay"] for g in made.param_groups] == [0.0, 0.1], made.param_groups
 assert made.param_groups[0]["momentum"] == 0.8
-print(type(made).__module__, create_optimizer_v2(model, "block_sngm", lr=0.1).scope)
+print(type(made).__module__, create_optimizer_v2(model, "blocksngm", lr=0.1).scope)
 """
     )
     code = f"import runpy, sys; sys.path.insert(0, {str(FOLDER)!r}); import common; "

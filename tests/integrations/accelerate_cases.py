@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from accelerate.utils import FullyShardedDataParallelPlugin
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
+import sngm
 from sngm import CLARS, SNGM
 from sngm.integrations import measure_norms
 
@@ -102,7 +103,19 @@ def clars_in_ddp() -> float:
     return distance(network, expected)
 
 
+def check_sharded() -> list[str]:
+    network, optimizer = prepared()
+    return [finding.name for finding in sngm.check(network, optimizer, lambda: train(network, optimizer, [0])).faults]
+
+
+def check_copies() -> list[str]:
+    """Return the faults of DDP with a norm_group, which adds up the same gradient once for each rank."""
+    network = torch.nn.parallel.DistributedDataParallel(model())
+    optimizer = SNGM(network.parameters(), lr=0.1, norm_group=dist.group.WORLD)
+    return [finding.text for finding in sngm.check(network, optimizer, lambda: train(network, optimizer, [0])).faults]
+
+
 if __name__ == "__main__":
-    cases = [steps, resumed, stepped_before, checkpoint_of_new, stale, clars_in_ddp]
+    cases = [steps, resumed, stepped_before, checkpoint_of_new, stale, clars_in_ddp, check_sharded, check_copies]
     report(rank, {case.__name__: case for case in cases})
     dist.destroy_process_group()

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from common import STEPS, distance, groups, loss_of, message, model, plain, report, share
 
+import sngm
 from sngm import LAMB, LARS, SNGM
 from sngm.integrations.deepspeed import share_norm
 
@@ -97,8 +98,14 @@ def layerwise(stage: int) -> list[str]:
     return [message(lambda k=k: train(engine(stage, cls=k[0], settings=k[1], shared=False), [0])) for k in kinds]
 
 
+def check(stage: int) -> list[str]:
+    """Return the faults of ZeRO with DeepSpeed's own default of gradient_clipping, 1.0."""
+    made = engine(stage, gradient_clipping=1.0)
+    return [finding.name for finding in sngm.check(made.module, made.optimizer, lambda: train(made, [0])).faults]
+
+
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     stage = int(sys.argv[1])
-    cases = [steps, decoupled, clipped, resumed, hidden_groups, parts, layerwise]
+    cases = [steps, decoupled, clipped, resumed, hidden_groups, parts, layerwise, check]
     report(dist.get_rank(), {case.__name__: (lambda case=case: case(stage)) for case in cases})

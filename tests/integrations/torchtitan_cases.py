@@ -8,6 +8,7 @@ from common import STEPS, batch, distance, loss_of, model, plain, report
 from torch import nn
 from torchtitan.components.optimizer import ParamGroupConfig
 
+import sngm
 from sngm.integrations.torchtitan import OptimizersContainer
 
 PATTERNS = {r"bias$": 0.0, ".*": 0.1}
@@ -67,10 +68,17 @@ def pipeline() -> float:
     return distance(network, plain())
 
 
+def check_pipeline() -> list[str]:
+    """Return the faults of a pipeline stage whose norm is that of its own part."""
+    network = model()
+    own = container([Part(network, ("first", "second")[dist.get_rank()])])
+    return [finding.name for finding in sngm.check(own.model_parts[0], own, lambda: train(network, own, [0])).faults]
+
+
 if __name__ == "__main__":
     if int(os.environ["WORLD_SIZE"]) > 1:
         dist.init_process_group("gloo")
-        report(dist.get_rank(), {"pipeline": pipeline})
+        report(dist.get_rank(), {"pipeline": pipeline, "check_pipeline": check_pipeline})
         dist.destroy_process_group()
     else:
         report(0, {"steps": steps, "resumed": resumed})
