@@ -1,11 +1,17 @@
 """Norms span all parts of a gradient: several optimizers share one, and steps that see a part of it are errors."""
 
+import gc
 import sys
 import types
+import weakref
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sngm import LAMB, LARS, SNGM
 from sngm.optim import SharedNorm
@@ -159,6 +165,42 @@ def test_state_that_does_not_fit_the_parameters_that_came_is_never_lost_silently
     for p in model.parameters():
         del optimizer.state[p]
     optimizer.step()
+
+
+@pytest.fixture
+def one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("method", [partial(SNGM, lr=0.1), partial(LAMB, lr=0.01)])
+def test_state_from_before_sharding_moves_along_with_the_parameters(method, one_rank):
+    model, twin = network(), network()
+    optimizer, reference = method(groups(model)), method(groups(twin))
+    for step in range(2):
+        for each, by in ((model, optimizer), (twin, reference)):
+            fill(each, step)
+            by.step()
+    fill(twin, 2)
+    reference.step()
+    fill(model, 2)
+    mesh, old = init_device_mesh("cpu", (1,)), []
+    for group in optimizer.param_groups:  # as Accelerate does
+        for i, p in enumerate(group["params"]):
+            old.append(weakref.ref(p))
+            group["params"][i] = nn.Parameter(distribute_tensor(p.detach().clone(), mesh, [Shard(0)]))
+            group["params"][i].grad = distribute_tensor(p.grad, mesh, [Shard(0)])
+    del model, group, p
+    saved = optimizer.state_dict()["state"]
+    assert all(isinstance(entry[optimizer.BUFFERS[0]], DTensor) for entry in saved.values())
+    optimizer.step()
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    for p, q in zip(params, twin.parameters(), strict=True):
+        torch.testing.assert_close(p.full_tensor(), q, rtol=1e-12, atol=1e-12)
+    assert list(optimizer.state) == params
+    gc.collect()
+    assert not any(ref() is not None for ref in old)
 
 
 def test_a_weight_decay_that_no_group_uses_is_an_error():
