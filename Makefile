@@ -58,7 +58,7 @@ $(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
 
 test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, Lightning, timm, DeepSpeed and torchtitan
 	@echo "==> tests with training frameworks"
-	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py
+	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py tests/test_docs.py
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"
