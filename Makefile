@@ -54,6 +54,7 @@ $(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
 	@$(call new_venv,$(STACKS))
 	@DS_BUILD_OPS=0 $(STACKS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e . pytest pytest-xdist hypothesis -r tests/integrations/requirements.txt
+	@$(STACKS)/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0
 	@touch $@
 
 test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, Lightning, timm, DeepSpeed and torchtitan
