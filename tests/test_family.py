@@ -130,4 +130,4 @@ def test_sngm_is_optaxs_normalised_update_with_momentum():
         updates, state = chain.update([g.numpy() for g in grads], state)
         weights = [w + np.asarray(u) for w, u in zip(weights, updates, strict=True)]
     for p, w in zip(params, weights, strict=True):
-        torch.testing.assert_close(p.detach(), torch.from_numpy(w), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p.detach(), torch.from_numpy(np.asarray(w)), rtol=1e-5, atol=1e-6)
