@@ -102,7 +102,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         UsageError: `path` holds another run, or this run on different data.
     """
     options = options or Options()
-    with join(options.device) as processes:
+    with join(options.device, options.hang_timeout) as processes:
         folder = RunFolder(path)
         # a process restarted by torchrun resumes, and must not delete the run again
         restart = options.restart and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -113,6 +113,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
             return dict(record)
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
+        processes.heartbeat.advance()
         processes.any(False, step=0)  # wait for all: if one failed, create no folder
         with contextlib.ExitStack() as stack:
             processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
@@ -215,6 +216,7 @@ def _run(
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
                     how = options.pass_size, options.loaders
+                    processes.heartbeat.advance()
                     processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
                     metrics |= evaluate(task, model, held_out, config, *how, processes)
                     clock.evaluated()
