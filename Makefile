@@ -44,7 +44,12 @@ test-slow: $(READY)  ## the slow tests, except the nightly ones
 	@echo "==> slow tests"
 	@$(PYTEST) -m 'slow and not nightly'
 
-test-nightly: $(READY)  ## the longest tests: fault injection, other libraries, whole studies
+$(VENV)/.nightly: $(READY)
+	@echo "==> installing Ray, submitit, W&B and MLflow"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,slurm,wandb,mlflow]'
+	@touch $@
+
+test-nightly: $(VENV)/.nightly  ## the longest tests: fault injection, other libraries, whole studies
 	@echo "==> nightly tests"
 	@$(PYTEST) -m nightly
 

@@ -103,8 +103,14 @@ class Execution:
     )
     loaders: int | None = option("Data-loading processes, like num_workers of a DataLoader. Default: the task's.")
     pass_size: int | None = option("Maximum samples per forward pass. Default: the task's.")
+    hang_timeout: float = option(
+        "Under torchrun: end the job when a process makes no progress for this many seconds while others wait for it.",
+        1800.0,
+    )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hang_timeout, (int, float)) or not 0 < self.hang_timeout < math.inf:
+            raise UsageError(f"`hang_timeout` must be a number of seconds > 0, got {self.hang_timeout!r}")
         if self.step not in STEPS:
             raise UsageError(f"`step` must be one of {', '.join(STEPS)}, got {self.step!r}")
         for name, least in (("loaders", 0), ("pass_size", 1)):

@@ -108,6 +108,7 @@ def prepare(
     plain = Stepper(
         config, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
     )
+    plain.heartbeat = processes.heartbeat
     stepper = CapturedStepper(plain, config.batch, processes.device) if "captured" in mode else plain
     steps = per_epoch * config.epochs
     return Setup(
