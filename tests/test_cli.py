@@ -294,6 +294,41 @@ def test_the_lists_name_every_task_and_method():
     assert sngm("doctor --json").json["trains"] is True
 
 
+def test_doctor_checks_one_step_of_a_script(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        """import torch, sngm
+
+def set_up(clip=False):
+    model = torch.nn.Linear(3, 2)
+    optimizer = sngm.SNGM(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step():
+        model(torch.ones(4, 3)).square().mean().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    return model, optimizer, step
+
+def clipped():
+    return set_up(clip=True)
+
+def wrong():
+    return 1
+"""
+    )
+    assert all(finding["ok"] for finding in sngm(f"doctor --script {script}:set_up --json").json)
+    found = sngm(f"doctor --script {script}:clipped")
+    assert found.code == 1
+    assert "FAULT clipping: on, at 0.01" in found.out
+    for name, text in (("wrong", "must return (model, optimizer, step)"), ("other", "no attribute 'other'")):
+        found = sngm(f"doctor --script {script}:{name}")
+        assert found.code == 2
+        assert text in found.err
+    assert "must be file.py:function" in sngm(f"doctor --script {script}").err
+
+
 def test_doctor_says_how_steps_on_a_gpu_would_be_taken(monkeypatch):
     pytest.importorskip("triton")
     assert sngm("doctor --json").json["gpu_kernels"] == "Triton"

@@ -8,13 +8,14 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise", "compare",
-    "load", "load_run", "load_study", "optim", "probe", "register", "train",
+    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise", "check",
+    "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import optim
     from .api import Run, Study, compare, load_run, load_study, train
+    from .checkup import check
     from .measure import advise, probe
     from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
@@ -27,6 +28,7 @@ _HOMES = {
     ".optim.registry": ("register",),
     ".tasks": ("Task",),
     ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
+    ".checkup": ("check",),
     ".measure": ("advise", "probe"),
 }
 
