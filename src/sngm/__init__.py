@@ -8,14 +8,15 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise", "compare",
-    "load", "load_run", "load_study", "optim", "probe", "register", "train",
+    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise",
+    "advise_model", "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import optim
+    from .advising import advise, advise_model
     from .api import Run, Study, compare, load_run, load_study, train
-    from .measure import advise, probe
+    from .measure import probe
     from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
     from .tasks import Task
@@ -27,7 +28,8 @@ _HOMES = {
     ".optim.registry": ("register",),
     ".tasks": ("Task",),
     ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
-    ".measure": ("advise", "probe"),
+    ".advising": ("advise", "advise_model"),
+    ".measure": ("probe",),
 }
 
 

@@ -186,7 +186,7 @@ def show_study(study: StudyConfig, folder: Path, options: Options, as_json: bool
         print(f"  {plan['method']} at batch {plan['batch']}: lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}")
         rates = ", ".join(f"{rate / plan['lrs'][0]:.3g} at {step}" for step, rate in plan["lr_at_step"].items())
         print(f"    {plan['steps']} steps of {plan['batch_plan']}; {plan['parameters']} parameters")
-        print(f"    of lr, by step: {rates}")
+        print(f"    share of lr at steps: {rates}")
     print(f"time: {_study_time_in_words(found)}")
 
 

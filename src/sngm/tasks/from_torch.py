@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from ..data.tensors import Tensors, fingerprint
 from ..errors import UsageError
-from .base import Batch, Samples, Splits, Task
+from .base import Batch, Samples, Splits, Task, check_labels
 
 Loss = Callable[[Any, Tensor], Tensor]
 SAMPLED = 64  # samples used for the fingerprint of a dataset
@@ -85,6 +85,8 @@ class TorchTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         *inputs, target = batch
+        if self.parts["loss"] is nn.functional.cross_entropy or isinstance(self.parts["loss"], nn.CrossEntropyLoss):
+            check_labels(target)
         loss: Tensor = self.parts["loss"](model(*inputs), target)
         return loss
 
