@@ -2,7 +2,6 @@
 
 import os
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -51,8 +50,9 @@ def nothing_left_running():
 def in_one_process(monkeypatch):
     """Train the runs of a study in a thread of this process: worker processes take seconds to start."""
     from sngm.study import launch
+    from sngm.study.executors.local import InThread
 
-    monkeypatch.setattr(launch._Launcher, "run", lambda launcher: launcher._run_in(ThreadPoolExecutor(1)))
+    monkeypatch.setattr(launch, "open_local", lambda task, jobs, on_gpu: InThread())
 
 
 @pytest.fixture

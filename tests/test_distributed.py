@@ -13,10 +13,13 @@ from harness import pairwise
 from runs import assert_near, assert_near_end, assert_same_end, config, record, run, state
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 from waiting import PATIENCE
 
-from sngm.training import rng
+from sngm.training import gradient_sum, rng
 from sngm.training.build import build_optimizer
+from sngm.training.distributed import Processes
+from sngm.training.evaluate import evaluate
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -205,3 +208,98 @@ def test_torchrun_trains_digits_prints_once_and_does_not_repeat_a_finished_run(t
     before = (tmp_path / "run" / "run.json").stat().st_mtime_ns
     assert torchrun(2, *usual, "--out", tmp_path / "run").returncode == 0
     assert (tmp_path / "run" / "run.json").stat().st_mtime_ns == before
+
+
+# ---------------------------------------------------------------- overlap and evaluation
+
+
+def sum_in_buckets(reentrant: bool) -> None:
+    """Compare gradients summed during the backward pass with those summed after it, in buckets of one layer."""
+    dist.init_process_group("gloo")
+    rank, count = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)
+    layers = [nn.Linear(4, 4, dtype=torch.float64) for _ in range(5)]
+    params = [p for layer in layers for p in layer.parameters()]
+    summed = gradient_sum.GradientSum(params, count, elements=20)
+
+    def through(some, x):
+        for layer in some:
+            x = torch.tanh(layer(x))
+        return x
+
+    for step in range(3):
+        x = torch.randn(8, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+        used = layers[1:] if step == 1 and rank else layers  # another process lacks gradients
+        used = used[:2] + used[3:] if step == 2 else used  # no process has those of the third layer
+        for p in params:
+            p.grad = None
+        if reentrant:  # the last layer gets its gradient in two parts
+            x = checkpoint(through, layers[4:], x.requires_grad_(), use_reentrant=True)
+        loss = through(used, x).square().sum()
+        summed.begin()
+        loss.backward()
+        assert len(summed.begun) == ([5, 5 - rank, 2][step] if summed.overlaps else 0)
+        own = [None if p.grad is None else p.grad.clone() for p in params]
+        total = loss.detach().clone()
+        summed.finish(total)
+        for p, mine in zip(params, own, strict=True):
+            found, expected = torch.tensor(float(mine is not None)), torch.zeros_like(p) if mine is None else mine
+            for tensor in (found, expected):
+                dist.all_reduce(tensor)
+            assert p.grad is None if not found else torch.equal(p.grad, expected)
+        expected = loss.detach().clone()
+        dist.all_reduce(expected)
+        assert torch.equal(total, expected)
+        assert summed.overlaps != reentrant
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradients_summed_during_the_backward_pass_equal_those_summed_after_it(reentrant):
+    runs.call_ranks(2, sum_in_buckets, reentrant)
+
+
+def evaluate_together() -> None:
+    dist.init_process_group("gloo")
+    processes = Processes(dist.get_rank(), dist.get_world_size(), torch.device("cpu"))
+    wanted = config(settings={"norm": True})
+    task = wanted.build_task()
+    model = task.model().double()
+    processes.broadcast_model(model)
+    model[1].running_mean.add_(processes.rank)  # only the first process updates them
+    processes.broadcast_buffers(model)
+    held_out = {str(count): runs.points(count, count) for count in (1000, 7)}  # 16 batches, and one
+    alone = evaluate(task, model, held_out, wanted, 64)
+    assert evaluate(task, model, held_out, wanted, 64, processes=processes) == alone
+    own_way = OwnEvaluation()
+    assert evaluate(own_way, model, held_out, wanted, 64, processes=processes) == evaluate(
+        own_way, model, held_out, wanted, 64
+    )
+    assert own_way.batches == (34 if processes.first else 17)
+    shared, used = CountsBatches(), 17 // processes.ranks + (processes.rank < 17 % processes.ranks)
+    evaluate(shared, model, held_out, wanted, 64, processes=processes)
+    assert abs(shared.batches - used) <= 1
+    total = torch.tensor(shared.batches)
+    dist.all_reduce(total)
+    assert total == 17
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+class CountsBatches(runs.Blobs):
+    batches = 0
+
+    def scores(self, model, batch):
+        self.batches += 1
+        return super().scores(model, batch)
+
+
+class OwnEvaluation(CountsBatches):
+    def evaluate(self, model, batches):
+        return super().evaluate(model, batches)
+
+
+@pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_several_processes_evaluate_every_sample_once_with_the_scores_of_one(count):
+    runs.call_ranks(count, evaluate_together)

@@ -15,6 +15,7 @@ from torch import nn
 from sngm import progress
 from sngm.errors import UsageError
 from sngm.study import StudyConfig, launch
+from sngm.study.executors.local import InThread
 from sngm.tasks import Moment, Schedule, Tensors
 from sngm.training import Options, RunConfig, RunFolder, resolve, train
 from sngm.training import load_model as load
@@ -620,18 +621,12 @@ def test_a_study_that_cannot_be_measured_says_so():
 def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
     handed = []
 
-    class Pool:
-        def __init__(self, *_, **__):
-            pass
-
-        def submit(self, make, wanted, path, options, commit):
+    class Pool(InThread):
+        def submit(self, wanted, path, options, commit):
             handed.append((options, commit))
             raise KeyboardInterrupt
 
-        def shutdown(self, **_):
-            pass
-
-    monkeypatch.setattr(launch, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(launch, "open_local", lambda task, jobs, on_gpu: Pool())
     monkeypatch.setenv("SNGM_COMMIT", "feedbee")
     study = StudyConfig(task=runs.TASK, methods=("sngm",), batches=(16,), seeds=1, epochs=1, lrs=(0.1,))
     options = Options(device="cpu", deterministic=True, step="eager", loaders=0)
@@ -640,7 +635,8 @@ def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
     ((given, commit),) = handed
     assert commit == "feedbee"  # worker processes may have been started with another
     assert given == {
-        "device": "cpu", "data_dir": None, "deterministic": True, "step": "eager", "loaders": 0, "pass_size": None
+        "device": "cpu", "data_dir": None, "deterministic": True, "step": "eager", "loaders": 0, "pass_size": None,
+        "tracker": None, "group": "study",
     }  # fmt: skip
     assert train(
         study.cells()[0].config(0.1, "full", 0), tmp_path / "run", Options(**{**given, "deterministic": False})

@@ -681,7 +681,7 @@ def test_dtensors_on_a_gpu_take_the_steps_of_plain_tensors(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_way_to_split_a_model_takes_the_steps_of_one_process(world, tmp_path):
     run(world, tmp_path, list(cases(world)))
 

@@ -482,7 +482,10 @@ linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="look
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", "int", "term", "term-group", "hup-group"])
+@pytest.mark.parametrize(
+    "how",
+    ["ctrl-c", "term", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("int", "term-group", "hup-group"))],
+)
 def test_an_interrupted_study_says_how_to_go_on_and_ends_the_same(how, uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -19,11 +19,12 @@ from .environment import ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable, short_hash
 from .optim import registry
-from .options import Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
+from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
 from .parsing import parse_call
 from .progress import in_words, interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
 from .study import StudyConfig, launch
 from .study.grid import split_settings
+from .study.search import check_search
 from .tasks import Task
 from .training import Options, RunConfig, RunFolder, load_model, resolve
 from .training import train as run_training
@@ -34,6 +35,8 @@ from .training.validation import config_of
 Folder = str | PathLike[str]
 TaskLike = str | type[Task] | Task
 MethodLike = str | Callable[..., torch.optim.Optimizer]
+Rates = Sequence[float] | Mapping[Any, Sequence[float]]  # by method
+Search = Sequence[str] | Mapping[str, tuple[float, float] | None]
 
 
 class Run:
@@ -271,14 +274,18 @@ def plan_study(
     task: TaskLike,
     methods: Sequence[MethodLike],
     batches: Sequence[int] | None,
-    lrs: Sequence[float] | None,
+    lrs: Rates | None,
     seeds: int,
     settings: dict[str, Any] | None,
     recipe: RecipeOptions,
-    device: str | None = None,
+    device: str | torch.device | None = None,
+    search: Search | None = None,
+    trials: int | None = None,
 ) -> StudyConfig:
-    """Return what a study compares, with every default filled in."""
-    for name, values in (("methods", methods), ("batches", batches), ("lrs", lrs)):
+    """Return what a study compares, with every default filled in. A torch.device need not be on this machine."""
+    by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
+    grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
+    for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):
         if isinstance(values, str) or not isinstance(values, (Sequence, type(None))):
             raise TypeError(f"{name} must be a list, got {values!r}")
         if values is not None and not values:
@@ -290,6 +297,8 @@ def plan_study(
             raise UsageError(f"`batches` must hold whole numbers >= 1, got {batch!r}")
     if settings is not None and not isinstance(settings, dict):
         raise TypeError(f"settings must be a dict, got {settings!r}")
+    if trials is not None and search is None:
+        raise UsageError("`trials` is the number of points of a search; give `search` too, such as lr,weight_decay")
     name, own_of_task = tasks.name_of(task)
     cls = tasks.find(name)
     names = [registry.name_of(method) for method in methods]
@@ -297,13 +306,14 @@ def plan_study(
     sizes = tuple(cls.batches if batches is None else batches)
     given = recipe.given()
     epochs = given.pop("epochs", cls.epochs)
-    usual = usual_precision(name, sizes[0], choose_device(device))
+    usual = usual_precision(name, sizes[0], device if isinstance(device, torch.device) else choose_device(device))
     if usual != "float32":  # part of the study, so that runs on a CPU and on a GPU do not mix
         given.setdefault("precision", usual)
     return StudyConfig(
         task=name, methods=tuple(names), batches=sizes, seeds=seeds, epochs=epochs,
-        lrs=None if lrs is None else tuple(lrs), method_settings=of_methods,
-        task_settings={**own_of_task, **of_task}, settings=given,
+        lrs=tuple(grids[0] or ()) or None if by_method is None else {k: tuple(grid) for k, grid in by_method.items()},
+        method_settings=of_methods, task_settings={**own_of_task, **of_task}, settings=given,
+        search={} if search is None else check_search(search, trials), trials=trials,
     )  # fmt: skip
 
 
@@ -312,20 +322,30 @@ def study_folder(config: StudyConfig) -> Path:
     return Path("runs") / f"compare-{file_name(config.task)}-{short_hash(config.identity())}"
 
 
-@takes(RecipeOptions, Execution)
+def study_device(execution: Execution, cluster: Cluster) -> str | torch.device | None:
+    """Return the device of a study's runs, for `plan_study`."""
+    device = cluster.there(execution).device
+    return torch.device(device) if cluster.remote and device else device
+
+
+@takes(RecipeOptions, Execution, Cluster)
 def compare(
     task: TaskLike = "digits",
     methods: Sequence[MethodLike] = ("msgd", "lars", "sngm"),
     batches: Sequence[int] | None = None,
     *,
-    lrs: Sequence[float] | None = None,
+    lrs: Rates | None = None,
+    search: Search | None = None,
+    trials: int | None = None,
     seeds: int = 3,
     settings: dict[str, Any] | None = None,
     out: Folder | None = None,
     jobs: int | None = None,
+    track: str | None = None,
     progress: bool = True,
     recipeoptions: RecipeOptions,
     execution: Execution,
+    cluster: Cluster,
 ) -> Study:
     """Compare methods across batch sizes. The same call resumes a study, and repeats no finished run.
 
@@ -337,22 +357,28 @@ def compare(
         methods: names, names with settings such as "sngm(weight_decay=8e-4)", optimizer classes, or functions
             ``(params, lr) -> optimizer``.
         batches: global batch sizes. Default: the task's.
-        lrs: learning rates to try. Default: the task's for each method.
+        lrs: learning rates to try, for all methods, or a dict of them by method. Default: the task's for each method.
+        search: settings to search in place of a grid of learning rates: a list of "lr", "weight_decay", "momentum" and
+            "warmup", or a dict with their ranges, as in ``{"lr": (0.01, 1), "weight_decay": None}``.
+        trials: quasi-random points of the search, the same number for every method at every batch size.
         seeds: number of runs that a result is the mean of.
         (options)
         settings: settings of the methods or the task, by name.
         out: folder for the records. Default: runs/compare- and a name.
         jobs: runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
             Multi-Process Service is running.
+        track: also write to "tensorboard", "wandb" or "mlflow", as one group.
         progress: show a table of the runs as they finish.
 
     Raises:
         sngm.errors.Failed: some runs failed. The others are finished; the same call repeats only the failed ones.
         sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
     """
-    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, execution.device)
+    device = study_device(execution, cluster)
+    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
     folder = study_folder(config) if out is None else Path(out)
-    study, failed = run_study(config, folder, execution, jobs=jobs, progress=progress)
+    options = Options(**as_dict(execution), tracker=track)
+    study, failed = run_study(config, folder, options, jobs=jobs, progress=progress, cluster=cluster)
     if failed:
         raise failure(failed)
     return study
@@ -362,13 +388,13 @@ Failures = list[tuple[RunConfig, dict[str, Any]]]
 
 
 def run_study(
-    config: StudyConfig, folder: Path, execution: Execution, *, jobs: int | None, progress: bool
+    config: StudyConfig, folder: Path, options: Options, *, jobs: int | None, progress: bool, cluster: Cluster
 ) -> tuple[Study, Failures]:
     """Run those runs of a study that have no result yet; return the study, and (config, record) of each failed run."""
     check_writable(folder)
     with study_progress(progress) as show, interrupt_on_signal():
         try:
-            done = launch.compare(config, folder, options=Options(**as_dict(execution)), jobs=jobs, show=show)
+            done = launch.compare(config, folder, options=options, jobs=jobs, show=show, cluster=cluster)
         except KeyboardInterrupt:
             raise Interrupted(f"finished runs are in {folder}; the same command resumes") from None
     if progress and done.repeated:

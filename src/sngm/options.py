@@ -9,15 +9,17 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from .errors import UsageError
 
 DATA_DIR = "Dataset folder. Default: $SNGM_DATA, else .data or ~/.cache/sngm."
+EXECUTORS = ("local", "ray", "slurm")
 STEPS = ("auto", "eager", "compiled", "captured", "compiled+captured")
 
 
@@ -99,6 +101,57 @@ class Execution:
         for name, least in (("loaders", 0), ("pass_size", 1)):
             if (value := getattr(self, name)) is not None and not at_least(value, least):
                 raise UsageError(f"`{name}` must be a whole number >= {least}, got {value!r}")
+
+
+E = TypeVar("E", bound=Execution)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Where the runs of a study are executed."""
+
+    executor: str = option("local (processes of this machine), ray or slurm. See docs/clusters.md.", "local")
+    cpus: int = option("CPU cores of each run on Ray or SLURM.", 1)
+    gpus: float = option(
+        "GPUs of each run on Ray or SLURM; 0 for runs on the CPU. On Ray, 0.25 lets four share one.", 0
+    )
+    ray_address: str | None = option("Address of the Ray cluster. Default: $RAY_ADDRESS, else one on this machine.")
+    slurm_partition: str | None = option("SLURM partition. Default: the cluster's.")
+    slurm_time: int = option("Time limit of a SLURM job in minutes; a run that needs longer is requeued.", 60)
+    slurm_options: str = option("Other options of sbatch, separated by commas: account=physics,mem=16G.", "")
+
+    def __post_init__(self) -> None:
+        if self.executor not in EXECUTORS:
+            raise UsageError(f"`executor` must be one of {', '.join(EXECUTORS)}, got {self.executor!r}")
+        for name in ("cpus", "slurm_time"):
+            if not at_least(value := getattr(self, name), 1):
+                raise UsageError(f"`{name}` must be a whole number >= 1, got {value!r}")
+        if not isinstance(self.gpus, (int, float)) or not 0 <= self.gpus < math.inf:
+            raise UsageError(f"`gpus` must be a number >= 0, got {self.gpus!r}")
+        self.sbatch_options()
+
+    @property
+    def remote(self) -> bool:
+        """Whether runs are executed by a cluster."""
+        return self.executor != "local"
+
+    def sbatch_options(self) -> dict[str, str]:
+        """Return `slurm_options` by name."""
+        pairs = [part.partition("=") for part in self.slurm_options.split(",") if part]
+        for name, _, value in pairs:
+            if not name.strip() or not value.strip():
+                raise UsageError(f"`slurm_options` must be name=value, separated by commas, got {self.slurm_options!r}")
+        return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
+
+    def there(self, execution: E) -> E:
+        """Return how runs are executed on the cluster: on the GPUs or CPUs asked for, whatever this machine has."""
+        if not self.remote or execution.device is not None:
+            return execution
+        return dataclasses.replace(execution, device="cuda" if self.gpus else "cpu")
+
+    def here(self, execution: E) -> E:
+        """Return how a run can be checked on this machine, which may have no GPU."""
+        return dataclasses.replace(execution, device="cpu", step="auto") if self.remote else execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,15 +9,17 @@ from typing import Annotated
 
 import typer
 
-from ..options import Execution, RecipeOptions, as_dict
-from ..parsing import numbers, parse_settings, split_list, whole_numbers
-from .options import DRY, JSON, SET, TASK
+from ..options import Cluster, Execution, RecipeOptions, as_dict
+from ..parsing import numbers_by_name, parse_settings, split_list, whole_numbers
+from .options import DRY, JSON, SET, TASK, TRACK
 
 EXAMPLES = (
     "sngm compare",
     "sngm compare digits --methods msgd,sngm --batches 32,128,512 --seeds 5",
     'sngm compare --methods "sngm,sngm(weight_decay=8e-4)" --lrs 0.1,0.3,1 --out runs/decay',
+    "sngm compare --methods adamw,sngm --search lr,weight_decay --trials 8",
     "sngm compare my_task.py:MyTask --dry-run",
+    "sngm compare cifar10-resnet20 --executor slurm --gpus 1 --slurm-partition gpu --slurm-time 120",
 )
 
 
@@ -32,7 +34,21 @@ def compare(
         str | None, typer.Option(help="Global batch sizes, separated by commas. Default: the task's.")
     ] = None,
     lrs: Annotated[
-        str | None, typer.Option(help="Learning rates to try, separated by commas. Default: the task's.")
+        str | None,
+        typer.Option(
+            help="Learning rates to try, separated by commas, for all methods or for each: "
+            '"sngm=0.1,0.3;adamw=1e-3,3e-3". Default: the task\'s.'
+        ),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            help="Search these settings instead of a grid of learning rates: lr, weight_decay, momentum, warmup; with "
+            "ranges as weight_decay=1e-5:1e-3. Default ranges: around the usual values of each method."
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Quasi-random points of --search, the same number for every method.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Seeds per result; the table shows their mean.")] = 3,
     recipe: RecipeOptions,
@@ -48,6 +64,8 @@ def compare(
             "Multi-Process Service is running."
         ),
     ] = None,
+    cluster: Cluster,
+    track: TRACK = None,
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
@@ -57,20 +75,25 @@ def compare(
     from .. import api
     from .. import report as reports
     from ..study.launch import check_jobs
+    from ..study.search import parse_search
     from ..training import Options
     from .plans import show_study, warn_of_slow
 
     sizes = None if batches is None else whole_numbers("--batches", batches)
-    rates = None if lrs is None else numbers("--lrs", lrs)
+    rates = None if lrs is None else numbers_by_name("--lrs", lrs)
     chosen = parse_settings(settings or [])
-    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, execution.device)
-    check_jobs(jobs)
+    sought = None if search is None else parse_search(search)
+    device = api.study_device(execution, cluster)
+    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device, sought, trials)
+    check_jobs(jobs, cluster)
     folder = out or api.study_folder(study)
-    warn_of_slow(execution, recipe.precision)
+    options = Options(**as_dict(execution), tracker=track)
+    if not cluster.remote:
+        warn_of_slow(execution, recipe.precision)
     if dry_run:
-        show_study(study, folder, Options(**as_dict(execution)), as_json, jobs)
+        show_study(study, folder, options, as_json, jobs, cluster)
         return
-    made, failed = api.run_study(study, folder, execution, jobs=jobs, progress=True)
+    made, failed = api.run_study(study, folder, options, jobs=jobs, progress=True, cluster=cluster)
     page = made.report()
     if as_json:
         print(json.dumps({**made.summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from ..progress import duration, in_words, note
 if TYPE_CHECKING:
     import torch
 
-    from ..options import Execution
+    from ..options import Cluster, Execution
     from ..study import StudyConfig
     from ..study.grid import Cell
     from ..tasks import Splits
@@ -163,10 +163,14 @@ def size(count: int) -> str:
     return f"{count / 1e9:.3g} GB" if count >= 1e9 else f"{max(count, 1000) / 1e6:.3g} MB"
 
 
-def show_study(study: StudyConfig, folder: Path, options: Options, as_json: bool, jobs: int | None = None) -> None:
-    """Print what a study would do."""
+def show_study(
+    study: StudyConfig, folder: Path, options: Options, as_json: bool, jobs: int | None, cluster: Cluster
+) -> None:
+    """Print what a study would do, with the job script of SLURM."""
     from ..study.launch import check, load_data
 
+    options = cluster.here(options)
+    script = _job_script(cluster, folder)
     cells = study.cells()
     splits = load_data(study, options)
     check(study, cells, options, splits)
@@ -174,20 +178,54 @@ def show_study(study: StudyConfig, folder: Path, options: Options, as_json: bool
     for cell in cells:
         config = cell.config(cell.grid[0], "full", 0)
         said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
+        if study.search:
+            said |= {"ranges": study.ranges(cell.method, cell.batch), "trials": list(cell.searched.values())}
         plans.append({**said, **plan_of(config, options, splits=splits)})
     runs = sum(map(_runs, cells))
     time = _study_time(study, cells, options, splits, jobs)
     found = {"study": study.as_dict(), "cells": plans, "runs_at_least": runs, **time, "folder": str(folder)}
+    found |= {"sbatch": script} if script else {}
     if as_json:
         print(json.dumps(found, indent=2))
         return
     print(f"{study.task}, {study.epochs} epochs, {study.seeds} seeds; at least {runs} runs into {folder}")
     for plan in plans:
-        print(f"  {plan['method']} at batch {plan['batch']}: lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}")
+        if "ranges" in plan:
+            ranges = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in plan["ranges"].items())
+            tried = f"{len(plan['trials'])} trials over {ranges}"
+        else:
+            tried = f"lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}"
+        print(f"  {plan['method']} at batch {plan['batch']}: {tried}")
+        print(f"    {_recipe(plan['first_config'], searched=study.search)}")
         rates = ", ".join(f"{rate / plan['lrs'][0]:.3g} at {step}" for step, rate in plan["lr_at_step"].items())
         print(f"    {plan['steps']} steps of {plan['batch_plan']}; {plan['parameters']} parameters")
         print(f"    share of lr at steps: {rates}")
     print(f"time: {_study_time_in_words(found)}")
+    if script:
+        print(f"sbatch script of each run:\n\n{script}")
+
+
+def _job_script(cluster: Cluster, folder: Path) -> str:
+    """Return the script that runs are submitted to SLURM with; empty for other executors."""
+    if cluster.executor != "slurm":
+        return ""
+    from ..study.executors import check_usable
+    from ..study.executors.on_slurm import job_script
+
+    check_usable("slurm")
+    return job_script(cluster, folder.absolute())
+
+
+def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
+    """Return weight decay, momentum, schedule and warm-up of a method's runs, except those that are searched."""
+    settings = config["method_settings"]
+    values = {
+        "weight_decay": f"weight decay {settings['weight_decay']:g}" if "weight_decay" in settings else "",
+        "momentum": f"momentum {settings['momentum']:g}" if "momentum" in settings else "",
+        "schedule": f"schedule {config['schedule']}",
+        "warmup": f"warm-up {config['warmup']:g} epochs",
+    }
+    return ", ".join(text for name, text in values.items() if text and name not in searched)
 
 
 def _runs(cell: Cell) -> int:
@@ -203,7 +241,8 @@ def _study_time(
     Measuring every method at every batch size would take too long. Runs on a GPU count as sequential, even if they
     share it.
     """
-    from ..study.launch import default_jobs, one_thread
+    from ..study.executors.local import default_jobs
+    from ..study.launch import one_thread
     from ..training.distributed import choose_device, cores
 
     device = choose_device(options.device)

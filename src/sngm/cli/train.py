@@ -13,7 +13,7 @@ from ..environment import is_first
 from ..options import Execution, RecipeOptions, RunOptions, as_dict
 from ..parsing import parse_settings
 from .exit_codes import DIVERGED
-from .options import DRY, JSON, SET, TASK
+from .options import DRY, JSON, SET, TASK, TRACK
 
 EXAMPLES = (
     "sngm train digits --method sngm --lr 0.1 --batch 512",
@@ -37,7 +37,7 @@ def train(
     checkpoint_every: Annotated[
         int | None, typer.Option(help="Steps between checkpoints. Default: about one checkpoint a minute.")
     ] = None,
-    track: Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")] = None,
+    track: TRACK = None,
     restart: Annotated[
         bool, typer.Option("--restart", metavar="", help="Delete this run's files in --out and train from the start.")
     ] = False,

@@ -39,11 +39,13 @@ def _breakable(name: object) -> Markup:
 def words(value: object, missing: str = "None") -> str:
     """Return a value of a record as text, not escaped; None as `missing`.
 
-    >>> words({"torch": "2.5", "numpy": "2.1"}), words(0.1 + 0.2), words(None)
-    ('torch 2.5, numpy 2.1', '0.3', 'None')
+    >>> words({"torch": "2.5", "lr": (0.1, 1.0)}), words(0.1 + 0.2), words(None)
+    ('torch 2.5, lr 0.1 to 1', '0.3', 'None')
     """
     if isinstance(value, dict):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+        return ", ".join(f"{key} {words(inner)}" for key, inner in value.items())
+    if isinstance(value, tuple):  # a range
+        return " to ".join(map(words, value))
     return missing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,4 +1,4 @@
-"""Write the report of a study: tables, three figures, and one page that opens offline."""
+"""Write the report of a study: tables, figures, and one page that opens offline."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -14,7 +14,7 @@ from urllib.parse import quote
 from ..files import finite, write_atomically
 from ..progress import duration
 from .drawing import standalone
-from .figures import by_batch, by_rate, curves
+from .figures import Figure, by_batch, by_rate, by_trials, curves
 from .headline import headline
 from .html import render, words
 from .records import Run
@@ -22,7 +22,7 @@ from .summary import Summary, summarise_tasks
 from .tables import caption, details, footnotes, table, tables
 from .targets import target
 
-FIGURES = {
+FIGURES: dict[str, tuple[Callable[[Summary], Figure], str]] = {
     "batch": (
         by_batch,
         "Bars are 95 % intervals over at least three seeds; with two seeds, dots are the seeds. "
@@ -35,13 +35,19 @@ FIGURES = {
         "a hollow marker at the edge a worse value than the axis shows.",
     ),
 }
+TRIALS = (
+    by_trials,
+    "Thick: the mean, over all choices of k trials, of their best validation score. Thin: what 10 % and 90 % of the "
+    "choices reach. The earlier a line is high, the easier the method is to tune.",
+)
 
 
 def write(folder: Path, path: Path | None = None) -> Path:
     """Write table.md, figures, tables and report.html into a folder of records.
 
-    The figures are curves.svg, batch.svg and lr.svg; every table is a CSV file, and all are in report.json. Of runs of
-    several tasks each file but the page has the task in its name. Every file is made before the first is replaced.
+    The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg; every table is a CSV file, and all are
+    in report.json. Of runs of several tasks each file but the page has the task in its name. Every file is made before
+    the first is replaced.
 
     Args:
         folder: the records.
@@ -58,7 +64,7 @@ def write(folder: Path, path: Path | None = None) -> Path:
     files = {"table.md": "\n".join(f"## {part.task}\n\n" * (len(parts) > 1) + table(part) for part in parts)}
     for part in parts:
         tail = ("-" + re.sub(r"[^\w.-]+", "-", part.task)) * (len(parts) > 1)
-        files |= {f"{name}{tail}.svg": standalone(figure(part)) for name, (figure, _) in FIGURES.items()}
+        files |= {f"{name}{tail}.svg": standalone(figure(part)) for name, (figure, _) in figures_of(part).items()}
         files |= {f"{name}{tail}.csv": found.csv() for name, found in tables(part).items()}
     data = {part.task: {name: found.records() for name, found in tables(part).items()} for part in parts}
     files["report.json"] = json.dumps(finite(data), indent=2, allow_nan=False) + "\n"
@@ -69,6 +75,12 @@ def write(folder: Path, path: Path | None = None) -> Path:
         return folder / "report.html"
     write_atomically(Path(path), html(parts, os.path.relpath(folder, Path(path).parent)).encode())
     return Path(path)
+
+
+def figures_of(summary: Summary) -> dict[str, tuple[Callable[[Summary], Figure], str]]:
+    """Return the figures of a report, with the text below each; studies that searched settings have one more."""
+    searched = any(cell.search for cell in summary.cells.values())
+    return {**FIGURES, "trials": TRIALS} if searched else FIGURES
 
 
 def html(parts: Sequence[Summary], home: str = "", live: bool = False) -> str:
@@ -114,8 +126,9 @@ def _part(summary: Summary) -> dict[str, Any]:
         "details": details,
         "caption": caption(summary),
         "footnotes": footnotes(summary),
-        "figures": [(figure(summary), note) for figure, note in FIGURES.values()],
+        "figures": [(figure(summary), note) for figure, note in figures_of(summary).values()],
         "cells": [cell for cell in summary.cells.values() if cell.grid],
+        "searched": [cell for cell in summary.cells.values() if cell.search],
         "origin": {
             "parameters": _tally(f"{run.parameters:,}" if run.parameters else "" for run in runs),
             "hardware": _tally(words(run.hardware) for run in runs),

@@ -79,6 +79,12 @@ class Choice:
     grid: list[float]
     extensions: int
     at_edge: bool
+    ranges: dict[str, tuple[float, float]]
+    """The range of each setting of a search; empty for a grid of learning rates."""
+    trials: list[dict[str, float]]
+    """The points of a search in the order of the trials, with their "score"; NaN where the run diverged."""
+    chosen: dict[str, float]
+    """The chosen point of a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +99,8 @@ class Study:
     higher_is_better: bool
     command: str | None
     choices: list[Choice]
+    searched: list[str]
+    """The settings in which the trials of a method differ, if they were searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,9 +259,15 @@ def _study(record: Any) -> Study:
                 grid=sorted(_rate(lr) for lr in cell.get("grid") or []),
                 extensions=_count(cell.get("extensions")) or 0,
                 at_edge=bool(cell.get("at_edge")),
+                ranges={
+                    clean(k): (_number(low), _number(high)) for k, (low, high) in (cell.get("ranges") or {}).items()
+                },
+                trials=[_numbers(trial) for trial in cell.get("trials") or []],
+                chosen=_numbers(cell.get("chosen") or {}),
             )
             for cell in record.get("cells") or []
         ],
+        searched=[clean(name) for name in record.get("searched") or []],
     )
 
 

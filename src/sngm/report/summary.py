@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..parsing import without_settings
 from .records import Choice, Records, Run, higher_is_better, read
 from .stats import contrast, half_width
 
@@ -33,6 +34,8 @@ class Cell:
     selection: dict[float, float] = field(default_factory=dict)
     """Learning rate -> validation metric; NaN where the run diverged."""
     chosen_on_test: bool = False
+    search: Choice | None = None
+    """Ranges, trials and chosen point, if settings were searched."""
 
     @property
     def n(self) -> int:
@@ -55,7 +58,8 @@ class Cell:
         """Return the cell with JSON types only."""
         names = ["method", "batch", "lr", "mean", "half_width", "n", "values", "diverged", "grid"]
         found = {name: getattr(self, name) for name in (*names, "extensions", "at_edge", "seconds")}
-        return found | {"values": list(self.values.values())}
+        search = {"ranges": self.search.ranges, "trials": self.search.trials} if self.search else {}
+        return found | {"values": list(self.values.values())} | search
 
     @property
     def only_diverged(self) -> bool:
@@ -265,6 +269,9 @@ def summarise_tasks(folder: Path) -> list[Summary]:
 
 def _summarise(records: Records, task: str) -> Summary:
     study, runs = records.study, records.runs
+    if study and study.searched:  # the trials of a method differ in these settings
+        runs = [replace(run, method=without_settings(run.method, study.searched)) for run in runs]
+        records = replace(records, runs=runs)
     notes = []
     metric = study.metric if study else _metric(runs)
     better = study.higher_is_better if study else higher_is_better(metric)
@@ -327,6 +334,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
         at_edge=choice.at_edge if choice else lr is not None and len(grid) > 1 and lr in (grid[0], grid[-1]),
         selection=selection,
         chosen_on_test=on_test,
+        search=choice if choice and choice.ranges else None,
     )
 
 

@@ -127,9 +127,12 @@ def cell_text(summary: Summary, cell: Cell) -> str:
 
 
 def details(cell: Cell) -> list[str]:
-    """Return the number of seeds behind a mean, its learning rate, and how many runs diverged."""
+    """Return the number of seeds behind a mean, the chosen settings, and how many runs diverged."""
     lr = f"lr {cell.lr:g}" + "*" * cell.at_edge + "†" * cell.chosen_on_test
-    return [f"n={cell.n}", lr] + ([f"{cell.diverged} diverged"] if cell.diverged else [])
+    others = [
+        f"{k.replace('_', ' ')} {v:g}" for k, v in (cell.search.chosen if cell.search else {}).items() if k != "lr"
+    ]
+    return [f"n={cell.n}", lr, *others] + ([f"{cell.diverged} diverged"] if cell.diverged else [])
 
 
 def caption(summary: Summary) -> str:

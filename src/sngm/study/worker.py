@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import pickle
@@ -9,7 +10,8 @@ import signal
 import threading
 import traceback
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ import torch
 from .. import tasks
 from ..errors import Interrupted, UsageError
 from ..optim import registry
-from ..progress import stopping_signals
+from ..progress import step_progress, stopping_signals
 from ..training.config import RunConfig
 from ..training.loop import Options, train
 
@@ -114,3 +116,43 @@ def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | N
         _steps = False
         if _end:
             os._exit(0)
+
+
+def make_elsewhere(
+    local: bytes | None,
+    command: str,
+    config: RunConfig,
+    path: Path,
+    options: dict[str, Any],
+    commit: str | None,
+    *,
+    handlers: Mapping[int, Callable[[int, Any], None]] | None = None,
+) -> dict[str, Any] | Exception:
+    """Make one run in a process of a cluster; return its record, or the error that would end the study.
+
+    The output goes to log.txt in the run folder. If another process trains there, as after a lost connection, this one
+    waits for it. `handlers` are those of signals, besides the handlers of `warm_up`.
+    """
+    stop_runs_here(False)  # a process may make several runs
+    warm_up(local)
+    for number, handler in (handlers or {}).items():
+        signal.signal(number, handler)
+    os.environ["SNGM_COMMAND"] = command
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with contextlib.ExitStack() as stack:
+            log = stack.enter_context(open(path / "log.txt", "a", buffering=1, encoding="utf-8"))
+            stack.enter_context(contextlib.redirect_stdout(log))
+            stack.enter_context(contextlib.redirect_stderr(log))
+            progress = stack.enter_context(step_progress())
+            return make(config, path, {**options, "progress": progress, "wait": True}, commit)
+    except (UsageError, OSError) as error:
+        return error
+
+
+def settle(future: Future[dict[str, Any]], outcome: dict[str, Any] | Exception) -> None:
+    """Set the result of a future to what `make_elsewhere` returned."""
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)

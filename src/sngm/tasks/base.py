@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -202,21 +203,17 @@ class Task:
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the scores over a split. Override it for metrics that are not means over samples."""
-        sums: dict[str, Tensor] = {}
-        count = 0
-        for batch in batches:
-            count += len(batch[0])
-            scores = self.scores(model, batch)
-            values_of = scores.values() if isinstance(scores, Mapping) else [scores]
-            if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):
-                got = " and ".join(dict.fromkeys(type(values).__name__ for values in values_of))
-                raise UsageError(f"{type(self).__name__}.scores() must return a dict of tensors, got {got}")
-            for name, values in scores.items():
-                total = values.double().sum()
-                sums[name] = sums[name] + total if name in sums else total
-        # read once, at the end: each read synchronises with the device
-        totals = torch.stack([total.to(batch[0].device) for total in sums.values()]).tolist() if sums else []
-        return {name: total / count for name, total in zip(sums, totals, strict=True)}
+        return mean_scores([self.score_sums(model, batch) for batch in batches])
+
+    def score_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
+        """Return the sums of `scores` over a batch, and its number of samples as "", as float64 tensors."""
+        scores = self.scores(model, batch)
+        values_of = scores.values() if isinstance(scores, Mapping) else [scores]
+        if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):
+            got = " and ".join(dict.fromkeys(type(values).__name__ for values in values_of))
+            raise UsageError(f"{type(self).__name__}.scores() must return a dict of tensors, got {got}")
+        sums = {name: values.double().sum().to(batch[0].device) for name, values in scores.items()}
+        return {"": torch.tensor(len(batch[0]), dtype=torch.float64), **sums}
 
     def settings(self) -> dict[str, Any]:
         """Return the settings, for ``--set``, and their values."""
@@ -230,3 +227,14 @@ def check_labels(labels: Tensor) -> None:
     """Refuse labels that torch's cross-entropy does not take; its own error does not name them."""
     if labels.dtype == torch.bool:
         raise UsageError("labels are bool, but cross-entropy takes class numbers; use labels.long()")
+
+
+def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Return means over all samples of what `Task.score_sums` returned for each batch, summed in this order."""
+    if not sums:
+        return {}
+    totals = {name: functools.reduce(torch.add, [batch[name] for batch in sums]) for name in sums[0]}
+    count = totals.pop("").item()
+    # read once, at the end: each read synchronises with the device
+    values = torch.stack(list(totals.values())).tolist() if totals else []
+    return {name: value / count for name, value in zip(totals, values, strict=True)}

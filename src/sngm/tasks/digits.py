@@ -15,6 +15,10 @@ class Digits(Task):
     lrs = {  # noqa: RUF012  four per method, half a decade apart
         "msgd": (0.03, 0.1, 0.3, 1.0),
         "adam": (0.003, 0.01, 0.03, 0.1),
+        "adamw": (0.003, 0.01, 0.03, 0.1),
+        "muon": (0.003, 0.01, 0.03, 0.1),
+        "nesterov": (0.03, 0.1, 0.3, 1.0),
+        "nsgdm": (0.1, 0.3, 1.0, 3.0),
         "lars": (10.0, 30.0, 100.0, 300.0),
         "lars-unscaled": (10.0, 30.0, 100.0, 300.0),
         "lars-momentum": (0.01, 0.03, 0.1, 0.3),

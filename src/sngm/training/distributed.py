@@ -65,6 +65,12 @@ class Processes:
             for tensor in model.state_dict().values():
                 dist.broadcast(tensor, src=0)
 
+    def broadcast_buffers(self, model: nn.Module) -> None:
+        """Broadcast the first process's buffers to all processes."""
+        if self.ranks > 1:
+            for tensor in model.buffers():
+                dist.broadcast(tensor, src=0)
+
     def any(self, flag: bool, step: int) -> bool:
         """Return whether `flag` is set in any process. With several processes, False except at every 10th step."""
         if self.ranks == 1:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..tasks import Batch, Samples, Schedule, Splits, Task
+from ..tasks.base import mean_scores
 from . import rng
 from .config import RunConfig
 from .data_loading import Loader, loaders_of, to_device
+from .distributed import Processes
 
 EVAL_BATCH = 1024
 LOADED_BATCH = 128
 HeldOut = dict[str, Samples]
+How = tuple[torch.device, torch.dtype, int, int]  # device, dtype, batch size and loaders of an evaluation
 
 
 class Part:
@@ -144,8 +148,13 @@ def evaluate(
     config: RunConfig,
     pass_size: int | None = None,
     loaders: int | None = None,
+    processes: Processes | None = None,
 ) -> dict[str, float]:
-    """Return all scores, such as ``test_accuracy``. Each layer keeps its training or evaluation mode."""
+    """Return all scores, such as ``test_accuracy``. Each layer keeps its training or evaluation mode.
+
+    All `processes` must call it. They share the batches of each split, and the scores have the bits of one process. A
+    task with its own `evaluate` is evaluated by the first process, which sends the scores to the others.
+    """
     device = next(model.parameters()).device
     size = EVAL_BATCH
     if device.type == "cuda":  # small batches would leave it idle
@@ -157,8 +166,15 @@ def evaluate(
     try:
         scores: dict[str, float] = {}
         for name, samples in held_out.items():
+            how = device, config.dtype, size, count
             with config.autocast(device):
-                found = task.evaluate(model, batches(samples, device, config.dtype, size, count))
+                if processes is None or processes.ranks == 1:
+                    found = task.evaluate(model, batches(samples, *how))
+                elif type(task).evaluate is Task.evaluate:
+                    found = _evaluate_together(task, model, samples, how, processes)
+                else:
+                    own = task.evaluate(model, batches(samples, *how)) if processes.first else None
+                    found = processes.broadcast(own)
             if not isinstance(found, Mapping):
                 raise UsageError(f"task {config.task}: evaluate() must return a dict of numbers, got {found!r}")
             if task.metric not in found:
@@ -173,20 +189,50 @@ def evaluate(
             module.training = flag
 
 
-def batches(
-    samples: Samples, device: torch.device, dtype: torch.dtype, size: int = EVAL_BATCH, loaders: int = 0
-) -> Iterator[Batch]:
-    """Yield all samples in order, in batches on a device; `loaders` processes load them ahead, unless in memory."""
-    own_device = getattr(samples, "device", None)  # index samples on their device
+def _evaluate_together(
+    task: Task, model: nn.Module, samples: Samples, how: How, processes: Processes
+) -> dict[str, float]:
+    """Evaluate every `ranks`-th batch in this process, and return the scores over all batches."""
+    mine = [task.score_sums(model, batch) for batch in batches(samples, *how, processes.rank, processes.ranks)]
+    names: list[str] = processes.broadcast(list(mine[0]) if mine else [])  # the first process has the first batch
+    total = len(batch_indices(samples, how[2], how[3]))
+    sums = torch.zeros(total, len(names), dtype=torch.float64, device=processes.device)
+    for i, found in enumerate(mine):
+        sums[processes.rank + i * processes.ranks] = torch.stack([found[name].to(sums.device) for name in names])
+    dist.all_reduce(sums)  # exact: all but one process add zero
+    return mean_scores([dict(zip(names, row, strict=True)) for row in sums])
+
+
+def batch_indices(samples: Samples, size: int, loaders: int) -> Sequence[Tensor]:
+    """Return the indices of each batch of a split, on the device of the samples."""
+    own_device = getattr(samples, "device", None)
     size = getattr(samples, "streams", size)  # streams have a fixed batch size
-    if not loaders or own_device is not None:
-        for indices in torch.split(torch.arange(len(samples), device=own_device), size):
+    if loaders and own_device is None:
+        size = min(size, LOADED_BATCH)  # small batches: each process holds several
+    return torch.split(torch.arange(len(samples), device=own_device), size)
+
+
+def batches(
+    samples: Samples,
+    device: torch.device,
+    dtype: torch.dtype,
+    size: int = EVAL_BATCH,
+    loaders: int = 0,
+    first: int = 0,
+    stride: int = 1,
+) -> Iterator[Batch]:
+    """Yield samples in order, in batches on a device: all, or every `stride`-th batch from the `first`.
+
+    `loaders` processes load them ahead, unless they are in memory.
+    """
+    pieces = list(batch_indices(samples, size, loaders)[first::stride])
+    if not loaders or getattr(samples, "device", None) is not None:
+        for indices in pieces:
             yield to_device(samples[indices], device, dtype)
         return
     loader = Loader(lambda indices: samples[indices], loaders, device)
     try:
-        # small batches: each process holds several
-        for batch in loader.over(list(torch.split(torch.arange(len(samples)), min(size, LOADED_BATCH)))):
+        for batch in loader.over(pieces):
             yield to_device(batch, device, dtype)
     finally:
         loader.close()

@@ -21,6 +21,7 @@ from ..errors import DataMissing, Interrupted, UsageError
 from ..files import check_writable, locked, remove_leftovers
 from ..optim.external import set_mode
 from ..options import Execution, at_least
+from ..progress import note
 from ..tasks import Moment, Task
 from . import checkpoint, rng
 from .build import Setup, prepare, set_rates
@@ -42,7 +43,9 @@ class Options(Execution):
 
     checkpoint_every: int | None = None  # steps; None: about once a minute
     tracker: str | None = None
+    group: str | None = None  # the study, for the tracker
     restart: bool = False  # delete the run in the folder and train from the start
+    wait: bool = False  # for another process that trains in the folder, instead of an error
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
     should_stop: Callable[[], bool] = lambda: False
 
@@ -112,11 +115,18 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
         processes.any(False, step=0)  # wait for all: if one failed, create no folder
-        if not processes.first:
+        with contextlib.ExitStack() as stack:
+            processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
             return _run(config, setup, folder, options, processes, restart)
-        path.mkdir(parents=True, exist_ok=True)
-        with locked(path):
-            return _run(config, setup, folder, options, processes, restart)
+
+
+@contextlib.contextmanager
+def _locked(path: Path, wait: bool) -> Iterator[None]:
+    """Create the folder of a run and hold its lock."""
+    path.mkdir(parents=True, exist_ok=True)
+    waiting = functools.partial(note, f"another process is training in {path}; waiting for it") if wait else None
+    with locked(path, waiting=waiting):
+        yield
 
 
 def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
@@ -210,8 +220,8 @@ def _run(
                     clock.trained(epoch_ends=True)
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
-                    scored = evaluate(task, model, held_out, config, *how) if processes.first else None
-                    metrics |= processes.broadcast(scored)
+                    processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
+                    metrics |= evaluate(task, model, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
@@ -276,7 +286,7 @@ class Journal:
 
     def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
         self.folder, self.record, self.history = folder, record, state.history
-        self.tracker = open_tracker(options.tracker, folder.path, config.hash, config.as_dict())
+        self.tracker = open_tracker(options.tracker, folder.path, config.hash, config.as_dict(), options.group)
         folder.write(record)
         folder.rewrite(state.history)
 

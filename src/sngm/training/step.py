@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,6 +19,7 @@ from .batchnorm_stats import GhostStatistics, PerGroupStatistics, draws
 from .compiled_step import NotCompiled, compiled
 from .config import RunConfig
 from .data_loading import Resident, Streamed, to_device
+from .gradient_sum import GradientSum
 from .recurrent_state import RecurrentState
 
 
@@ -77,6 +77,8 @@ class Stepper:
         self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
         self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        several = plan.ranks > 1 and not isinstance(optimizer, ExtrapSGD)  # which sums gradients itself
+        self.gradient_sum = GradientSum(self.params, plan.ranks) if several else None
         self.draws = draws(task, model)
         self.scale = task.scale(config.batch)  # scales the gradients, not the recorded loss
 
@@ -87,12 +89,15 @@ class Stepper:
         self.optimizer.zero_grad(set_to_none=True)
         loss = torch.zeros((), dtype=torch.float64, device=self.device)
         micro_batches = _MicroBatchGradients(self.params) if isinstance(self.optimizer, CLARS) else None
+        last = self.worker_passes[-1].passes[-1]
         self.statistics.begin()
         for own in self.worker_passes:
             with self.statistics.tracking(own.worker):
                 for i, piece in enumerate(own.passes):
                     weight = (piece.stop - piece.start) / self.plan.batch
                     part = self._loss(self.data_source.take(indices[piece]), piece, epoch, (step, own.worker, i))
+                    if self.gradient_sum and micro_batches is None and piece == last:
+                        self.gradient_sum.begin()
                     if micro_batches is None:
                         (part * (weight * self.scale)).backward()
                     else:
@@ -191,26 +196,9 @@ class Stepper:
 
     def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:
         """Sum gradients, loss and norms over processes; each is already weighted by its part of the batch."""
-        if self.plan.ranks == 1:
+        if self.gradient_sum is None:
             return
-        trained = [p for p in self.params if p.requires_grad]
-        missing = [p.grad is None for p in trained]
-        for p in trained:
-            if p.grad is None:  # another process may have a gradient
-                p.grad = torch.zeros_like(p)
-        for bucket in buckets([p.grad for p in trained if p.grad is not None]):
-            flat = torch.cat([g.reshape(-1) for g in bucket])
-            dist.all_reduce(flat)
-            for g, part in zip(bucket, torch.split(flat, [g.numel() for g in bucket]), strict=True):
-                g.copy_(part.view_as(g))
-        lacking = torch.tensor(missing, dtype=loss.dtype).to(loss.device, non_blocking=True)
-        sums = torch.cat([loss.reshape(1), lacking])
-        dist.all_reduce(sums)
-        loss.copy_(sums[0])
-        if any(missing):
-            for p, without in zip(trained, sums[1:].tolist(), strict=True):
-                if without == self.plan.ranks:  # no process has a gradient
-                    p.grad = None
+        self.gradient_sum.finish(loss)
         if mean_norms is not None:
             dist.all_reduce(mean_norms.div_(self.plan.ranks))
 
@@ -245,17 +233,3 @@ class _MicroBatchGradients:
         for i, p in enumerate(self.params):
             p.grad = self.sums.get(i)
         return self.norms / self.count
-
-
-def buckets(tensors: list[Tensor], elements: int = 1 << 23) -> Iterator[list[Tensor]]:
-    """Yield buckets of consecutive tensors of one dtype, each to be all-reduced as one flat copy."""
-    bucket: list[Tensor] = []
-    size = 0
-    for t in tensors:
-        if bucket and (size + t.numel() > elements or t.dtype != bucket[0].dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(t)
-        size += t.numel()
-    if bucket:
-        yield bucket

@@ -22,7 +22,7 @@ class Tracker(Protocol):
 class TensorBoard:
     """TensorBoard event files in the run folder."""
 
-    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: dict[str, Any], group: str | None = None) -> None:
         _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
@@ -41,9 +41,11 @@ class TensorBoard:
 class Wandb:
     """A Weights & Biases run; WANDB_MODE=offline keeps it on this machine."""
 
-    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: dict[str, Any], group: str | None = None) -> None:
         wandb = _import("wandb")
-        self.run = wandb.init(project="sngm", name=name, id=name, resume="allow", dir=str(folder), config=config)
+        own = name if group is None else f"{group}-{name}"  # two studies may hold the same run
+        where: dict[str, Any] = {"project": "sngm", "group": group, "dir": str(folder)}
+        self.run = wandb.init(**where, name=name, id=own, resume="allow", config=config)
 
     def log(self, metrics: dict[str, Any]) -> None:
         self.run.log(metrics, step=metrics["step"])
@@ -55,9 +57,9 @@ class Wandb:
 class MLflow:
     """An MLflow run at MLFLOW_TRACKING_URI."""
 
-    def __init__(self, folder: Path, name: str, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, name: str, config: dict[str, Any], group: str | None = None) -> None:
         self.mlflow = _import("mlflow")
-        self.mlflow.set_experiment("sngm")
+        self.mlflow.set_experiment("sngm" if group is None else f"sngm {group}")
         kept = folder / "mlflow_run"  # MLflow's run id, to resume the same run
         if not kept.exists():
             write_atomically(kept, self.mlflow.start_run(run_name=name).info.run_id.encode())
@@ -77,7 +79,7 @@ class MLflow:
         self.mlflow.end_run()
 
 
-TRACKERS: dict[str, Callable[[Path, str, dict[str, Any]], Tracker]] = {
+TRACKERS: dict[str, Callable[[Path, str, dict[str, Any], str | None], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": Wandb,
     "mlflow": MLflow,
@@ -90,10 +92,15 @@ def check_tracker(tracker: str | None) -> None:
         raise UsageError(f"`tracker` must be one of {', '.join(TRACKERS)}, got {tracker!r}")
 
 
-def open_tracker(tracker: str | None, folder: Path, name: str, config: dict[str, Any]) -> Tracker | None:
-    """Return the tracker of this name, or None for None."""
+def open_tracker(
+    tracker: str | None, folder: Path, name: str, config: dict[str, Any], group: str | None = None
+) -> Tracker | None:
+    """Return the tracker of this name, or None for None.
+
+    `group` names the study of the run: a group of W&B, an experiment of MLflow. TensorBoard shows the runs of a folder.
+    """
     check_tracker(tracker)
-    return None if tracker is None else TRACKERS[tracker](folder, name, config)
+    return None if tracker is None else TRACKERS[tracker](folder, name, config, group)
 
 
 def _import(name: str) -> Any:

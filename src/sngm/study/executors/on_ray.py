@@ -1,0 +1,74 @@
+"""Runs as tasks of a Ray cluster."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import warnings
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from ...errors import Failed, UsageError
+from ...options import Cluster
+from .. import worker
+from . import Record
+
+RETRIES = 3  # of a run whose worker process or node was lost
+PATIENCE = 60.0  # seconds that stopped runs have to write their checkpoints
+
+
+class OnRay:
+    """An executor on the Ray cluster at an address, or on one that is started on this machine."""
+
+    def __init__(self, cluster: Cluster, local: bytes | None, command: str) -> None:
+        import ray
+
+        self.ray = ray
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
+        self.connected = not ray.is_initialized()
+        if self.connected:
+            before = signal.getsignal(signal.SIGTERM)
+            try:
+                ray.init(cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
+            except (ConnectionError, ValueError) as error:
+                why = str(error).partition("\n")[0]
+                raise UsageError(f"`ray_address`: no Ray cluster answers ({why})") from error
+            if threading.current_thread() is threading.main_thread():
+                signal.signal(signal.SIGTERM, before)  # Ray installs its own handler
+        for name, wanted in {"CPU": cluster.cpus, "GPU": cluster.gpus}.items():
+            there = ray.cluster_resources().get(name, 0)
+            if wanted > there:
+                text = f"each run needs {wanted:g} {name}s and Ray has {there:g}: runs wait until it has more"
+                warnings.warn(text, stacklevel=2)
+        task = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus, max_retries=RETRIES)(worker.make_elsewhere)
+        self.start = partial(task.remote, local, command)
+        self.refs: dict[Future[Record], Any] = {}
+
+    def submit(self, *job: Any) -> Future[Record]:
+        future: Future[Record] = Future()
+        future.set_running_or_notify_cancel()
+        self.refs[future] = ref = self.start(*job)
+        ref.future().add_done_callback(partial(self._settle, future))
+        return future
+
+    def _settle(self, future: Future[Record], done: Future[Any]) -> None:
+        del self.refs[future]
+        try:
+            worker.settle(future, done.result())
+        except Exception as error:  # of Ray: the run itself returns its errors
+            why = str(error).partition("\n")[0]
+            future.set_exception(Failed(f"Ray lost a run {RETRIES + 1} times: {why}; the same command resumes"))
+
+    def stop(self) -> None:
+        for ref in list(self.refs.values()):
+            self.ray.cancel(ref)
+
+    def shutdown(self) -> None:
+        if self.refs:
+            refs = list(self.refs.values())
+            self.ray.wait(refs, num_returns=len(refs), timeout=PATIENCE)
+        if self.connected:
+            self.ray.shutdown()

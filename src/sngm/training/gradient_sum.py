@@ -1,0 +1,98 @@
+"""The sum of gradients over processes, computed while the last backward pass of a step is running."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import Failed
+
+BUCKET = 1 << 23  # elements
+
+
+class GradientSum:
+    """Sum gradients over processes in buckets, each as soon as its last gradient is there.
+
+    All processes must start the all-reduces in the same order: from the last bucket, whose gradients come first, to
+    the first. A bucket with gradients that come late, or never, is summed in `finish`, with those after it.
+    """
+
+    def __init__(self, params: Sequence[Tensor], ranks: int, elements: int = BUCKET) -> None:
+        self.params, self.ranks = [p for p in params if p.requires_grad], ranks
+        self.buckets = list(buckets(self.params, elements))[::-1]
+        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.awaited: list[set[Tensor]] = []  # parameters whose gradients are yet to come, by bucket
+        self.begun: list[tuple[Tensor, Any]] = []  # the flat copies of the first buckets, and handles to wait for
+        self.first = self.overlaps = True
+        self.active = self.changed = False
+        for p in self.params:
+            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+
+    def begin(self) -> None:
+        """Start to sum: call it before the last backward pass of a step."""
+        self.awaited = [set(bucket) for bucket in self.buckets]
+        self.active = self.overlaps
+
+    def _arrived(self, p: Tensor) -> None:
+        if not self.active:
+            return
+        number = self.bucket_of[p]
+        self.changed |= number < len(self.begun)  # again, as in reentrant activation checkpointing
+        self.awaited[number].discard(p)
+        while len(self.begun) < len(self.buckets) and not self.awaited[len(self.begun)]:
+            self._start()
+
+    def _start(self) -> None:
+        grads = [g for p in self.buckets[len(self.begun)] if (g := p.grad) is not None]
+        flat = torch.cat([g.reshape(-1) for g in grads])
+        self.begun.append((flat, dist.all_reduce(flat, async_op=True)))
+
+    def finish(self, loss: Tensor) -> None:
+        """Sum what is left, and the loss; set each ``p.grad`` to its sum, or to None if no process has it."""
+        self.active = False
+        missing = [p.grad is None for p in self.params]
+        for p, without in zip(self.params, missing, strict=True):
+            if without:  # another process may have a gradient
+                p.grad = torch.zeros_like(p)
+        while len(self.begun) < len(self.buckets):
+            self._start()
+        flags = torch.tensor([*missing, self.changed], dtype=loss.dtype).to(loss.device, non_blocking=True)
+        sums = torch.cat([loss.reshape(1), flags])
+        dist.all_reduce(sums)
+        loss.copy_(sums[0])
+        if self.first:  # only once: reading a value synchronises with the device
+            self.first = False
+            if sums[-1].item():  # sum again, and from now on after the last pass
+                self.overlaps, self.changed, self.begun = False, False, []
+                for _ in self.buckets:
+                    self._start()
+        if self.changed:
+            raise Failed("a gradient changed after it was summed; use checkpoint(..., use_reentrant=False)")
+        for bucket, (flat, handle) in zip(self.buckets, self.begun, strict=True):
+            handle.wait()
+            for p, part in zip(bucket, torch.split(flat, [p.numel() for p in bucket]), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(part.view_as(p))
+        self.begun = []
+        if any(missing):
+            for p, without in zip(self.params, sums[1:-1].tolist(), strict=True):
+                if without == self.ranks:
+                    p.grad = None
+
+
+def buckets(tensors: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
+    """Yield buckets of consecutive tensors of one dtype, each to be all-reduced as one flat copy."""
+    bucket: list[Tensor] = []
+    size = 0
+    for t in tensors:
+        if bucket and (size + t.numel() > elements or t.dtype != bucket[0].dtype):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(t)
+        size += t.numel()
+    if bucket:
+        yield bucket

@@ -1,0 +1,232 @@
+"""Studies on Ray and SLURM give the records of one on this machine, also after workers and jobs were killed."""
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+from console import finish, refused, sngm, until
+from test_study import cells_of, linux, living, results
+from waiting import launch, wait_for
+
+from sngm.errors import UsageError
+from sngm.options import Cluster, Execution
+from sngm.study import executors
+
+STUDY = "compare --methods msgd,sngm --batches 64,128 --lrs 0.03,0.1,0.3 --epochs 2 --seeds 2 --set width=2"
+# the command line, with submitit's executor for this machine in place of SLURM's
+MAIN = """
+import functools
+
+from sngm.cli import main
+from sngm.study import executors
+from sngm.study.executors import on_slurm
+
+executors.check_usable = lambda name: None
+on_slurm.OnSlurm = functools.partial(on_slurm.OnSlurm, kind="local")
+if __name__ == "__main__":
+    main()
+"""
+WORKERS = {"local": "multiprocessing", "ray": "ray::make_elsewhere", "slurm": "submitit.core._submit"}
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # the paths of Ray's sockets must be short
+    (tmp_path / "main.py").write_text(MAIN)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--executor nosuch", ["--executor", "local, ray, slurm", "nosuch"]),
+        ("--executor ray --jobs 2", ["--jobs", "ray"]),
+        ("--cpus 0", ["--cpus", "0"]),
+        ("--gpus -1", ["--gpus", "-1"]),
+        ("--slurm-time 0", ["--slurm-time", "0"]),
+        ("--slurm-options account", ["--slurm-options", "name=value", "account"]),
+        ("--track nosuch", ["--track", "nosuch"]),
+    ],
+)
+def test_options_of_a_cluster_are_checked_before_anything_is_run(options, words, tmp_path):
+    refused(sngm(f"compare {options}"), *words)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_an_executor_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: None)
+    refused(sngm("compare --methods sngm --batches 128 --executor ray"), "pip install 'sngm[ray]'")
+    refused(sngm("compare --methods sngm --batches 128 --executor slurm"), "pip install 'sngm[slurm]'")
+    assert [(name, usable) for name, usable, _ in executors.executors_usable()] == [
+        ("local", True), ("ray", False), ("slurm", False),
+    ]  # fmt: skip
+
+
+def test_a_machine_without_slurm_says_so(monkeypatch):
+    monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setenv("PATH", "")
+    assert executors.executors_usable()[2] == (
+        "slurm",
+        False,
+        "there is no srun here; use a login node of a SLURM cluster",
+    )
+    with pytest.raises(UsageError, match="login node"):
+        executors.check_usable("slurm")
+
+
+def test_runs_of_a_cluster_use_its_gpus_and_not_those_of_this_machine():
+    on_gpus, on_cpus = Cluster(executor="slurm", gpus=1), Cluster(executor="ray")
+    assert (on_gpus.there(Execution()).device, on_cpus.there(Execution()).device) == ("cuda", "cpu")
+    assert on_gpus.here(Execution(device="cuda", step="captured")) == Execution(device="cpu")
+    assert Cluster().there(Execution()) == Execution()
+
+
+# ---------------------------------------------------------------- Ray and submitit
+
+
+def start(executor: str, folder: str, mark: str = "SNGM_TEST"):
+    place = [] if executor == "local" else ["--executor", executor]
+    words = [sys.executable, "main.py", *STUDY.split(), *place, "--out", folder]
+    return launch(words, env={**os.environ, mark: "1", "RAY_ADDRESS": ""})
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("studies") / "local"
+    assert sngm(f"{STUDY} --jobs 2 --out {folder}").code == 0
+    return without_times(folder), cells_of(folder)
+
+
+def without_times(folder: str | Path) -> dict:
+    """Return the records without what depends on time and on the command line."""
+    found = {}
+    for path in Path(folder).glob("runs/*/run.json"):
+        record = json.loads(path.read_text())
+        for key in ("started", "timing", "command", "digest", "made_before"):
+            record.pop(key, None)
+        found[path.parent.name] = record
+    return found
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("executor", ["ray", "slurm"])
+def test_every_executor_makes_the_same_records(executor, undisturbed):
+    pytest.importorskip(executors.PACKAGES[executor])
+    shown = finish(start(executor, "study"))
+    assert shown.code == 0, shown.err
+    assert (without_times("study"), cells_of("study")) == undisturbed
+    assert len(list(Path("study").glob("runs/*/log.txt"))) == len(undisturbed[0])
+    assert len(undisturbed[0]) >= 20
+
+
+def named(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""
+
+
+@linux
+@pytest.mark.nightly
+@pytest.mark.parametrize("executor", ["local", "ray", "slurm"])
+def test_a_study_killed_at_ten_random_moments_ends_the_same(executor, undisturbed):
+    if executor != "local":
+        pytest.importorskip(executors.PACKAGES[executor])
+    chance, kills, mark = random.Random(0), 0, f"SNGM_TEST_{uuid.uuid4().hex}"
+    process = start(executor, "study", mark)
+    for _ in range(40):
+        if kills == 10:
+            break
+        until_then = time.monotonic() + chance.uniform(2.0, 15.0)
+        wait_for(lambda end=until_then, p=process: p.poll() is not None or time.monotonic() > end)
+        if process.poll() is None:
+            workers = [pid for pid in living(mark) if WORKERS[executor] in named(pid)]
+            victim = chance.choice(workers) if workers and chance.random() < 0.6 else process.pid
+            os.kill(victim, signal.SIGKILL)
+            kills += 1
+            if victim != process.pid:
+                continue
+        shown = finish(process)
+        assert shown.code in (0, 1, -signal.SIGKILL), shown.err
+        if shown.code == 0:
+            break
+        process = start(executor, "study", mark)
+    assert kills >= 3, "the study was too short to be disturbed"
+    while process.poll() != 0:
+        shown = finish(process)
+        assert shown.code in (0, 1), shown.err
+        if shown.code:
+            process = start(executor, "study", mark)
+    assert (without_times("study"), cells_of("study")) == undisturbed
+
+
+@linux
+@pytest.mark.nightly
+def test_a_preempted_job_is_requeued_and_goes_on_from_its_checkpoint(undisturbed):
+    pytest.importorskip("submitit")
+    mark = f"SNGM_TEST_{uuid.uuid4().hex}"
+    process = start("slurm", "study", mark)
+
+    def training() -> list[int]:
+        """Return the jobs whose run has finished an epoch."""
+        begun = [path.parent for path in Path("study").glob("runs/*/metrics.jsonl") if path.stat().st_size]
+        return [pid for pid in living(mark) if WORKERS["slurm"] in named(pid)] if begun else []
+
+    until(process, training)
+    preempted = training()
+    for pid in preempted:
+        os.kill(pid, signal.SIGTERM)
+        os.kill(pid, signal.SIGUSR2)
+    shown = finish(process)
+    assert shown.code == 0, shown.err
+    logs = "".join(path.read_text() for path in Path("study/slurm").glob("*_log.*"))
+    assert "Requeued job" in logs
+    assert (without_times("study"), cells_of("study")) == undisturbed
+
+
+@linux
+@pytest.mark.nightly
+def test_an_interrupted_study_on_ray_stops_its_runs_and_resumes(undisturbed):
+    pytest.importorskip("ray")
+    mark = f"SNGM_TEST_{uuid.uuid4().hex}"
+    process = start("ray", "study", mark)
+    until(process, lambda: list(Path("study").glob("runs/*/metrics.jsonl")))
+    os.kill(process.pid, signal.SIGINT)
+    shown = finish(process)
+    assert shown.code == 130, shown.err
+    assert shown.err.strip().splitlines()[-1].endswith("the same command resumes")
+    wait_for(lambda: not living(mark))
+    assert {record["status"] for record in results("study").values()} <= {"finished", "interrupted"}
+    assert finish(start("ray", "study", mark)).code == 0
+    assert (without_times("study"), cells_of("study")) == undisturbed
+
+
+@pytest.mark.nightly
+def test_a_dry_run_prints_the_script_for_sbatch(tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "srun").write_text("#!/bin/sh\n")
+    (tools / "srun").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tools), prepend=os.pathsep)
+    line = f"{STUDY} --executor slurm --gpus 1 --slurm-partition gpu --slurm-time 90 --slurm-options account=physics"
+    shown = sngm(f"{line} --out {tmp_path}/study --dry-run")
+    assert shown.code == 0, shown.err
+    for option in (
+        "partition=gpu",
+        "time=90",
+        "gpus-per-node=1",
+        "cpus-per-task=1",
+        "account=physics",
+        "signal=USR2@90",
+    ):
+        assert f"#SBATCH --{option}" in shown.out
+    assert f"submitit.core._submit {tmp_path}/study/slurm" in shown.out
+    assert not (tmp_path / "study").exists()
+    refused(sngm(f"{line} --gpus 0.5 --dry-run"), "--gpus", "whole number")
