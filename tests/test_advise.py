@@ -136,18 +136,19 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     ("scales", "normalised", "said"),
     [
         ([500.0, 2000.0], True, "Yes: up to batch 512 you should lose nothing measurable; at batch 256 use SNGM"),
-        ([50.0, 200.0], True, "Up to batch 64 you should lose nothing measurable; at batch 256 expect about"),
-        ([9.0], True, "At batch 256 expect about the result of 2 of your 10 epochs; use SNGM with lr 0.4"),
-        ([math.nan], True, "At batch 256 expect about the result of 1 of your 10 epochs; use SNGM"),
+        ([50.0, 200.0], True, "Up to batch 64 you should lose nothing measurable; at batch 256 expect a small loss"),
+        ([9.0], True, "At batch 256 expect a small loss"),
+        ([math.nan], True, "At batch 256 expect a small loss"),
         ([math.inf], True, "Yes: up to batch 512 you should lose nothing measurable"),
         ([50.0, 200.0], False, "Batch 256 is a risk, as the model has no normalisation layer: use SNGM with lr 0.4"),
         ([500.0, 2000.0], False, "Yes: up to batch 512"),
     ],
-)  # fmt: skip
+)
 def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, said):
     before = Settings("msgd", 32, {"lr": 0.1})
-    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, 10, normalised, 1000)
+    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, normalised, 1000)
     assert found["answer"].startswith(said)
+    assert "SNGM with lr 0.4" in found["answer"]
     assert len(found["diff"]) == 3
 
 
@@ -189,7 +190,7 @@ def own_loop(optimizer, layer=True, batch=32):
 def test_a_model_of_ones_own_is_advised_on_and_left_as_it_was():
     parts = own_loop(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=1e-3))
     before = {name: value.clone() for name, value in parts[0].state_dict().items()}
-    found = advise_model(*parts, to_batch=128, epochs=10, steps=20)
+    found = advise_model(*parts, to_batch=128, steps=20)
     assert all(torch.equal(value, parts[0].state_dict()[name]) for name, value in before.items())
     assert not parts[3].state
     norm = {fact.name: fact.value for fact in found["facts"]}["gradient norm"]

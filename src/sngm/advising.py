@@ -83,7 +83,6 @@ def advise_model(
     optimizer: torch.optim.Optimizer,
     *,
     to_batch: int | None = None,
-    epochs: int | None = None,
     steps: int = 200,
 ) -> Measurement:
     """Say whether the batch of your own training loop can grow, and what to change in it.
@@ -98,7 +97,6 @@ def advise_model(
         loader: your DataLoader, or any iterable of batches.
         optimizer: your SGD, Adam or AdamW.
         to_batch: the larger batch. Default: twice the loader's.
-        epochs: you train for, to say what the result at the larger batch is worth.
         steps: of the copy.
 
     Returns:
@@ -115,7 +113,7 @@ def advise_model(
     from .advice.model import carry_model
     from .advice.text import in_words
 
-    found = carry_model(model, loss_fn, loader, optimizer, to_batch, epochs, steps)
+    found = carry_model(model, loss_fn, loader, optimizer, to_batch, steps)
     return Measurement(found | _numbers_of(found), in_words(found))
 
 

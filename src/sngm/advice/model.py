@@ -27,7 +27,6 @@ def carry_model(
     loader: Iterable[Any],
     optimizer: torch.optim.Optimizer,
     to_batch: int | None,
-    epochs: int | None,
     steps: int,
 ) -> dict[str, Any]:
     """Train a copy of a model for some steps, and return advice as :func:`carry_recipe` does, without a command."""
@@ -55,12 +54,12 @@ def carry_model(
     to_batch = 2 * batch if to_batch is None else to_batch
     if to_batch < batch:
         raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
-    recipe = Recipe(**given, batch=batch, epochs=epochs)
+    recipe = Recipe(**given, batch=batch)
     weighted = math.hypot(*(lr * length for lr, length in zip(rates, lengths, strict=True))) / math.hypot(*rates)
     samples = len(loader.dataset) if isinstance(loader, torch.utils.data.DataLoader) else math.inf  # type: ignore[arg-type]
     _, found = convert(
         recipe, to_batch, recipe.weight_decay or 0.0, weighted, f"in the first {len(lengths)} steps", scales,
-        epochs=epochs, model=model, samples=samples,
+        epochs=None, model=model, samples=samples,
     )  # fmt: skip
     bare = recipe.method == "msgd" and not has_normalisation(model)
     notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]

@@ -241,7 +241,7 @@ def convert(
     old = Settings(recipe.method, recipe.batch, {"lr": recipe.lr, **momentum, "weight_decay": decay})
     method = "sngm" if recipe.method == "msgd" else recipe.method
     new = Settings(method, to_batch, {"lr": carried.lr, **momentum, "weight_decay": carried.weight_decay})
-    found = conclude(old, new, scales, epochs, has_normalisation(model), samples)
+    found = conclude(old, new, scales, has_normalisation(model), samples)
     facts = [
         *measured,
         *found["facts"],

@@ -19,13 +19,17 @@ EVIDENCE = {
     "msgd": (
         "trained as advised, without a search, digits lost 0.2 points from batch 32 to 512 (5 seeds), and ResNet20 on "
         "CIFAR-10 reached 92.3 % at batch 4096 (1 seed) and 91.3 % at 8192 (3 seeds), where SGD has 92.0 % at batch "
-        "128 and 82.3 % at 8192 with a searched rate."
+        "128, and 82.3 % at 8192 with a searched rate."
     ),
     "adamw": (
         "square-root scaling follows Malladi et al. (arXiv 2205.10287). Trained as advised, digits kept its accuracy "
         "within 0.3 points from batch 32 to 128, and lost 1.4 to 2.4 points at 512 (5 seeds). On Criteo ADAM with "
         "searched rates kept its AUC from batch 1024 to 8192 (0.7335 and 0.7298), as SNGM did; LAMB was 0.026 lower."
     ),
+}
+BEYOND = {
+    "msgd": "expect a small loss (ours: 0.2 points at 16 times the batch on digits, 0.7 at 64 times with ResNet20)",
+    "adamw": "expect a loss (ours: up to 0.3 points at 4 times the batch on digits, 2.4 at 16 times)",
 }
 CLASSES = {"msgd": "torch.optim.SGD", "adamw": "torch.optim.AdamW", "sngm": "sngm.SNGM"}
 
@@ -55,42 +59,25 @@ def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
     return batch
 
 
-def share_of_epochs(scale: float, small: int, large: int) -> float:
-    """Return which share of the epochs at a small batch a large one is worth, by the gradient noise scale.
-
-    By McCandlish et al. (arXiv 1812.06162) training takes ``1 + batch / scale`` times the samples that it takes at a
-    batch of one, if each batch has its best learning rate.
-
-    >>> share_of_epochs(1000, 100, 1000)
-    0.55
-    """
-    return (scale + small) / (scale + large) if math.isfinite(scale) else 1.0
-
-
 def has_normalisation(model: nn.Module) -> bool:
     """Return whether a model has a normalisation layer, judged by the names of its classes, to find custom ones too."""
     return any("norm" in type(module).__name__.lower() for module in model.modules())
 
 
 def conclude(
-    before: Settings, after: Settings, scales: Sequence[float], epochs: int | None, normalised: bool, samples: float
+    before: Settings, after: Settings, scales: Sequence[float], normalised: bool, samples: float
 ) -> dict[str, Any]:
     """Return the facts, the answer in one sentence, the diff of one's own loop, and the evidence behind the rule.
 
     Args:
         before, after: the recipe and the advised settings.
         scales: gradient noise scales measured along the pilot, NaN where a gradient without noise is zero.
-        epochs: of the recipe, if known.
         normalised: whether the model has normalisation layers.
         samples: of the training set: the largest batch.
     """
     known = [scale for scale in scales if scale == scale]
     scale = math.exp(sum(map(math.log, known)) / len(known)) if known and min(known) > 0 else 0.0
     limit = lossless_batch(scale, before.batch, samples)
-    share = share_of_epochs(scale, before.batch, after.batch)
-    alike = (
-        f"{share:.0%} of your epochs" if epochs is None else f"{max(1, round(share * epochs))} of your {epochs} epochs"
-    )
     arguments = ", ".join(f"{name.replace('_', ' ')} {value:g}" for name, value in after.arguments.items())
     use = f"use {CLASSES[after.method].rpartition('.')[2]} with {arguments}"
     risky = before.method == "msgd" and not normalised and after.batch > limit
@@ -103,13 +90,12 @@ def conclude(
         text = f"Yes: up to batch {limit:,} you should lose nothing measurable; at batch {after.batch:,} {use}."
     else:
         upto = f"up to batch {limit:,} you should lose nothing measurable; " * (limit > before.batch)
-        text = f"{upto}at batch {after.batch:,} expect about the result of {alike}; {use}."
+        text = f"{upto}at batch {after.batch:,} {BEYOND[before.method]}; {use}."
         text = text[0].upper() + text[1:]
     in_turn = ", ".join(f"{float(format(scale, '.2g')):g}" for scale in scales)
     facts = [
-        Fact("noise scale", scale, MEASURED, f"along the pilot: {in_turn}; it grows during training, so this is low"),
+        Fact("noise scale", scale, MEASURED, f"along the pilot: {in_turn}; low, as it grows during training"),
         Fact("lossless batch", limit, RULE, f"the largest doubling of {before.batch} up to the noise scale"),
-        Fact("share of epochs", share, RULE, f"(noise scale + {before.batch}) / (noise scale + {after.batch})"),
     ]
     diff = [
         f"- {before.line}",
