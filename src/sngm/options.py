@@ -242,6 +242,7 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
         call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
         lines = [f"        {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
+        del call.__wrapped__  # generators of documentation would show its signature and docstring
         call.__doc__ = (function.__doc__ or "").replace("        (options)", "\n".join(lines))
         return call
 
