@@ -52,6 +52,10 @@ class RecipeOptions:
         "Samples per micro-batch. Default: the task's, else the worker's whole part of the batch."
     )
     bn_group: int | None = option("Samples that BatchNorm normalises together. Default: the micro-batch.")
+    last_batch: str | None = option(
+        "What an epoch does with the samples that fill no whole batch: 'drop' them, or 'keep' them as a smaller last "
+        "batch, in whole micro-batches. Default: drop."
+    )
     running_stats: str | None = option(
         "BatchNorm running statistics: of the first worker, as in DDP ('first'), or averaged over workers ('mean'). "
         "Default: the task's."

@@ -97,9 +97,6 @@ class NSGDM(LargeBatchOptimizer):
     def _norm_spans(self) -> str:
         return "global"
 
-    def _norm_spans(self) -> str:
-        return "global"
-
     def _step(self, work: Work) -> None:
         skip = self._skip(work, work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0])
         if skip is True:

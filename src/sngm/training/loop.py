@@ -287,7 +287,10 @@ def steps_of_epoch(
         factor = setup.schedule(Moment(step, setup.steps, epoch, config.epochs, scores, setup.task.higher_is_better))
         set_rates(setup.optimizer, factor)
         batch = order[i * config.batch : (i + 1) * config.batch]
-        yield setup.stepper(batch, epoch=epoch, step=step), config.lr * factor
+        stepper = setup.stepper
+        if setup.rest_stepper is not None and i == setup.per_epoch - 1:
+            batch, stepper = batch[: setup.rest], setup.rest_stepper
+        yield stepper(batch, epoch=epoch, step=step), config.lr * factor
 
 
 class Journal:
