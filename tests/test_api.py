@@ -388,6 +388,14 @@ def test_probe_measures_a_task_and_runs(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_bool_labels_are_refused_by_name():
+    x = torch.randn(40, 4)
+    data = TensorDataset(x, x[:, 0] > 0)
+    own = sngm.Task.from_torch(lambda: nn.Linear(4, 2), data, data, epochs=1, batches=(20,))
+    with pytest.raises(UsageError, match=r"labels are bool.*labels.long\(\)"):
+        sngm.train(own, lr=0.1, **QUIET)
+
+
 def test_advise_carries_a_recipe_over():
     advice = sngm.advise(task(), from_sgd={"lr": 0.1, "batch": 20, "weight_decay": 1e-4}, to_batch=80, **QUIET)
     assert advice["batch"] == 80
@@ -396,8 +404,8 @@ def test_advise_carries_a_recipe_over():
     assert advice["command"] == f'sngm.train(task, "sngm(weight_decay=0.0002)", lr={advice["lr"]:g}, batch=80)'
     budget = sngm.advise(gradients=8e6, gap=2.3, L=20, sigma=15, progress=False)
     assert {row["method"] for row in budget["methods"]} == {"msgd", "sngm"}
-    with pytest.raises(UsageError, match="`from_sgd` and `to_batch` go together"):
-        sngm.advise(task(), from_sgd={"lr": 0.1, "batch": 20})
+    with pytest.raises(UsageError, match="`to_batch` and `verify` need a recipe"):
+        sngm.advise(gradients=8e6, to_batch=20)
 
 
 # ---------------------------------------------------------------- the package

@@ -25,7 +25,8 @@ from sngm.parsing import format_call, parse_call, parse_settings, split_list, va
 pytestmark = pytest.mark.usefixtures("in_one_process")
 
 VERBS = (
-    "train", "eval", "compare", "report", "probe", "advise", "check-theory", "tasks", "methods", "data", "doctor",
+    "train", "eval", "compare", "report", "watch", "probe", "advise", "check-theory", "tasks", "methods", "data",
+    "doctor",
 )  # fmt: skip
 QUICK = "--batch 128 --epochs 1 --set width=2"
 METHODS = [  # the paper's, and our own
@@ -610,9 +611,9 @@ def test_a_run_that_has_not_finished_is_reported_by_its_own_metric():
         ("usual_lrs = (0.01, 0.03, 0.1)", "usual_lrs = 0.1", "usual_lrs must be a tuple of learning rates, got 0.1"),
         ("def model(", "@classmethod\n    def usual(cls, batch): pass\n\n    def model(", "usual() must return a dict"),
         ("targets[cut:]))", "targets[cut:]).__class__(inputs[:0], targets[:0]))", "test holds no samples"),
-        ("return Splits(", "return Splits(test=[1, 2], train=(1, 2)) or (", "give the samples at a tensor of indices"),
+        ("return Splits(", "return Splits(test=[1, 2], train=(1, 2)) or (", "that takes a tensor of indices"),
         ("return Splits(", "return Splits((i for i in inputs), None) or (", "got a generator"),
-        ("targets[cut:]))", "targets[cut:]), [1, 2])", "validation must have a length and give the samples"),
+        ("targets[cut:]))", "targets[cut:]), [1, 2])", "validation must have __len__"),
         ("import torch\n", "import sys\nsys.exit(0)\nimport torch\n", "calls sys.exit(0) when it is loaded"),
     ],
 )  # fmt: skip

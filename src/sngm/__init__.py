@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise", "check",
-    "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
+    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise",
+    "advise_model", "check", "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import optim
+    from .advising import advise, advise_model
     from .api import Run, Study, compare, load_run, load_study, train
     from .checkup import check
-    from .measure import advise, probe
+    from .measure import probe
     from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
     from .tasks import Task
@@ -28,8 +29,9 @@ _HOMES = {
     ".optim.registry": ("register",),
     ".tasks": ("Task",),
     ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
+    ".advising": ("advise", "advise_model"),
     ".checkup": ("check",),
-    ".measure": ("advise", "probe"),
+    ".measure": ("probe",),
 }
 
 

@@ -52,6 +52,10 @@ class RecipeOptions:
         "Samples per micro-batch. Default: the task's, else the worker's whole part of the batch."
     )
     bn_group: int | None = option("Samples that BatchNorm normalises together. Default: the micro-batch.")
+    last_batch: str | None = option(
+        "What an epoch does with the samples that fill no whole batch: 'drop' them, or 'keep' them as a smaller last "
+        "batch, in whole micro-batches. Default: drop."
+    )
     running_stats: str | None = option(
         "BatchNorm running statistics: of the first worker, as in DDP ('first'), or averaged over workers ('mean'). "
         "Default: the task's."
@@ -103,8 +107,14 @@ class Execution:
     )
     loaders: int | None = option("Data-loading processes, like num_workers of a DataLoader. Default: the task's.")
     pass_size: int | None = option("Maximum samples per forward pass. Default: the task's.")
+    hang_timeout: float = option(
+        "Under torchrun: end the job when a process makes no progress for this many seconds while others wait for it.",
+        1800.0,
+    )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hang_timeout, (int, float)) or not 0 < self.hang_timeout < math.inf:
+            raise UsageError(f"`hang_timeout` must be a number of seconds > 0, got {self.hang_timeout!r}")
         if self.step not in STEPS:
             raise UsageError(f"`step` must be one of {', '.join(STEPS)}, got {self.step!r}")
         for name, least in (("loaders", 0), ("pass_size", 1)):
@@ -236,6 +246,7 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
         call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
         lines = [f"        {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
+        del call.__wrapped__  # generators of documentation would show its signature and docstring
         call.__doc__ = (function.__doc__ or "").replace("        (options)", "\n".join(lines))
         return call
 

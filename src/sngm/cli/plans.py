@@ -199,7 +199,7 @@ def show_study(
         print(f"    {_recipe(plan['first_config'], searched=study.search)}")
         rates = ", ".join(f"{rate / plan['lrs'][0]:.3g} at {step}" for step, rate in plan["lr_at_step"].items())
         print(f"    {plan['steps']} steps of {plan['batch_plan']}; {plan['parameters']} parameters")
-        print(f"    of lr, by step: {rates}")
+        print(f"    share of lr at steps: {rates}")
     print(f"time: {_study_time_in_words(found)}")
     if script:
         print(f"sbatch script of each run:\n\n{script}")

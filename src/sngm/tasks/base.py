@@ -176,6 +176,7 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the samples of a batch."""
         inputs, labels = batch
+        check_labels(labels)
         return cross_entropy(model(inputs), labels, label_smoothing=self.label_smoothing)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
@@ -226,6 +227,12 @@ class Task:
 
         names = list(inspect.signature(type(self).__init__).parameters)[1:]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+def check_labels(labels: Tensor) -> None:
+    """Refuse labels that torch's cross-entropy does not take; its own error does not name them."""
+    if labels.dtype == torch.bool:
+        raise UsageError("labels are bool, but cross-entropy takes class numbers; use labels.long()")
 
 
 def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

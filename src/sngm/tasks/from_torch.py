@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset, default_collate
 
 from ..data.tensors import Tensors, fingerprint
 from ..errors import UsageError
-from .base import Batch, Samples, Splits, Task
+from .base import Batch, Samples, Splits, Task, check_labels
 
 Loss = Callable[[Any, Tensor], Tensor]
 SAMPLED = 64  # samples used for the fingerprint of a dataset
@@ -86,6 +86,8 @@ class TorchTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         *inputs, target = batch
+        if self.smooths_labels or isinstance(self.parts["loss"], nn.CrossEntropyLoss):
+            check_labels(target)
         more = {"label_smoothing": self.label_smoothing} if self.smooths_labels else {}
         loss: Tensor = self.parts["loss"](model(*inputs), target, **more)
         return loss

@@ -28,8 +28,10 @@ RUNNING_STATS = ("first", "mean")
 PRECISIONS = ("float32", "float64", "bfloat16")
 DECAY_ON = ("weights", "all")
 BIAS_LR = ("scaled", "full")
+LAST_BATCH = ("drop", "keep")
 CHOICES = {
     "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
+    "last_batch": LAST_BATCH,
 }  # fmt: skip
 ADDED_LATER = {
     "decay_on": "weights",
@@ -38,6 +40,7 @@ ADDED_LATER = {
     "ema": None,
     "bn_samples": None,
     "label_smoothing": 0.0,
+    "last_batch": "drop",
 }  # fields that older records lack, with their former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
 WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
@@ -82,6 +85,7 @@ class RunConfig:
     ema: float | None = None
     bn_samples: int | None = None
     label_smoothing: float = 0.0
+    last_batch: str = "drop"
     method_settings: dict[str, Any] = field(default_factory=dict)
     task_settings: dict[str, Any] = field(default_factory=dict)
     task_source: str | None = None

@@ -104,7 +104,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         UsageError: `path` holds another run, or this run on different data.
     """
     options = options or Options()
-    with join(options.device) as processes:
+    with join(options.device, options.hang_timeout) as processes:
         folder = RunFolder(path)
         # a process restarted by torchrun resumes, and must not delete the run again
         restart = options.restart and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -115,6 +115,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
             return dict(record)
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
+        processes.heartbeat.advance()
         processes.any(False, step=0)  # wait for all: if one failed, create no folder
         with contextlib.ExitStack() as stack:
             processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
@@ -225,6 +226,7 @@ def _run(
                     clock.trained(epoch_ends=True)
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
+                    processes.heartbeat.advance()
                     processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
                     tested = scored.prepare(epoch)
                     metrics |= evaluate(task, tested, held_out, config, *how, processes)
@@ -285,7 +287,10 @@ def steps_of_epoch(
         factor = setup.schedule(Moment(step, setup.steps, epoch, config.epochs, scores, setup.task.higher_is_better))
         set_rates(setup.optimizer, factor)
         batch = order[i * config.batch : (i + 1) * config.batch]
-        yield setup.stepper(batch, epoch=epoch, step=step), config.lr * factor
+        stepper = setup.stepper
+        if setup.rest_stepper is not None and i == setup.per_epoch - 1:
+            batch, stepper = batch[: setup.rest], setup.rest_stepper
+        yield stepper(batch, epoch=epoch, step=step), config.lr * factor
 
 
 class Journal:
