@@ -28,7 +28,7 @@ EXACT = {
     ("torchtitan", 1): dict.fromkeys(["steps", "resumed"], FLOAT64),
     ("torchtitan", 2): {"pipeline": FLOAT64},
     **{
-        ("deepspeed", 2, stage): dict.fromkeys(["steps", "decoupled", "clipped", "resumed"], FLOAT32)
+        ("deepspeed", 2, stage): dict.fromkeys(["steps", "decoupled", "offloaded", "clipped", "resumed"], FLOAT32)
         for stage in ("1", "2", "3")
     },
 }
