@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 import sngm
-import sngm.integrations
 from sngm import CLARS, SNGM
 from sngm.optim import SharedNorm
 
