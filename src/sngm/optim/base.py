@@ -178,8 +178,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     def _check_parameters(self, params: list[Tensor]) -> None:
         """Give state to parameters that a wrapper has replaced; raise an error if norms would be of a part of them."""
-        same = self._checked_shards is self._shards and self._shards.matches(params, self.norm_group)
-        if torch.compiler.is_compiling() or same:
+        if torch.compiler.is_compiling():
+            return
+        if self._checked_shards is self._shards and self._shards.matches(params, self.norm_group):
             return
         if self.shared_norm is None:
             partial_norms.check_whole(self, params)
