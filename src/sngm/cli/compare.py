@@ -58,6 +58,7 @@ def compare(
     the best one is trained on the whole training set with every seed and tested. Run the same command again to resume.
     """
     from .. import api
+    from ..study.executors import device_of_runs
     from ..study.launch import check_jobs
     from ..training import Options
     from .plans import show_study, warn_of_slow
@@ -65,7 +66,7 @@ def compare(
     sizes = None if batches is None else whole_numbers("--batches", batches)
     rates = None if lrs is None else numbers("--lrs", lrs)
     chosen = parse_settings(settings or [])
-    device = api.study_device(execution, cluster)
+    device = device_of_runs(execution, cluster)
     study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device)
     check_jobs(jobs, cluster)
     folder = out or api.study_folder(study)
