@@ -11,11 +11,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := build/tools
+STACKS := build/integrations
+DOCS := build/docs
 # one file stays on one worker, which shares its fixtures; the same drawn examples in each run, unlike a bare pytest
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --hypothesis-profile=ci
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
-.PHONY: help setup demo test test-quick test-slow test-nightly lint campaign bench dist fresh matrix resolve clean
+.PHONY: help setup demo test test-quick test-slow test-nightly test-integrations lint campaign bench docs dist fresh matrix \
+	resolve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -49,9 +52,20 @@ $(VENV)/.nightly: $(READY)
 	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,slurm,wandb,mlflow]'
 	@touch $@
 
-test-nightly: $(VENV)/.nightly  ## the longest tests: fault injection, other libraries, whole studies
+test-nightly: $(VENV)/.nightly test-integrations  ## the longest tests: fault injection, other libraries, whole studies
 	@echo "==> nightly tests"
 	@$(PYTEST) -m nightly
+
+$(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
+	@echo "==> creating $(STACKS) and installing the training frameworks"
+	@$(call new_venv,$(STACKS))
+	@DS_BUILD_OPS=0 $(STACKS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e . pytest pytest-xdist hypothesis -r tests/integrations/requirements.txt
+	@touch $@
+
+test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, Lightning, timm, DeepSpeed and torchtitan
+	@echo "==> tests with training frameworks"
+	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"
@@ -73,6 +87,17 @@ $(TOOLS)/.ready: Makefile
 	@$(TOOLS)/bin/pip install --quiet --disable-pip-version-check build==1.6.1 twine==7.0.0 uv==0.13.7
 	@touch $@
 
+$(DOCS)/.ready: Makefile pyproject.toml constraints.txt
+	@$(call new_venv,$(DOCS))
+	@$(DOCS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[train]' mkdocs==1.6.1 \
+		mkdocs-material==9.8.1 'mkdocstrings[python]==1.0.8' mkdocs-jupyter==0.26.3 ipykernel==7.4.0
+	@touch $@
+
+docs: $(DOCS)/.ready  ## build the site into build/site: pages, API reference, executed notebooks; a broken link is an error
+	@$(DOCS)/bin/python tools/docs.py
+	@NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@echo "==> build/site/index.html"
+
 dist: $(TOOLS)/.ready  ## build sdist and wheel, and try each in an empty environment
 	@tools/dist.sh $(TOOLS)/bin/python
 
@@ -86,4 +111,4 @@ resolve: $(TOOLS)/.ready  ## resolve constraints.txt from PyPI for every platfor
 	@tools/resolve.sh $(TOOLS)/bin/uv
 
 clean:  ## remove everything make created
-	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis

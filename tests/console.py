@@ -82,7 +82,7 @@ def comes_out(error: Exception) -> None:
 
 def sngm(line: str) -> Result:
     """Run a command line in this process. Exceptions other than SystemExit propagate."""
-    for name in [name for name in sys.modules if name.startswith("sngm_task_")]:
+    for name in [name for name in sys.modules if name.startswith("sngm_file_")]:
         del sys.modules[name]  # a new process would read the user's file again
     out, err = io.StringIO(), io.StringIO()
     signals = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}

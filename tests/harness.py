@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import sngm
-from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+from sngm import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD
 from sngm.optim import reference
 
 # relative to the norm of the change; low precision is checked after each step, to one rounding
@@ -44,6 +44,9 @@ CASES = {
     "SNGD decoupled": ("SNGM", {"lr": 0.3, "momentum": 0.0, "weight_decay": 0.05, "weight_decay_mode": "decoupled"}),
     "SNGM maximize": ("SNGM", {"lr": 0.3, "weight_decay": 0.05, "maximize": True}),
     "SNGM maximize nesterov": ("SNGM", {"lr": 0.3, "weight_decay": 0.05, "maximize": True, "nesterov": True}),
+    "NSGDM": ("NSGDM", {"lr": 0.3, "weight_decay": 0.05}),
+    "NSGDM decoupled": ("NSGDM", {"lr": 0.3, "weight_decay": 0.05, "weight_decay_mode": "decoupled", "momentum": 0.7}),
+    "NSGDM maximize": ("NSGDM", {"lr": 0.3, "weight_decay": 0.05, "maximize": True, "momentum": 0.0}),
     "LARS you2017": ("LARS", {"lr": 5.0, "weight_decay": 0.05, "trust_coefficient": 0.02}),
     "LARS you2017 clipped": (
         "LARS",
@@ -69,6 +72,7 @@ CASES = {
     "CLARS adapted nowhere": ("CLARS", {"lr": 0.05, "weight_decay": 0.05, "adapt": False}),
     "LAMB uncorrected": ("LAMB", {"lr": 0.05, "bias_correction": False, "weight_decay": 0.05, "maximize": True}),
 }
+KERNEL_CASES = {case: found for case, found in CASES.items() if getattr(sngm, found[0]).KERNEL}
 RULES: dict[str, tuple[type, dict[str, Any]]] = {
     "sngm": (SNGM, {"lr": 0.1, "weight_decay": 0.01}),
     "sngm-after-norm": (SNGM, {"lr": 0.1, "weight_decay": 0.01, "weight_decay_mode": "after_norm"}),
@@ -77,6 +81,7 @@ RULES: dict[str, tuple[type, dict[str, Any]]] = {
     "sngm-group": (SNGM, {"lr": 0.1, "scope": "group"}),
     "block-sngm": (SNGM, {"lr": 0.1, "scope": "tensor"}),
     "sngd": (SNGM, {"lr": 0.1, "momentum": 0.0, "weight_decay": 0.01}),
+    "nsgdm": (NSGDM, {"lr": 0.1, "weight_decay": 0.01}),
     "lars": (LARS, {"lr": 1.0, "weight_decay": 0.01, "trust_coefficient": 0.05}),
     "lars-unscaled": (LARS, {"lr": 0.1, "weight_decay": 0.01, "variant": "unscaled", "clamp_grad": 1.0}),
     "lars-momentum": (LARS, {"lr": 0.1, "weight_decay": 0.01, "variant": "momentum"}),
@@ -295,7 +300,7 @@ class Twin:
         eta, wd = ([self.per_block[k][i] for i in have] for k in ("lr", "weight_decay"))
         s = self.settings
         common = {"eta": eta, "wd": wd, "maximize": s.get("maximize", False)}
-        if self.name != "SNGM":
+        if self.name not in ("SNGM", "NSGDM"):
             common["adapt"] = s.get("adapt")
         if self.name == "SNGM":
             w, u = reference.sngm(
@@ -303,6 +308,9 @@ class Twin:
                 scope=s.get("scope", "global"), groups=[self.group_of[i] for i in have],
                 nesterov=s.get("nesterov", False), eps=s.get("eps", 1e-12),
             )  # fmt: skip
+        elif self.name == "NSGDM":
+            rule = {"beta": s.get("momentum", 0.9), "mode": s.get("weight_decay_mode", "coupled")}
+            w, u = reference.nsgdm(w, u, given, **common, **rule, eps=s.get("eps", 1e-12))
         elif self.name == "LARS":
             w, u = reference.lars(
                 w, u, given, **common, m=s.get("momentum", 0.9), variant=s.get("variant", "you2017"),

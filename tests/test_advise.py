@@ -11,9 +11,10 @@ import torch
 from console import OWN_TASK, refused, sngm
 from runs import strict_json
 
-from sngm import SNGM, probes, theory
+from sngm import SNGM, advise_model, probes, theory
 from sngm.advice import Constants, Recipe, bearable, carry_over
 from sngm.advice.budget import NEAR_LOWEST, advise_budget
+from sngm.advice.verdict import Settings, conclude
 from sngm.errors import UsageError
 from sngm.parsing import parse_settings, split_list
 from sngm.training import resolve, train
@@ -120,6 +121,112 @@ def test_a_pilot_that_was_cut_short_says_so():
     assert any("still growing when the recipe ended, after 3" in text for text in whole["warnings"])
 
 
+def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
+    found = advice("own.py:Line --from-adamw lr=0.01,batch=8,weight_decay=0.02 --to-batch 32 --device cpu")
+    values = facts(found)
+    assert (values["learning rate"], values["weight decay"]) == (0.02, 0.04)
+    assert found["diff"][1] == "+ optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.04)"
+    assert found["command"].startswith("sngm train own.py:Line --method adamw --lr 0.02 --batch 32")
+    assert found["warnings"] == []
+    refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8,momentum=0.9"), "has no 'momentum'")
+    refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8 --from-sgd lr=0.1,batch=8"), "one of")
+
+
+@pytest.mark.parametrize(
+    ("scales", "normalised", "said"),
+    [
+        ([500.0, 2000.0], True, "Yes: up to batch 512 you should lose nothing measurable; at batch 256 use SNGM"),
+        ([50.0, 200.0], True, "Up to batch 64 you should lose nothing measurable; at batch 256 expect a small loss"),
+        ([9.0], True, "At batch 256 expect a small loss"),
+        ([math.nan], True, "At batch 256 expect a small loss"),
+        ([math.inf], True, "Yes: up to batch 512 you should lose nothing measurable"),
+        ([50.0, 200.0], False, "Batch 256 is a risk, as the model has no normalisation layer: use SNGM with lr 0.4"),
+        ([500.0, 2000.0], False, "Yes: up to batch 512"),
+    ],
+)
+def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, said):
+    before = Settings("msgd", 32, {"lr": 0.1})
+    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, normalised, 1000)
+    assert found["answer"].startswith(said)
+    assert "SNGM with lr 0.4" in found["answer"]
+    assert len(found["diff"]) == 3
+
+
+def test_without_a_batch_the_question_is_whether_to_double():
+    found = advice("own.py:Line --from-sgd lr=0.01,batch=8 --device cpu")
+    assert facts(found)["batch"] == 16
+    assert [line[0] for line in found["diff"]] == ["-", "+", "+"]
+    assert found["check"] == "sngm advise own.py:Line --from-sgd lr=0.01,batch=8 --verify"
+
+
+def test_verify_trains_both_and_compares_them(tmp_path):
+    line = "advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out here --verify"
+    result = sngm(line)
+    assert result.code == 0, result.err
+    assert re.search(
+        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\)", result.out
+    )
+    records = [strict_json(path.read_text()) for path in (tmp_path / "here" / "verify").glob("*/run.json")]
+    assert sorted((r["config"]["method"], r["config"]["seed"]) for r in records) == [
+        (method, seed) for method in ("msgd", "sngm") for seed in range(3)
+    ]
+    assert (tmp_path / "here" / "verify" / "report.html").is_file()
+
+
+# ---------------------------------------------------------------- a model in one's own loop
+
+
+def own_loop(optimizer, layer=True, batch=32):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(512, 8, generator=generator)
+    y = x.sum(1, keepdim=True) + torch.randn(512, 1, generator=generator)
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(8, 16), *[torch.nn.BatchNorm1d(16)] * layer, torch.nn.ReLU(), torch.nn.Linear(16, 1)]
+    model = torch.nn.Sequential(*layers)
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch, shuffle=True)
+    return model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), data, optimizer(model.parameters())
+
+
+def test_a_model_of_ones_own_is_advised_on_and_left_as_it_was():
+    parts = own_loop(lambda params: torch.optim.SGD(params, lr=0.01, momentum=0.9, weight_decay=1e-3))
+    before = {name: value.clone() for name, value in parts[0].state_dict().items()}
+    found = advise_model(*parts, to_batch=128, steps=20)
+    assert all(torch.equal(value, parts[0].state_dict()[name]) for name, value in before.items())
+    assert not parts[3].state
+    norm = {fact.name: fact.value for fact in found["facts"]}["gradient norm"]
+    assert found["lr"] == pytest.approx(0.01 * norm * 2, rel=0.01)
+    assert found["weight_decay"] == 2e-3
+    assert norm == pytest.approx(math.hypot(*found["norms"]) / math.sqrt(20))
+    assert found["answer"] in repr(found)
+    assert "\n".join(found["diff"]) in repr(found)
+    assert found["diff"][2] == "+ loader = DataLoader(dataset, batch_size=128, shuffle=True, drop_last=True)"
+
+
+def test_models_with_adamw_and_without_normalisation():
+    adamw = advise_model(*own_loop(lambda params: torch.optim.AdamW(params, lr=1e-3)), steps=4)
+    assert adamw["lr"] == pytest.approx(1e-3 * math.sqrt(2), rel=1e-2)
+    bare = advise_model(*own_loop(lambda params: torch.optim.SGD(params, lr=0.01), layer=False), steps=4)
+    assert "no normalisation layer" in bare["warnings"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"loss_fn": torch.nn.MSELoss()}, "(model, batch) -> loss, got MSELoss"),
+        ({"optimizer": torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))])}, "SGD, Adam or AdamW"),
+        ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)}, "the optimizer of this model?"),
+        ({"loader": []}, "two batches"),
+        ({"to_batch": 8}, "at least the batch of the loader, 32"),
+        ({"steps": 1}, "`steps` must be at least 2"),
+    ],
+)
+def test_a_loop_that_cannot_be_advised_on_is_refused(change, words):
+    names = ("model", "loss_fn", "loader", "optimizer")
+    parts = dict(zip(names, own_loop(lambda params: torch.optim.SGD(params, lr=0.01)), strict=True))
+    with pytest.raises(UsageError, match=re.escape(words)):
+        advise_model(**{**parts, "steps": 4, **change})
+
+
 def test_nets_without_normalisation_are_warned_of_in_the_output_and_on_the_page(tmp_path):
     result = sngm("advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out bare")
     assert "Beware: The model has no normalisation layer" in result.out
@@ -202,10 +309,10 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
     def line(text, *words, code=2):
         refused(sngm(f"advise {text} --device cpu"), *words, code=code)
 
-    line("digits", "either --from-sgd")
-    line("digits --from-sgd lr=0.1,batch=32 --gradients 100 --to-batch 64", "either --from-sgd")
-    line("digits --from-sgd lr=0.1,batch=32", "--to-batch is missing")
-    line("digits --gradients 100 --to-batch 64", "--from-sgd is missing")
+    line("digits", "give one of --from-sgd, --from-adamw and --gradients")
+    line("digits --from-sgd lr=0.1,batch=32 --gradients 100 --to-batch 64", "give one of --from-sgd")
+    line("digits --gradients 100 --to-batch 64", "--to-batch and --verify need a recipe")
+    line("digits --gradients 100 --verify", "--to-batch and --verify need a recipe")
     line("--from-sgd lr=0.1,batch=32 --to-batch 64", "needs a task")
     line("digit --from-sgd lr=0.1,batch=32 --to-batch 64", "did you mean 'digits'")
     line("digit --gradients 100", "did you mean 'digits'")

@@ -169,7 +169,7 @@ def test_a_regression_has_its_own_loss_and_metric():
         ({"step": "fast"}, UsageError, "`step` must be one of"),
         ({"ephocs": 3}, TypeError, "did you mean 'epochs'"),
         ({"method": 3}, TypeError, "a method is a name"),
-        ({"method": "sgnm"}, UsageError, "did you mean 'sngm'"),
+        ({"method": "sgnm"}, UsageError, "did you mean 'signum' or 'sngm'"),
         ({"track": "paper"}, UsageError, "`tracker` must be one of"),
         ({"settings": {"nobody": 1}}, UsageError, "no setting 'nobody'"),
     ],
@@ -206,7 +206,7 @@ def test_compare_takes_names_classes_and_functions(monkeypatch):
     methods = ["sngm(weight_decay=8e-4)", torch.optim.AdamW, plain]
     study = sngm.compare(task(), methods=methods, batches=[20], lrs=[0.1], seeds=2, **QUIET)
     assert [cell.method for cell in study.summary.cells.values()] == [
-        "sngm(weight_decay=0.0008)", "torch.optim.adamw:AdamW", "plain",
+        "sngm(weight_decay=0.0008)", "adamw", "plain",
     ]  # fmt: skip
     assert study.best(batch=20) == study.best()
     assert study.best().n == 2
@@ -346,11 +346,11 @@ def test_lists_must_be_lists():
 
 
 def test_a_registered_method_is_like_a_built_in_one():
-    sngm.register("nesterov", torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
-    run = sngm.train(task(), "nesterov(momentum=0.8)", lr=0.1, batch=20, **QUIET)
-    assert run.record["label"] == "nesterov(momentum=0.8)"
+    sngm.register("heavy", torch.optim.SGD, {"momentum": 0.9, "nesterov": True})
+    run = sngm.train(task(), "heavy(momentum=0.8)", lr=0.1, batch=20, **QUIET)
+    assert run.record["label"] == "heavy(momentum=0.8)"
     assert run.record["config"]["method_source"]
-    assert "nesterov" in sngm.optim.names()
+    assert "heavy" in sngm.optim.names()
 
 
 @pytest.mark.parametrize(
@@ -388,6 +388,14 @@ def test_probe_measures_a_task_and_runs(capsys):
     assert capsys.readouterr() == ("", "")
 
 
+def test_bool_labels_are_refused_by_name():
+    x = torch.randn(40, 4)
+    data = TensorDataset(x, x[:, 0] > 0)
+    own = sngm.Task.from_torch(lambda: nn.Linear(4, 2), data, data, epochs=1, batches=(20,))
+    with pytest.raises(UsageError, match=r"labels are bool.*labels.long\(\)"):
+        sngm.train(own, lr=0.1, **QUIET)
+
+
 def test_advise_carries_a_recipe_over():
     advice = sngm.advise(task(), from_sgd={"lr": 0.1, "batch": 20, "weight_decay": 1e-4}, to_batch=80, **QUIET)
     assert advice["batch"] == 80
@@ -396,8 +404,8 @@ def test_advise_carries_a_recipe_over():
     assert advice["command"] == f'sngm.train(task, "sngm(weight_decay=0.0002)", lr={advice["lr"]:g}, batch=80)'
     budget = sngm.advise(gradients=8e6, gap=2.3, L=20, sigma=15, progress=False)
     assert {row["method"] for row in budget["methods"]} == {"msgd", "sngm"}
-    with pytest.raises(UsageError, match="`from_sgd` and `to_batch` go together"):
-        sngm.advise(task(), from_sgd={"lr": 0.1, "batch": 20})
+    with pytest.raises(UsageError, match="`to_batch` and `verify` need a recipe"):
+        sngm.advise(gradients=8e6, to_batch=20)
 
 
 # ---------------------------------------------------------------- the package

@@ -7,7 +7,7 @@ import pytest
 import torch
 from harness import RULES, SHAPES, build, make_params, run, same_states, states
 
-from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+from sngm import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD
 
 NEEDED = {SNGM: {"lr": 0.1}, LARS: {"lr": 0.1}, CLARS: {"lr": 0.1}, LAMB: {}, ExtrapSGD: {"lr": 0.1, "inner_lr": 0.1}}
 ALL = list(NEEDED)
@@ -376,6 +376,7 @@ def test_good_values_at_the_edges_are_taken(rule):
     edges = {"lr": 0, "weight_decay": 0, "maximize": False, "foreach": None, "fused": None, "capturable": False}
     more = {
         SNGM: {"momentum": 0, "eps": 0},
+        NSGDM: {"momentum": 0, "eps": 0},
         LARS: {"momentum": 0, "eps": 0, "phi": (1.0, 1.0), "trust_coefficient": 1e-30},
         CLARS: {"momentum": 0, "max_ratio": None},
         LAMB: {"betas": (0.0, 0.0), "phi": [0.5, 0.5], "max_grad_norm": 1},

@@ -503,6 +503,7 @@ def test_every_check_is_documented():
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_all_verdicts_are_the_documented_ones(tmp_path):
     result = sngm(f"check-theory --out {tmp_path} --json")
     assert result.code == 0

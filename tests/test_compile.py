@@ -142,7 +142,10 @@ def test_a_compiled_step_has_the_numbers_of_one_that_takes_a_tensor_at_a_time(ca
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("case", ["SNGM coupled global", "LARS momentum", "LAMB"])
+@pytest.mark.parametrize(
+    "case",
+    ["SNGM coupled global", *(pytest.param(case, marks=pytest.mark.nightly) for case in ("LARS momentum", "LAMB"))],
+)
 def test_inductor_gives_the_numbers_of_an_eager_step(case):
     follow(case, torch.float32, "cpu", backend="inductor")
 

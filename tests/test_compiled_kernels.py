@@ -5,7 +5,7 @@ import types
 
 import pytest
 import torch
-from harness import CASES, make_params, make_twin
+from harness import KERNEL_CASES, make_params, make_twin
 
 import sngm
 import sngm.triton_support
@@ -108,7 +108,7 @@ def test_other_numbers_of_tensors_and_other_addresses_compile_nothing_anew(compi
 @TARGETS
 def test_every_rule_compiles_for_every_gpu(compiled, target, dtype):
     found = compiled(target)
-    for case in CASES:
+    for case in KERNEL_CASES:
         step(case, dtype)
     for case in ("SNGM coupled global", "LAMB", "LARS momentum") if dtype == torch.bfloat16 else ():
         step(case, dtype, stochastic_rounding=True)
@@ -122,6 +122,7 @@ def check_memory(found, target):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @TARGETS
 def test_kernels_of_images_compile_and_find_room_on_every_gpu(compiled, target, dtype):
@@ -132,7 +133,7 @@ def test_kernels_of_images_compile_and_find_room_on_every_gpu(compiled, target, 
     with torch.autocast("cpu", dtype, enabled=dtype == torch.bfloat16):
         model(images).float().sum().backward()
     own = ["add_parts", "convolve", "convolve_few", "correlate", "correlate_few"] if dtype == torch.bfloat16 else []
-    assert names(found) == [*own, "differentiate", "normalise", "sum_gradients", "sum_rows", "thin"]
+    assert names(found) == [*own, "differentiate", "normalise", "subsample", "sum_gradients", "sum_rows"]
     check_memory(found, target)
 
 

@@ -590,6 +590,7 @@ def test_made_up_files_and_what_they_convert_to(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_a_million_rows_convert_at_two_million_a_minute_in_bounded_memory():
     Path("criteo").mkdir()
     CriteoLike(1_000_000, sizes=cardinalities(1_000_000)).write(Path("criteo/rows.tsv"))

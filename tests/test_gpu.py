@@ -4,7 +4,20 @@ import copy
 
 import pytest
 import torch
-from harness import CASES, LARGE, MANY, PATHS, RULES, build, clone_params, make_params, make_twin, same, states, step
+from harness import (
+    KERNEL_CASES,
+    LARGE,
+    MANY,
+    PATHS,
+    RULES,
+    build,
+    clone_params,
+    make_params,
+    make_twin,
+    same,
+    states,
+    step,
+)
 
 import sngm
 
@@ -14,13 +27,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype"),
 ]
 WAYS = ["single", "foreach", "fused"]  # "default" and "capturable" take the kernels of "fused"
-KERNELS = [rule for rule in RULES if rule != "extrap-sgd"]  # the rules that have any
+KERNELS = [rule for rule in RULES if RULES[rule][0].KERNEL]
 FEW = ["sngm", "lars-momentum", "clars", "lamb"]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("path", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 def test_every_path_equals_the_reference_over_twenty_steps(case, path, dtype):
     make_twin(case, path, dtype, device="cuda").run()
 
@@ -44,7 +57,7 @@ def close(optimizer, params, other, others, tolerance=1e-5):
 
 
 def stepper(case: str, path: str):
-    name, arguments = CASES[case]
+    name, arguments = KERNEL_CASES[case]
     params = make_params(torch.float32, [(64, 64), (65,), (3, 4, 5, 6)], size=0.1, device="cuda")
     arguments = {**arguments, "lr": torch.tensor(arguments["lr"], device="cuda"), **PATHS[path]}
     of_group = {"adapt": arguments.pop("adapt")} if "adapt" in arguments else {}
@@ -56,7 +69,7 @@ def stepper(case: str, path: str):
 
 
 @pytest.mark.parametrize("path", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 def test_a_step_never_waits_for_the_device(case, path):
     params, optimizer, step = stepper(case, path)
     torch.cuda.set_sync_debug_mode("error")
@@ -73,7 +86,7 @@ def test_a_step_never_waits_for_the_device(case, path):
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
 @pytest.mark.parametrize("path", WAYS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 def test_a_skipped_step_leaves_weights_and_state_bit_identical(case, path, bad):
     params, optimizer, step = stepper(case, path)
     step()
@@ -192,7 +205,7 @@ def test_one_norm_spans_parameters_on_the_host_and_on_the_device():
     assert all(torch.equal(a, b) for a, b in zip(before, split, strict=True))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 def test_a_captured_step_replays_with_a_changing_learning_rate(case):
     params, optimizer, step = stepper(case, "capturable")
     twins, twin, twin_step = stepper(case, "capturable")

@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 from harness import (
-    CASES,
     DTYPES,
+    KERNEL_CASES,
     Twin,
     build,
     clone_params,
@@ -29,6 +29,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
+import sngm
 from sngm import CLARS, SNGM
 from sngm.optim import checks, kernels, sharded_norms
 from sngm.optim.base import LargeBatchOptimizer
@@ -102,7 +103,7 @@ def close(a, b):
 # ---------------------------------------------------------------- rules
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", KERNEL_CASES)
 def test_every_rule_equals_the_reference(case):
     make_twin(case, shapes=[(7,), (3, 3), (2, 4)]).run(2)
 
@@ -114,7 +115,7 @@ def test_every_dtype_equals_the_reference(case, dtype):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, itertools.cycle(DTYPES))))
+@pytest.mark.parametrize(("case", "dtype"), list(zip(KERNEL_CASES, itertools.cycle(DTYPES))))
 def test_every_rule_equals_the_reference_with_tensors_of_every_shape(case, dtype):
     make_twin(case, "fused", dtype).run(6)
 
@@ -1179,3 +1180,23 @@ def test_a_profiler_sees_a_step_once(hooked):
         optimizer.step()
     seen = [event.name for event in profiler.events() if event.name.startswith("Optimizer.step#")]
     assert seen == [f"Optimizer.step#{type(optimizer).__name__}.step"]
+
+
+def test_parts_with_a_shared_norm_divide_by_it():
+    params = make_params(torch.float64, FEW)
+    others = clone_params(params)
+    rule = {"lr": 0.1, "weight_decay": 0.1}
+    parts = [sngm.SNGM(params[i::2], **rule) for i in range(2)]
+    sngm.optim.SharedNorm(parts)
+    whole = sngm.SNGM(others, foreach=True, **rule)
+    for t in range(2):
+        for some in (params, others):
+            for p, grad in zip(some, gradients(others, t), strict=True):
+                p.grad = grad
+        whole.step()
+        for part in parts:
+            part.step()
+            assert part._layout is not None
+            torch.testing.assert_close(part.grad_norm, whole.grad_norm)
+    for a, b in zip(params, others, strict=True):
+        close(a, b)

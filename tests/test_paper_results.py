@@ -701,6 +701,7 @@ def test_the_pages_say_what_the_runs_say(copied):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
     picture = copied / "figure-3.svg"
     text = picture.read_text()

@@ -315,6 +315,7 @@ def test_a_task_that_cannot_be_compiled_is_refused_or_goes_on_eagerly(tmp_path, 
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_code_generator_gives_the_same_numbers(tmp_path):
     compiled_step._compile.cache_clear()
     for step in ("eager", "compiled"):

@@ -1,7 +1,11 @@
 """The registry of methods, and the parameter groups of a model."""
 
+import hashlib
+import importlib.util
 import itertools
 import math
+import sys
+import types
 
 import pytest
 import torch
@@ -9,11 +13,13 @@ from harness import make_params, run, same_tensors
 from torch import nn
 
 import sngm
-from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD, SpectralSNGM
-from sngm.optim import create, decay_groups, names
+from sngm import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
+from sngm.optim import create, decay_groups, names, registry
+from sngm.optim.external import restores_its_state
 
 KNOWN = {  # name: the equivalent class and settings
     "adam": lambda p: torch.optim.Adam(p, lr=0.02),
+    "adamw": lambda p: torch.optim.AdamW(p, lr=0.02),
     "block-sngm": lambda p: SNGM(p, lr=0.02, scope="tensor"),
     "clars": lambda p: CLARS(p, lr=0.02),
     "extrap-sgd": lambda p: ExtrapSGD(p, lr=0.02, inner_lr=0.01),
@@ -21,11 +27,27 @@ KNOWN = {  # name: the equivalent class and settings
     "lars": lambda p: LARS(p, lr=0.02),
     "lars-momentum": lambda p: LARS(p, lr=0.02, variant="momentum"),
     "lars-unscaled": lambda p: LARS(p, lr=0.02, variant="unscaled", max_ratio=50.0, clamp_grad=10.0),
+    "lion": lambda p: library("pytorch_optimizer").Lion(p, lr=0.02, weight_decay=0.1),
     "msgd": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9),
+    "muon": lambda p: library("timm.optim").Muon(p, lr=0.02, nesterov=True, weight_decay=0.1),
+    "nesterov": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True),
+    "nsgdm": lambda p: NSGDM(p, lr=0.02),
+    "schedule-free": lambda p: library("schedulefree").AdamWScheduleFree(p, lr=0.02),
+    "signum": lambda p: library("pytorch_optimizer").SignSGD(p, lr=0.02, weight_decay=0.1),
     "sngd": lambda p: SNGM(p, lr=0.02, momentum=0.0),
     "sngm": lambda p: SNGM(p, lr=0.02, momentum=0.9),
-    "spectral-sngm": lambda p: SpectralSNGM(p, lr=0.02),
+    "spectral-sngm": lambda p: SpectralSNGM(p, lr=0.02, weight_decay=1.0),
 }
+OPTIONAL = {"muon": "timm", "schedule-free": "schedulefree", "lion": "pytorch_optimizer", "signum": "pytorch_optimizer"}
+
+
+def library(name):
+    return pytest.importorskip(name)
+
+
+def installed():
+    """Return the names of the methods whose library is installed."""
+    return [name for name in KNOWN if name not in OPTIONAL or importlib.util.find_spec(OPTIONAL[name])]
 
 
 def needed(name):
@@ -44,7 +66,10 @@ def test_names_are_sorted_and_complete():
 @pytest.mark.parametrize("name", KNOWN)
 def test_create_builds_the_method_its_name_stands_for(name):
     params, twins = make_params(), make_params()
-    optimizer, twin = create(name, params, lr=0.02, **needed(name)), KNOWN[name](twins)
+    twin = KNOWN[name](twins)
+    optimizer = create(name, params, lr=0.02, **needed(name))
+    for one in (optimizer, twin):
+        getattr(one, "train", lambda: None)()  # schedule-free optimizers have modes
     assert type(optimizer) is type(twin)
     assert getattr(optimizer, "scope", None) == getattr(twin, "scope", None)
     assert optimizer.defaults == twin.defaults
@@ -56,11 +81,11 @@ def test_create_builds_the_method_its_name_stands_for(name):
 
 def test_no_two_names_stand_for_the_same_rule():
     ends = {}
-    for name in names():
+    for name in installed():
         params = make_params()
         run(create(name, params, lr=0.02, **needed(name)), params, 3)
         ends[name] = params
-    for one, other in itertools.combinations(names(), 2):
+    for one, other in itertools.combinations(ends, 2):
         assert not same_tensors(ends[one], ends[other]), (one, other)
 
 
@@ -87,6 +112,69 @@ def test_create_takes_any_optimizer_class_by_its_path():
     assert optimizer.defaults["alpha"] == 0.5
     assert type(create("sngm:LAMB", make_params())) is LAMB
     assert type(create("sngm.optim.lars:LARS", make_params(), lr=0.1)) is LARS
+
+
+@pytest.mark.parametrize("name", ["AdamW", "torch.optim.AdamW", "torch.optim:AdamW", "adamw"])
+def test_torch_optimizers_are_known_by_their_class_name(name):
+    assert type(create(name, make_params(), lr=0.1)) is torch.optim.AdamW
+    assert registry.name_of(f"{name}(eps=1e-6)") in ("adamw(eps=1e-6)", "torch.optim:AdamW(eps=1e-6)")
+
+
+def test_registries_of_other_libraries_come_before_their_attributes():
+    library("pytorch_optimizer")
+    lion = create("pytorch_optimizer:lion", make_params(), lr=0.1)
+    assert type(lion) is type(create("pytorch_optimizer:Lion", make_params(), lr=0.1))
+    with pytest.raises(ValueError, match="pytorch_optimizer:nothing"):
+        create("pytorch_optimizer:nothing", make_params(), lr=0.1)
+
+
+def test_names_of_timm_bring_the_settings_that_it_registers(monkeypatch):
+    class Info:
+        defaults = {"momentum": 0.5}  # noqa: RUF012
+
+    optim = types.ModuleType("timm.optim")
+    optim.list_optimizers = lambda: ["mine"]
+    optim.get_optimizer_info = lambda name: Info
+    optim.get_optimizer_class = lambda name, bind_defaults: torch.optim.SGD
+    optim.Own = torch.optim.RMSprop
+    package = types.ModuleType("timm")
+    package.optim = optim
+    monkeypatch.setitem(sys.modules, "timm", package)
+    monkeypatch.setitem(sys.modules, "timm.optim", optim)
+    assert create("timm:mine", make_params(), lr=0.1).defaults["momentum"] == 0.5
+    assert create("timm:mine", make_params(), lr=0.1, momentum=0.7).defaults["momentum"] == 0.7
+    assert type(create("timm:Own", make_params(), lr=0.1)) is torch.optim.RMSprop
+
+
+def test_a_missing_library_is_named_with_its_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "schedulefree", None)  # as if it were not installed
+    with pytest.raises(ValueError, match="pip install schedulefree"):
+        create("schedule-free", make_params(), lr=0.1)
+
+
+def test_a_class_in_a_file_is_known_by_its_checksum(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\nclass Mine(torch.optim.SGD):\n    pass\n")
+    name = registry.name_of(f"{file}:Mine")
+    assert type(create(name, make_params(), lr=0.1)).__name__ == "Mine"
+    assert registry.source_of(name) == hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    with pytest.raises(ValueError, match="Other"):
+        create(f"{file}:Other", make_params(), lr=0.1)
+
+
+def test_an_optimizer_that_keeps_state_elsewhere_is_found_out():
+    class Forgets(torch.optim.SGD):
+        count = 0
+
+        def step(self, closure=None):
+            self.count += 1
+            for group in self.param_groups:
+                group["lr"] = 0.1 / self.count
+            super().step(closure)
+
+    assert not restores_its_state(lambda params: Forgets(params, lr=0.1))
+    assert restores_its_state(lambda params: torch.optim.Adam(params, lr=0.1))
+    assert restores_its_state(lambda params: torch.optim.LBFGS(params))  # needs a closure
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,12 @@ import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
+from console import sngm
 from scipy import stats as scipy_stats
 
 from sngm import report
-from sngm.report import drawing, figures, page, stats
+from sngm.report import drawing, figures, page, stats, targets
+from sngm.report.headline import headline
 from sngm.report.records import read
 
 HOSTILE = "<script>alert('x')</script>|&\"\x00\ud800"
@@ -433,4 +435,92 @@ def test_means_that_cannot_be_told_apart_from_the_best_are_shaded_together(folde
     folder.runs("sngm", 32, [0.97, 0.98, 0.96]).runs("msgd", 32, [0.96, 0.98, 0.955]).runs("lars", 32, [0.5, 0.51, 0.5])
     summary = folder.summary()
     assert summary.leaders(32) == {"sngm", "msgd"}
-    assert page.html(summary).count('class="best"') == 2
+    assert page.html([summary]).count('class="best"') == 2
+
+
+def test_runs_of_several_tasks_get_a_section_each(tmp_path):
+    """Each task has its own metric."""
+    Folder(tmp_path).runs("sngm", 32, [0.9, 0.92, 0.91])
+    words = Folder(tmp_path, metric="perplexity", task="words")
+    words.count = 10
+    words.runs("sngm", 32, [110.0, 112.0])
+    first, second = report.summarise_tasks(tmp_path)
+    assert (first.task, first.metric, second.task, second.metric) == ("digits", "accuracy", "words", "perplexity")
+    text = report.write(tmp_path).read_text("utf-8")
+    assert "digits: At batch 32, sngm reaches 91.0 % test accuracy." in text
+    assert "words: At batch 32, sngm reaches 111.0 test perplexity." in text
+    assert "## words" in (tmp_path / "table.md").read_text()
+    assert {"results-digits.csv", "results-words.csv", "lr-words.svg"} <= {path.name for path in tmp_path.iterdir()}
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"sngm": [0.97, 0.98, 0.96], "msgd": [0.9, 0.91, 0.9]}, "sngm is best: 97.0 % test accuracy, 6.7 points"),
+        ({"sngm": [0.97, 0.98, 0.96], "msgd": [0.96, 0.98, 0.955]}, "sngm and msgd are too close to call: 97.0 and"),
+        ({"sngm": [0.97], "msgd": [0.9]}, "sngm is ahead of msgd, untested: 97.0 to 90.0 % test accuracy"),
+        ({"sngm": [0.97]}, "sngm reaches 97.0 % test accuracy"),
+    ],
+)  # fmt: skip
+def test_the_headline_is_one_short_sentence(folder, values, said):
+    for method, scores in values.items():
+        folder.runs(method, 512, scores)
+    text = headline(folder.summary())
+    assert text.startswith(f"At batch 512, {said}")
+    assert len(text) < 100
+    assert "p =" not in text
+
+
+def test_time_to_accuracy_is_of_the_first_epoch_at_the_target(folder):
+    """The curves of these runs are 0.5, 0.8 and 1.0 times the result, one step an epoch."""
+    for batch in (32, 64):
+        folder.runs("sngm", batch, [0.9, 0.8], timing={"seconds": 9.0, "training_seconds": 6.0})
+        folder.runs("msgd", batch, [0.7, 0.7])
+    summary = folder.summary()
+    assert targets.target(summary) == 0.8
+    small, large, lost = (
+        targets.time_to(summary, 0.7)[2],
+        targets.time_to(summary, 0.7)[3],
+        targets.time_to(summary, 0.8)[0],
+    )
+    assert (small.method, small.batch, small.seeds, small.of) == ("sngm", 32, 2, 2)
+    assert (small.epochs, small.steps, small.samples, small.seconds) == (2.5, 2.5, 80, 5.0)
+    assert large.samples == 160
+    assert (lost.method, lost.seeds, lost.of, lost.epochs) == ("msgd", 0, 2, None)
+
+
+def test_the_target_of_a_metric_to_be_minimised(tmp_path):
+    folder = Folder(tmp_path, metric="loss")
+    assert targets.target(folder.runs("sngm", 32, [2.0, 3.0]).summary()) == 1.5  # the best epoch of a seed counts
+
+
+def test_tables_are_written_as_csv_and_json(folder):
+    folder.runs("sngm", 32, [0.97, 0.98, 0.96], parameters=1234, result={"test_accuracy": 0.5, "train_loss": 0.25})
+    report.write(folder.path)
+    found = json.loads((folder.path / "report.json").read_text())["digits"]
+    assert found["settings"][0]["momentum"] == 0.9  # SNGM's default
+    assert found["settings"][0]["train_loss"] == 0.25
+    assert found["results"][0]["values"] == [0.5, 0.5, 0.5]
+    lines = (folder.path / "runs.csv").read_text().splitlines()
+    assert lines[0].startswith("run,method,batch,lr,seed,part,status,accuracy,seconds,hash,command")
+    assert len(lines) == 4
+    assert "<dd>1,234</dd>" in (folder.path / "report.html").read_text("utf-8")
+
+
+def test_the_command_of_a_run_trains_the_same_run(tmp_path):
+    from sngm.training import resolve
+
+    config = resolve("digits", "sngm", lr=0.3, batch=512, seed=1, part="select", method_settings={"momentum": 0.8})
+    place = Folder(tmp_path).run("sngm", 512, 0.9, part="select", config=config.as_dict())
+    (run,) = read(tmp_path).runs
+    assert run.link == f"runs/{place.name}/"
+    done = sngm(f"{run.again.removeprefix('sngm ')} --dry-run --json")
+    assert done.json["hash"] == config.hash
+
+
+def test_a_failed_run_is_at_the_top_with_its_reason(folder):
+    folder.runs("sngm", 32, [0.9]).run("msgd", 32, None, status="failed", error="ValueError: lr <0")
+    folder.run("lars", 32, None, status="running")
+    text = page.html([folder.summary()])
+    assert text.index("ValueError: lr &lt;0") < text.index("Results</h2>")
+    assert "1 failed, 1 finished, 1 running: run002 at epoch 3 of 3." in text

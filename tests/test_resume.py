@@ -175,7 +175,9 @@ def test_a_run_that_mlflow_does_not_know_any_more_is_refused_until_it_may_begin_
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["sngm", "clars", "extrap-sgd", "lamb"])
+@pytest.mark.parametrize(
+    "method", ["sngm", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("clars", "extrap-sgd", "lamb"))]
+)
 def test_a_killed_command_on_digits_ends_bit_for_bit_as_an_unbroken_one(method, tmp_path):
     chance = random.Random(os.urandom(8))
 

@@ -194,6 +194,8 @@ def fsdp1(method: str) -> None:
     model = Net()
     del model.unused  # FSDP1 would give it a zero gradient, and weight decay would change it
     model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"FSDP1 .* pass norm_group="):
+        make(method, grouped(model))._gather()
     adapt = {} if method.startswith(("SNGM", "block")) else {"adapt": True}  # every shard is one-dimensional
     optimizer = make(method, grouped(model, **adapt), norm_group=dist.group.WORLD)
     made = train(model, optimizer, method, poisoned=last())
@@ -681,7 +683,7 @@ def test_dtensors_on_a_gpu_take_the_steps_of_plain_tensors(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_every_way_to_split_a_model_takes_the_steps_of_one_process(world, tmp_path):
     run(world, tmp_path, list(cases(world)))
 

@@ -31,7 +31,7 @@ from harness import (
 )
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
-from sngm import CLARS, LAMB, LARS, SNGM, ExtrapSGD
+from sngm import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD
 from sngm.optim import reference
 
 HEAVY_BALL = {  # methods with the state of torch's SGD
@@ -315,6 +315,7 @@ def test_a_contiguous_checkpoint_resumes_in_a_channels_last_model(rule):
 def test_a_checkpoint_lacking_newer_settings_takes_this_optimizers_values(rule):
     changes = {
         SNGM: {"weight_decay_mode": "decoupled", "eps": 0.25, "nesterov": True, "momentum": 0.7},
+        NSGDM: {"weight_decay_mode": "decoupled", "eps": 0.25, "momentum": 0.7},
         LARS: {"variant": "unscaled", "eps": 0.25, "phi": (0.5, 2.0), "max_ratio": 3.0, "clamp_grad": 2.0},
         CLARS: {"trust_coefficient": 0.5, "max_ratio": 0.3},
         LAMB: {"phi": (0.5, 2.0), "max_grad_norm": 0.5, "bias_correction": False},

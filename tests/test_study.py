@@ -13,6 +13,7 @@ from console import OWN_TASK, Result, finish, refused, sngm, start, until
 from filelock import FileLock
 from waiting import wait_for
 
+from sngm import tasks
 from sngm.errors import UsageError
 from sngm.optim import registry
 from sngm.study import Cell, StudyConfig, launch
@@ -102,9 +103,9 @@ def test_a_single_rate_is_no_grid():
 
 
 def test_every_method_gets_as_many_rates_of_the_digits_task():
-    assert set(Digits.lrs) == set(registry.names())
-    assert {len(rates) for rates in Digits.lrs.values()} == {len(Digits.usual_lrs)} == {4}
-    for rates in Digits.lrs.values():
+    grids = [tasks.rates_of("digits", name) for name in registry.names()]
+    assert {len(rates) for rates in grids} == {4}
+    for rates in grids:
         ratios = [high / low for low, high in itertools.pairwise(rates)]
         assert all(2.9 < ratio < 3.5 for ratio in ratios)
 
@@ -481,7 +482,10 @@ linux = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="look
 
 @linux
 @pytest.mark.slow
-@pytest.mark.parametrize("how", ["ctrl-c", "int", "term", "term-group", "hup-group"])
+@pytest.mark.parametrize(
+    "how",
+    ["ctrl-c", "term", *(pytest.param(how, marks=pytest.mark.nightly) for how in ("int", "term-group", "hup-group"))],
+)
 def test_an_interrupted_study_says_how_to_go_on_and_ends_the_same(how, uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})

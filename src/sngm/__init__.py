@@ -8,26 +8,30 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 __all__ = [
-    "CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise", "compare", "load",
-    "load_run", "load_study", "optim", "probe", "register", "train",
+    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise",
+    "advise_model", "check", "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import optim
+    from .advising import advise, advise_model
     from .api import Run, Study, compare, load_run, load_study, train
-    from .measure import advise, probe
-    from .optim import CLARS, LAMB, LARS, SNGM, ExtrapSGD, SpectralSNGM
+    from .checkup import check
+    from .measure import probe
+    from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
     from .tasks import Task
     from .training import load_model as load
 
 # The module of each name. It is imported at first use, so that optimizers need only torch and --help answers at once.
 _HOMES = {
-    ".optim": ("CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "SpectralSNGM"),
+    ".optim": ("CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "SpectralSNGM"),
     ".optim.registry": ("register",),
     ".tasks": ("Task",),
     ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
-    ".measure": ("advise", "probe"),
+    ".advising": ("advise", "advise_model"),
+    ".checkup": ("check",),
+    ".measure": ("probe",),
 }
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import json
-import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
 from pathlib import Path
@@ -26,6 +25,7 @@ from .progress import in_words, interrupt_on_signal, note, step_progress, stop_o
 from .study import StudyConfig, launch
 from .study.executors import device_of_runs
 from .study.grid import split_settings
+from .study.search import check_search
 from .tasks import Task
 from .training import Options, RunConfig, RunFolder, load_model, resolve
 from .training import train as run_training
@@ -36,6 +36,8 @@ from .training.validation import config_of
 Folder = str | PathLike[str]
 TaskLike = str | type[Task] | Task
 MethodLike = str | Callable[..., torch.optim.Optimizer]
+Rates = Sequence[float] | Mapping[Any, Sequence[float]]  # by method
+Search = Sequence[str] | Mapping[str, tuple[float, float] | None]
 
 
 class Run:
@@ -146,8 +148,7 @@ class Study:
 
     def report(self, path: Folder | None = None) -> Path:
         """Write the report, one HTML page that opens offline; by default report.html in the study's folder."""
-        page = report.write(self.folder)
-        return page if path is None else Path(shutil.copyfile(page, path))
+        return report.write(self.folder, None if path is None else Path(path))
 
     def __repr__(self) -> str:
         return f"Study({self.folder}): {self.answer()}\n\n{self.table()}"
@@ -274,14 +275,18 @@ def plan_study(
     task: TaskLike,
     methods: Sequence[MethodLike],
     batches: Sequence[int] | None,
-    lrs: Sequence[float] | None,
+    lrs: Rates | None,
     seeds: int,
     settings: dict[str, Any] | None,
     recipe: RecipeOptions,
     device: str | torch.device | None = None,
+    search: Search | None = None,
+    trials: int | None = None,
 ) -> StudyConfig:
     """Return what a study compares, with every default filled in. A torch.device need not be on this machine."""
-    for name, values in (("methods", methods), ("batches", batches), ("lrs", lrs)):
+    by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
+    grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
+    for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):
         if isinstance(values, str) or not isinstance(values, (Sequence, type(None))):
             raise TypeError(f"{name} must be a list, got {values!r}")
         if values is not None and not values:
@@ -293,6 +298,8 @@ def plan_study(
             raise UsageError(f"`batches` must hold whole numbers >= 1, got {batch!r}")
     if settings is not None and not isinstance(settings, dict):
         raise TypeError(f"settings must be a dict, got {settings!r}")
+    if trials is not None and search is None:
+        raise UsageError("`trials` is the number of points of a search; give `search` too, such as lr,weight_decay")
     name, own_of_task = tasks.name_of(task)
     cls = tasks.find(name)
     names = [registry.name_of(method) for method in methods]
@@ -305,8 +312,9 @@ def plan_study(
         given.setdefault("precision", usual)
     return StudyConfig(
         task=name, methods=tuple(names), batches=sizes, seeds=seeds, epochs=epochs,
-        lrs=None if lrs is None else tuple(lrs), method_settings=of_methods,
-        task_settings={**own_of_task, **of_task}, settings=given,
+        lrs=tuple(grids[0] or ()) or None if by_method is None else {k: tuple(grid) for k, grid in by_method.items()},
+        method_settings=of_methods, task_settings={**own_of_task, **of_task}, settings=given,
+        search={} if search is None else check_search(search, trials), trials=trials,
     )  # fmt: skip
 
 
@@ -321,7 +329,9 @@ def compare(
     methods: Sequence[MethodLike] = ("msgd", "lars", "sngm"),
     batches: Sequence[int] | None = None,
     *,
-    lrs: Sequence[float] | None = None,
+    lrs: Rates | None = None,
+    search: Search | None = None,
+    trials: int | None = None,
     seeds: int = 3,
     settings: dict[str, Any] | None = None,
     out: Folder | None = None,
@@ -342,7 +352,10 @@ def compare(
         methods: names, names with settings such as "sngm(weight_decay=8e-4)", optimizer classes, or functions
             ``(params, lr) -> optimizer``.
         batches: global batch sizes. Default: the task's.
-        lrs: learning rates to try. Default: the task's for each method.
+        lrs: learning rates to try, for all methods, or a dict of them by method. Default: the task's for each method.
+        search: settings to search in place of a grid of learning rates: a list of "lr", "weight_decay", "momentum" and
+            "warmup", or a dict with their ranges, as in ``{"lr": (0.01, 1), "weight_decay": None}``.
+        trials: quasi-random points of the search, the same number for every method at every batch size.
         seeds: number of runs that a result is the mean of.
         (options)
         settings: settings of the methods or the task, by name.
@@ -357,7 +370,7 @@ def compare(
         sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
     """
     device = device_of_runs(execution, cluster)
-    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device)
+    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
     folder = study_folder(config) if out is None else Path(out)
     options = Options(**as_dict(execution), tracker=track)
     study, failed = run_study(config, folder, options, jobs=jobs, progress=progress, cluster=cluster)

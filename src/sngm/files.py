@@ -15,7 +15,7 @@ from typing import Any
 
 from .errors import BrokenRecord, UsageError
 
-LEFTOVER = re.compile(r"\.[\w-]+\.(json|jsonl|pt|html|md|svg)\.\d+\.tmp")
+LEFTOVER = re.compile(r"\.[\w-]+\.(csv|json|jsonl|pt|html|md|svg)\.\d+\.tmp")
 
 
 def write_atomically(path: Path, content: bytes) -> None:

@@ -52,6 +52,10 @@ class RecipeOptions:
         "Samples per micro-batch. Default: the task's, else the worker's whole part of the batch."
     )
     bn_group: int | None = option("Samples that BatchNorm normalises together. Default: the micro-batch.")
+    last_batch: str | None = option(
+        "What an epoch does with the samples that fill no whole batch: 'drop' them, or 'keep' them as a smaller last "
+        "batch, in whole micro-batches. Default: drop."
+    )
     running_stats: str | None = option(
         "BatchNorm running statistics: of the first worker, as in DDP ('first'), or averaged over workers ('mean'). "
         "Default: the task's."
@@ -71,6 +75,15 @@ class RecipeOptions:
         "Learning rate of biases and norm layers with LARS and CLARS: 'scaled' (trust_coefficient * lr) or 'full' "
         "(lr). Default: the task's."
     )
+    ema: float | None = option(
+        "Score an exponential moving average of the weights, which keeps this share of itself in each step, such as "
+        "0.99. BatchNorm statistics are then estimated again (--bn-samples). Default: off."
+    )
+    bn_samples: int | None = option(
+        "Before each test, estimate BatchNorm statistics again on this many training samples. Default: off; 10000 with "
+        "--ema and with schedule-free."
+    )
+    label_smoothing: float | None = option("Label smoothing of cross-entropy, from 0 to 1. Default: 0.")
     precision: str | None = option(
         "float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, float32 on a CPU."
     )
@@ -236,6 +249,7 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
         call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
         lines = [f"        {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
+        del call.__wrapped__  # generators of documentation would show its signature and docstring
         call.__doc__ = (function.__doc__ or "").replace("        (options)", "\n".join(lines))
         return call
 

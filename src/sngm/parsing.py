@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 from .errors import UsageError
@@ -105,6 +106,16 @@ def format_call(name: str, settings: Settings) -> str:
     return f"{name}({','.join(f'{k}={v}' for k, v in settings.items())})".replace(", ", ",")
 
 
+def without_settings(label: str, names: Iterable[str]) -> str:
+    """Return the label of a method without some settings.
+
+    >>> without_settings("sngm(weight_decay=0.001,scope=tensor)", ["weight_decay"])
+    'sngm(scope=tensor)'
+    """
+    name, settings = parse_call(label)
+    return format_call(name, {key: value for key, value in settings.items() if key not in names})
+
+
 def numbers(option: str, text: str, *, zero: bool = False) -> list[float]:
     """Parse a list of positive numbers; `zero` also allows 0."""
     found = []
@@ -125,3 +136,20 @@ def whole_numbers(option: str, text: str) -> list[int]:
     if any(value != int(value) for value in found):
         raise UsageError(f"{option} wants whole numbers, got {text}")
     return [int(value) for value in found]
+
+
+def numbers_by_name(option: str, text: str) -> list[float] | dict[str, list[float]]:
+    """Parse a list of positive numbers, or such lists by name.
+
+    >>> numbers_by_name("--lrs", "0.1,0.3"), numbers_by_name("--lrs", "sngm=0.1,0.3; adamw=1e-3")
+    ([0.1, 0.3], {'sngm': [0.1, 0.3], 'adamw': [0.001]})
+    """
+    if "=" not in text:
+        return numbers(option, text)
+    found: dict[str, list[float]] = {}
+    for part in text.split(";"):
+        name, equals, some = part.partition("=")
+        if not equals or not name.strip() or name.strip() in found:
+            raise UsageError(f"{option} wants name=numbers for each method once, separated by semicolons, got {part!r}")
+        found[name.strip()] = numbers(option, some)
+    return found

@@ -57,15 +57,15 @@ class Pace:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self.began = clock()
+        self.began = 0.0
         self.first: int | None = None
         self.marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=240)
 
     def left(self, step: int, steps: int) -> float | None:
         """Seconds, once there is something to go by. To be called after every step."""
         now = self.clock()
-        if self.first is None:
-            self.first = step - 1
+        if self.first is None:  # what came before, such as reading data, says nothing about the pace
+            self.first, self.began = step, now
         if step - self.first < self.WARM_UP:
             slow = now - self.began > 10.0  # better a rough word than none
             return (now - self.began) / (step - self.first) * (steps - step) if slow else None

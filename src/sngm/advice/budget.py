@@ -156,7 +156,7 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
             if L is not None:
                 # a batch of B samples as one sample with noise sigma / sqrt(B)
                 squared = theory.msgd_best(gap, steps, 1, L, sigma / np.sqrt(batches), beta)
-                found.append(("msgd", "Section 3, all noise over B", squared.eta, np.sqrt(squared.bound)))
+                found.append(("msgd", "Section 3", squared.eta, np.sqrt(squared.bound)))
                 found.append(("sngm", "Theorem 1", *theory.smooth_best(gap, steps, batches, L, sigma, beta)))
             if relaxed:
                 tried = [theory.relaxed_best(gap, steps, batches, own, sigma, beta, lam) for lam, own in relaxed]

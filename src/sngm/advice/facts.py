@@ -27,7 +27,7 @@ class Fact:
     @property
     def text(self) -> str:
         """The number, formatted for display."""
-        whole = isinstance(self.value, int) or (self.value == int(self.value) and 1000 <= self.value < 1e15)
+        whole = isinstance(self.value, int) or (1000 <= self.value < 1e15 and self.value == int(self.value))
         return f"{int(self.value):,}" if whole else f"{self.value:.4g}"
 
     def as_dict(self) -> dict[str, Any]:

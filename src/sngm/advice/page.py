@@ -37,11 +37,7 @@ def plain(advice: Record) -> Record:
 def answer(advice: Record) -> str:
     """Return the advice as one sentence."""
     if advice["kind"] == "recipe":
-        value = {fact.name: fact.text for fact in advice["facts"]}
-        return (
-            f"SNGM at batch {value['batch']}: learning rate {value['learning rate']}, weight decay "
-            f"{value['weight decay']}, {value['steps']} steps."
-        )
+        return str(advice["answer"])
     tolerated = "; ".join(
         f"{row['method']} none" if row["batch"] is None else f"{row['method']} {row['batch']:,} at lr {row['lr']:.3g}"
         for row in advice["methods"]
@@ -78,7 +74,7 @@ def html(advice: Record) -> str:
         head=head,
         rows=rows,
         figure=_norms(advice["norms"]) if recipe else _bounds(advice),
-        note="Each step of the pilot, with SGD." if recipe else ring,
+        note="Each step of the pilot." if recipe else ring,
         origin={key: advice[key] for key in ("versions", "hardware", "commit") if advice.get(key)},
     )
 
@@ -91,7 +87,7 @@ def _norms(norms: Sequence[float]) -> Figure:
         f"From {norms[0]:.3g} at the first step to {norms[-1]:.3g} at the last.",
         "step",
         "gradient norm",
-        {"pilot": [Series("SGD", 0, points, marks=False)]},
+        {"pilot": [Series("recipe", 0, points, marks=False)]},
         log_y=min(norms) > 0,
     )
 

@@ -1,4 +1,4 @@
-"""Conversion of an SGD recipe to SNGM at a larger batch, by one rule for all tasks."""
+"""Conversion of an SGD or AdamW recipe to a larger batch, by one rule for all tasks."""
 
 from __future__ import annotations
 
@@ -18,26 +18,24 @@ from .. import tasks
 from ..errors import UsageError
 from ..options import Execution
 from ..probes.pilot import Norms, probe_device, training
+from ..probes.sample import Sample
 from ..training import RunConfig, resolve
 from ..training.build import Setup, prepare
 from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
+from .verdict import WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer than in the epoch before by this factor
 DIGITS = 3  # significant digits of advised numbers
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
-WITHOUT_NORMALISATION = (
-    "The model has no normalisation layer, and on such nets this rule did badly: cifar10-convnet came to 39.75 % at "
-    "batch 8192; wikitext2-lstm to a perplexity of 184.4 at batch 2000, where a search found 117.8; three linear "
-    "layers on digits lost 1.8 to 8.4 points from batch 32 to 512. Take the rate as a place to begin a search."
-)
+NOISE_SAMPLES = 1024  # that the noise scale is measured on, after each epoch of the pilot
 Record = dict[str, Any]
 
 
 class Carried(NamedTuple):
-    """Learning rate and weight decay for SNGM."""
+    """Learning rate and weight decay at the larger batch."""
 
     lr: float
     weight_decay: float
@@ -63,42 +61,62 @@ def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Ca
     return Carried(_rounded(lr * norm * math.sqrt(growth)), _rounded(weight_decay * math.sqrt(growth)))
 
 
+def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
+    """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times as large.
+
+    - AdamW's steps have nearly the same length at every batch, so the same distance in an epoch of random steps needs
+      the square root of `growth`, as for SNGM. It is the scaling rule of Malladi et al. (arXiv 2205.10287).
+    - A step shrinks the weights by ``lr * weight_decay``: over an epoch this is the same for
+      ``weight_decay * sqrt(growth)``.
+
+    >>> carry_adamw(lr=1e-3, weight_decay=0.01, growth=16)
+    Carried(lr=0.004, weight_decay=0.04)
+    """
+    return Carried(_rounded(lr * math.sqrt(growth)), _rounded(weight_decay * math.sqrt(growth)))
+
+
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """An SGD recipe; None stands for the task's default."""
+    """A recipe of SGD ("msgd") or AdamW ("adamw"); None stands for the task's default."""
 
     lr: float
     batch: int
     weight_decay: float | None = None
     momentum: float = 0.9
     epochs: int | None = None
+    method: str = "msgd"
 
     @classmethod
-    def of(cls, given: Mapping[str, Any]) -> Recipe:
+    def of(cls, given: Mapping[str, Any], method: str = "msgd") -> Recipe:
         """Build a recipe from a dict; raise UsageError if a value is invalid.
 
         >>> Recipe.of({"lr": 0.1, "batch": 128, "weight_decay": 1e-4})
-        Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None)
+        Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None, method='msgd')
         """
+        name = "from_sgd" if method == "msgd" else "from_adamw"
         if not isinstance(given, Mapping):
-            raise UsageError(f"`from_sgd` must be a dict such as dict(lr=0.1, batch=128), got {given!r}")
-        known = [field.name for field in dataclasses.fields(cls)]
+            raise UsageError(f"`{name}` must be a dict such as dict(lr=0.1, batch=128), got {given!r}")
+        known = ["lr", "batch", "weight_decay", *["momentum"] * (method == "msgd"), "epochs"]
         for key, value in given.items():
             if key not in known:
-                raise UsageError(f"`from_sgd` has no {key!r}; it takes {', '.join(known)}")
+                raise UsageError(f"`{name}` has no {key!r}; it takes {', '.join(known)}")
             if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UsageError(f"`from_sgd`: {key} must be a number, got {value!r}")
+                raise UsageError(f"`{name}`: {key} must be a number, got {value!r}")
             if key in ("batch", "epochs") and not isinstance(value, int):
-                raise UsageError(f"`from_sgd`: {key} must be a whole number, got {value!r}")
+                raise UsageError(f"`{name}`: {key} must be a whole number, got {value!r}")
         if missing := [key for key in ("lr", "batch") if key not in given]:
-            raise UsageError(f"`from_sgd` needs {' and '.join(missing)}, as in lr=0.1,batch=128")
-        return cls(**given)
+            raise UsageError(f"`{name}` needs {' and '.join(missing)}, as in lr=0.1,batch=128")
+        if not 0 <= given.get("momentum", 0.9) < 1:
+            raise UsageError(f"`{name}`: momentum must be at least 0 and less than 1, got {given['momentum']}")
+        if not 0 <= given.get("weight_decay", 0.0) < math.inf:
+            raise UsageError(f"`{name}`: weight_decay must be a number of at least 0, got {given['weight_decay']}")
+        return cls(**given, method=method)
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.momentum < 1:
-            raise UsageError(f"`from_sgd`: momentum must be at least 0 and less than 1, got {self.momentum}")
-        if self.weight_decay is not None and not 0 <= self.weight_decay < math.inf:
-            raise UsageError(f"`from_sgd`: weight_decay must be a number of at least 0, got {self.weight_decay}")
+    @property
+    def settings(self) -> dict[str, float]:
+        """The settings of the method that differ from its defaults, which are the same for SGD and SNGM."""
+        decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
+        return decay if self.momentum == 0.9 else {"momentum": self.momentum, **decay}
 
 
 class Epoch(NamedTuple):
@@ -113,7 +131,7 @@ class Epoch(NamedTuple):
 def carry_recipe(
     task: str,
     recipe: Recipe,
-    to_batch: int,
+    to_batch: int | None = None,
     *,
     task_settings: Record | None = None,
     pilot_steps: int | None = None,
@@ -122,58 +140,50 @@ def carry_recipe(
     say: Callable[[str], None] = lambda text: None,
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
 ) -> Record:
-    """Measure gradient norms in a short run of the recipe, and return settings for SNGM at the larger batch.
+    """Measure gradient norms and noise in a short run of the recipe, and return settings for the larger batch.
 
     Args:
         task: name of a task.
-        recipe: the SGD recipe.
-        to_batch: the batch for SNGM.
+        recipe: of SGD or AdamW.
+        to_batch: the larger batch. Default: twice the recipe's.
         task_settings: settings of the task that differ from its defaults.
         pilot_steps: the most steps of the pilot.
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
-        A dict with "facts", the numbers with their sources; "command", to train with; "warnings"; "notes"; "norms", the
-        gradient norm of each step of the pilot.
+        A dict with "answer", a sentence; "facts", the numbers with their sources; "diff", of one's own loop; "command",
+        to train with; "warnings"; "notes"; "norms", the gradient norm of each step of the pilot; "configs", of the
+        recipe and of the advised run.
     """
+    to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
         raise UsageError(f"`to_batch` must be at least the batch of the recipe, {recipe.batch}, got {to_batch}")
-    own = {"momentum": recipe.momentum}
-    if recipe.weight_decay is not None:
-        own["weight_decay"] = recipe.weight_decay
     where = probe_device(device)
-    common: Record = {
-        "lr": recipe.lr, "epochs": recipe.epochs, "device": where, "method_settings": own,
-        "task_settings": task_settings,
-    }  # fmt: skip
-    small = resolve(task, "msgd", batch=recipe.batch, **common)
-    large = resolve(task, "sngm", batch=to_batch, **common)
+    new_method = "sngm" if recipe.method == "msgd" else recipe.method
+    common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "task_settings": task_settings}
+    small = resolve(task, recipe.method, batch=recipe.batch, method_settings=recipe.settings, **common)
+    large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
     steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # raises before the pilot
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
-    norms, epochs = _pilot(small, setup, where, pilot_steps, say, progress)
+    norms, epochs, scales = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
     part = len(norms) if len(norms) < setup.per_epoch else None  # steps made, if no epoch was finished
     decay = small.method_settings["weight_decay"]
-    # If the loss is a sum over the batch, its gradient grows with the batch, and weight decay must grow too.
-    sums = setup.task.scale(to_batch) / setup.task.scale(recipe.batch)
-    carried = carry_over(recipe.lr, decay * sums, peak.norm, to_batch / recipe.batch)
-    growth = f"sqrt({to_batch} / {recipe.batch})"
-    summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    # If the loss is a sum over the batch, its gradient grows with the batch, and coupled weight decay must grow too.
+    sums = setup.task.scale(to_batch) / setup.task.scale(recipe.batch) if recipe.method == "msgd" else 1.0
     in_turn = ", ".join(f"{epoch.norm:.3g}" for epoch in epochs)
     which = f"in epoch {epochs.index(peak) + 1}, whose steps are the longest; by epoch {in_turn}"
     if part is not None:
         which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
-    facts = [
-        Fact("gradient norm", peak.norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}"),
-        Fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
-        Fact("learning rate", carried.lr, RULE, f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"),
-        Fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike"),
-        Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{summed}: shrinks as much an epoch"),
-        Fact("epochs", small.epochs, GIVEN, "as before"),
-        Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before"),
-    ]
+    carried, found = convert(
+        recipe, to_batch, decay, peak.norm, which, scales,
+        epochs=small.epochs, model=setup.model, samples=len(samples), sums=sums,
+    )  # fmt: skip
+    facts = [*found.pop("facts"), Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
+    advised = {**recipe.settings, "weight_decay": carried.weight_decay}
+    large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
     return {
         "format": 1,
         "kind": "recipe",
@@ -184,8 +194,64 @@ def carry_recipe(
         "warnings": _warnings(setup, small, large, epochs, part),
         "notes": _notes(setup.model, small, large, weights, carried.lr),
         "norms": norms,
+        "configs": [small.as_dict(), large.as_dict()],
+        **found,
         **{key: value for key, value in provenance(where).items() if key != "command"},
     }
+
+
+def convert(
+    recipe: Recipe,
+    to_batch: int,
+    decay: float,
+    norm: float,
+    which: str,
+    scales: Sequence[float],
+    *,
+    epochs: int | None,
+    model: nn.Module,
+    samples: float,
+    sums: float = 1.0,
+) -> tuple[Carried, Record]:
+    """Return the advised learning rate and weight decay, and the facts, answer, diff and evidence.
+
+    Args:
+        recipe: of SGD or AdamW.
+        to_batch: the larger batch.
+        decay: the recipe's weight decay.
+        norm: of SGD's gradient, as in `carry_over`.
+        which: of which steps the norm is, in words.
+        scales: gradient noise scales along the pilot.
+        epochs: of the recipe, if known.
+        model: to find whether it has normalisation layers.
+        samples: of the training set.
+        sums: how much a loss that is a sum over the batch grows.
+    """
+    growth = f"sqrt({to_batch} / {recipe.batch})"
+    summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    if recipe.method == "msgd":
+        carried = carry_over(recipe.lr, decay * sums, norm, to_batch / recipe.batch)
+        measured = [Fact("gradient norm", norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}")]
+        how = f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"
+        kept = [Fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike")]
+    else:
+        carried = carry_adamw(recipe.lr, decay, to_batch / recipe.batch)
+        measured, kept, how = [], [], f"{recipe.lr:g} * {growth}: as far in an epoch as before"
+    momentum = {"momentum": recipe.momentum} if recipe.method == "msgd" else {}
+    old = Settings(recipe.method, recipe.batch, {"lr": recipe.lr, **momentum, "weight_decay": decay})
+    method = "sngm" if recipe.method == "msgd" else recipe.method
+    new = Settings(method, to_batch, {"lr": carried.lr, **momentum, "weight_decay": carried.weight_decay})
+    found = conclude(old, new, scales, has_normalisation(model), samples)
+    facts = [
+        *measured,
+        *found["facts"],
+        Fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
+        Fact("learning rate", carried.lr, RULE, how),
+        *kept,
+        Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{summed}: shrinks as much an epoch"),
+        *([] if epochs is None else [Fact("epochs", epochs, GIVEN, "as before")]),
+    ]
+    return carried, {**found, "facts": facts}
 
 
 def _pilot(
@@ -195,21 +261,22 @@ def _pilot(
     most: int | None,
     say: Callable[[str], None],
     progress: Callable[[int, int, Record], None],
-) -> tuple[list[float], list[Epoch]]:
-    """Train with `config` until steps stop growing from epoch to epoch; return gradient norms and epochs.
+) -> tuple[list[float], list[Epoch], list[float]]:
+    """Train with `config` until steps stop growing from epoch to epoch; return gradient norms, epochs and noise scales.
 
     Steps grow at first with warm-up, or until the model leaves a plateau. SNGM's learning rate, the peak of its
     schedule, corresponds to the longest steps.
     """
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
-    say(f"pilot: SGD at batch {config.batch} and lr {config.lr:g}, as a rule 2 epochs of {each}")
-    recorded, epochs = Norms(setup.model, 1.0), list[Epoch]()
+    say(f"pilot: {config.method} at batch {config.batch} and lr {config.lr:g}, usually 2 epochs of {each}")
+    recorded, epochs, scales = Norms(setup.model, 1.0), list[Epoch](), list[float]()
+    sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, NOISE_SAMPLES, 1, say)
     walk = training(config, setup, device, recorded)
     try:
         for step in range(1, steps + 1):
             next(walk)
-            progress(step, min(steps, (len(epochs) + 1) * setup.per_epoch), {})
+            progress(step, min(steps, 2 * setup.per_epoch if len(epochs) < 2 else step), {})
             if step % setup.per_epoch and (step < steps or epochs):  # only the first epoch may be incomplete
                 continue
             first = len(epochs) * setup.per_epoch
@@ -218,6 +285,7 @@ def _pilot(
                 raise UsageError("the pilot met gradients that are not finite; is the recipe's lr right?")
             length = _rms([lr * norm for lr, norm in zip(rates, norms, strict=True)])
             epochs.append(Epoch(length, length / _rms(rates)))
+            scales.append(sample.noise(setup.model).scale)
             if len(epochs) > 1 and epochs[-1].step < GROWING * epochs[-2].step:
                 break
     finally:
@@ -225,16 +293,16 @@ def _pilot(
         setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
-    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs
+    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, scales
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
     if task in tasks.LOCAL:  # the command line cannot name it
         momentum = "" if recipe.momentum == 0.9 else f", momentum={recipe.momentum:g}"
         epochs = "" if recipe.epochs is None else f", epochs={recipe.epochs}"
-        method = f"sngm(weight_decay={carried.weight_decay:g}{momentum})"
+        method = f"{large.method}(weight_decay={carried.weight_decay:g}{momentum})"
         return f'sngm.train(task, "{method}", lr={carried.lr:g}, batch={large.batch}{epochs})'
-    words = ["sngm", "train", task, "--method", "sngm", "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
+    words = ["sngm", "train", task, "--method", large.method, "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
     words += ["--set", f"weight_decay={carried.weight_decay:g}"]
     if recipe.momentum != 0.9:
         words += ["--set", f"momentum={recipe.momentum:g}"]
@@ -250,8 +318,7 @@ def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data
 def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None) -> list[str]:
     """Return warnings where the rule is known to fail, or its assumptions do not hold."""
     found = []
-    # by class name, to find custom normalisation layers too
-    if not any("norm" in type(module).__name__.lower() for module in setup.model.modules()):
+    if small.method == "msgd" and not has_normalisation(setup.model):
         found.append(WITHOUT_NORMALISATION)
     pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
     if differ := [f"{name} {_said(old)} before, {_said(new)} now" for name, old, new in pairs if old != new]:
@@ -278,19 +345,21 @@ def _said(value: float | str | None) -> str:
 
 def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, lr: float) -> list[str]:
     """Return notes on what the rule does not take into account."""
-    notes = [f"The rule is no search: if there is time for more runs, try lr {lr / 2:.3g} and {lr * 2:.3g} too."]
+    notes = [
+        f"This learning rate is an estimate; if there is time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."
+    ]
     if any(isinstance(m, _BatchNorm) for m in model.modules()) and small.bn_group != large.bn_group:
         notes.append(
             f"BatchNorm takes {large.bn_group} samples together at batch {large.batch}, and {small.bn_group} in the "
             f"recipe; --bn-group {small.bn_group} keeps that."
         )
-    longest = lr / (1 - large.method_settings["momentum"])
-    if longest > weights:
+    longest = lr / (1 - large.method_settings.get("momentum", 0.9))
+    if large.method == "sngm" and longest > weights:
         notes.append(
             f"A step may be as long as lr / (1 - momentum) = {longest:.3g}, and all weights together are {weights:.3g} "
             "at the start: if the loss jumps about, take a smaller lr."
         )
-    if large.schedule == "constant":
+    if large.method == "sngm" and large.schedule == "constant":
         notes.append("The schedule is constant, but SNGM's steps do not shrink by themselves: try --schedule cosine.")
     return notes
 

@@ -9,7 +9,7 @@ from .page import methods_table
 
 
 def in_words(advice: dict[str, Any]) -> str:
-    """Return the numbers with their sources, warnings, notes and the command to train with."""
+    """Return the numbers with their sources, warnings and notes; of a recipe also the answer and what to change."""
     from rich.console import Console
 
     recipe = advice["kind"] == "recipe"
@@ -21,7 +21,13 @@ def in_words(advice: dict[str, Any]) -> str:
     if not recipe:
         console.print(_table(*methods_table(advice)))
     parts = [stream.getvalue().rstrip("\n"), *(f"Beware: {warning}" for warning in advice["warnings"])]
-    return "\n\n".join([*parts, *advice["notes"], *([advice["command"]] if recipe else [])])
+    return "\n\n".join([*parts, *advice["notes"], *(_answer(advice) if recipe else [])])
+
+
+def _answer(advice: dict[str, Any]) -> list[str]:
+    check = [f"Check it with three seeds of each:\n{advice['check']}"] if advice.get("check") else []
+    train = [f"Train with it:\n{advice['command']}"] if advice.get("command") else []
+    return [advice["answer"], "\n".join(advice["diff"]), f"Evidence: {advice['evidence']}", *train, *check]
 
 
 def _table(head: list[str], rows: list[list[str]]) -> Any:

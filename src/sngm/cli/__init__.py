@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import advise, check_theory, compare, data, evaluate, lists, paper, probe, train
+from . import advise, check_theory, compare, data, doctor, evaluate, lists, paper, probe, train, watch
 from .exit_codes import CODES, run_verb
 from .options import examples, verbs
 
@@ -51,12 +51,13 @@ verb(*train.EXAMPLES)(train.train)
 verb(*evaluate.EXAMPLES, name="eval")(evaluate.evaluate)
 verb(*compare.EXAMPLES)(compare.compare)
 verb("sngm report runs/compare-digits-1a2b3c4d")(compare.report)
+verb(*watch.EXAMPLES)(watch.watch)
 verb(*probe.EXAMPLES)(probe.probe)
 verb(*advise.EXAMPLES)(advise.advise)
 verb(*check_theory.EXAMPLES, name="check-theory")(check_theory.check_theory)
 verb("sngm tasks", "sngm tasks --json")(lists.tasks)
 verb("sngm methods")(lists.methods)
-verb("sngm doctor")(lists.doctor)
+verb(*doctor.EXAMPLES)(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(paper.app, name="paper")
 

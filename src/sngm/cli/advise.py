@@ -13,7 +13,9 @@ from ..parsing import parse_settings, split_list
 from .options import DATA, DEVICE, JSON
 
 EXAMPLES = (
-    "sngm advise digits --from-sgd lr=0.03,batch=32 --to-batch 512",
+    "sngm advise digits --from-sgd lr=0.03,batch=32",
+    "sngm advise digits --from-sgd lr=0.03,batch=32 --to-batch 512 --verify",
+    "sngm advise digits --from-adamw lr=0.003,batch=32,weight_decay=0.01 --to-batch 128",
     "sngm advise cifar10-resnet20 --from-sgd lr=0.1,batch=128,weight_decay=1e-4 --to-batch 8192",
     "sngm advise digits --gradients 20000",
     "sngm advise runs/probe-digits-1a2b3c4d --gradients 1e6",
@@ -30,7 +32,16 @@ def advise(
         str | None,
         typer.Option("--from-sgd", help="Your SGD recipe: lr=..,batch=.. and weight_decay, momentum, epochs."),
     ] = None,
-    to_batch: Annotated[int | None, typer.Option("--to-batch", help="Target batch size for SNGM.")] = None,
+    from_adamw: Annotated[
+        str | None, typer.Option("--from-adamw", help="Your AdamW recipe: lr=..,batch=.. and weight_decay, epochs.")
+    ] = None,
+    to_batch: Annotated[
+        int | None, typer.Option("--to-batch", help="Target batch size. Default: twice the recipe's.")
+    ] = None,
+    verify: Annotated[
+        bool,
+        typer.Option("--verify", metavar="", help="Train recipe and advice with three seeds each, and compare them."),
+    ] = False,
     budget: BudgetOptions,
     pilot_steps: Annotated[
         int | None, typer.Option("--pilot-steps", help="End the pilot run after this many steps.")
@@ -45,26 +56,33 @@ def advise(
     device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
-    """Suggest a batch size and a learning rate. With --from-sgd and --to-batch, convert an SGD recipe to SNGM at a
-    larger batch; with --gradients, compute how large a batch each method's bound allows. Every number is marked as
-    given, measured, theory or rule of thumb.
+    """Say whether your batch can grow, and what to change. With --from-sgd or --from-adamw, measure the gradient noise
+    and norms in a short run of the recipe, and convert it to a larger batch. With --gradients, compute how large a
+    batch each method's bound allows. Every number is marked as given, measured, theory or rule of thumb.
     """
-    from .. import measure, tasks
+    from .. import advising, tasks
     from ..advice.page import plain, write
     from ..files import check_folder, finite, short_hash
 
-    recipe = None if from_sgd is None else parse_settings(split_list(from_sgd))
+    sgd, adamw = (None if text is None else parse_settings(split_list(text)) for text in (from_sgd, from_adamw))
     chosen = parse_settings(settings or [])
-    measure.check_advice(what, recipe, to_batch, budget, pilot_steps, chosen)
+    asked = advising.Asked(what, sgd, adamw, to_batch, budget, pilot_steps, chosen, verify)
+    advising.check_advice(asked)
     name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
-    goal = f"b{to_batch}" if budget.gradients is None else f"{budget.gradients:g}"
+    goal = f"b{to_batch or 'double'}" if budget.gradients is None else f"{budget.gradients:g}"
     where = what and (str(Path(what).resolve()) if Path(what).is_dir() else tasks.canonical(what))
-    key = short_hash([where, to_batch, as_dict(budget), from_sgd, pilot_steps, chosen])
+    key = short_hash([where, to_batch, as_dict(budget), from_sgd, from_adamw, pilot_steps, chosen])
     folder = out or Path("runs") / f"advise-{name}-{goal}-{key}"
     check_folder(folder, "advice.json")
     execution = Execution(device=device, data_dir=data_dir)
-    advice = measure.advice_for(what, recipe, to_batch, budget, pilot_steps, chosen, execution, progress=True)
+    advice = advising.advice_for(asked, execution, progress=True)
+    if verify:
+        if not as_json:
+            print(f"{advice}\n")
+        advice = advising.verified(advice, folder / "verify", execution, progress=True)
     page = write(folder, dict(advice))
-    print(json.dumps({**finite(plain(dict(advice))), "report": str(page)}, indent=2) if as_json else advice)
-    if not as_json:
+    if as_json:
+        print(json.dumps({**finite(plain(dict(advice))), "report": str(page)}, indent=2))
+    else:
+        print(f"Verified: {advice['verified']}" if verify else advice)
         print(f"\nReport: {page}")

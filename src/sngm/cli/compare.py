@@ -10,13 +10,14 @@ from typing import Annotated
 import typer
 
 from ..options import Cluster, Execution, RecipeOptions, as_dict
-from ..parsing import numbers, parse_settings, split_list, whole_numbers
+from ..parsing import numbers_by_name, parse_settings, split_list, whole_numbers
 from .options import DRY, JSON, SET, TASK, TRACK
 
 EXAMPLES = (
     "sngm compare",
     "sngm compare digits --methods msgd,sngm --batches 32,128,512 --seeds 5",
     'sngm compare --methods "sngm,sngm(weight_decay=8e-4)" --lrs 0.1,0.3,1 --out runs/decay',
+    "sngm compare --methods adamw,sngm --search lr,weight_decay --trials 8",
     "sngm compare my_task.py:MyTask --dry-run",
     "sngm compare cifar10-resnet20 --executor slurm --gpus 1 --slurm-partition gpu --slurm-time 120",
 )
@@ -33,7 +34,21 @@ def compare(
         str | None, typer.Option(help="Global batch sizes, separated by commas. Default: the task's.")
     ] = None,
     lrs: Annotated[
-        str | None, typer.Option(help="Learning rates to try, separated by commas. Default: the task's.")
+        str | None,
+        typer.Option(
+            help="Learning rates to try, separated by commas, for all methods or for each: "
+            '"sngm=0.1,0.3;adamw=1e-3,3e-3". Default: the task\'s.'
+        ),
+    ] = None,
+    search: Annotated[
+        str | None,
+        typer.Option(
+            help="Search these settings instead of a grid of learning rates: lr, weight_decay, momentum, warmup; with "
+            "ranges as weight_decay=1e-5:1e-3. Default ranges: around the usual values of each method."
+        ),
+    ] = None,
+    trials: Annotated[
+        int | None, typer.Option(help="Quasi-random points of --search, the same number for every method.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Seeds per result; the table shows their mean.")] = 3,
     recipe: RecipeOptions,
@@ -58,16 +73,19 @@ def compare(
     the best one is trained on the whole training set with every seed and tested. Run the same command again to resume.
     """
     from .. import api
+    from .. import report as reports
     from ..study.executors import device_of_runs
     from ..study.launch import check_jobs
+    from ..study.search import parse_search
     from ..training import Options
     from .plans import show_study, warn_of_slow
 
     sizes = None if batches is None else whole_numbers("--batches", batches)
-    rates = None if lrs is None else numbers("--lrs", lrs)
+    rates = None if lrs is None else numbers_by_name("--lrs", lrs)
     chosen = parse_settings(settings or [])
+    sought = None if search is None else parse_search(search)
     device = device_of_runs(execution, cluster)
-    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device)
+    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device, sought, trials)
     check_jobs(jobs, cluster)
     folder = out or api.study_folder(study)
     options = Options(**as_dict(execution), tracker=track)
@@ -81,7 +99,7 @@ def compare(
     if as_json:
         print(json.dumps({**made.summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))
     else:
-        print(f"\n{made.table()}\n\n{made.answer()}\n\nReport: {page}")
+        print(f"\n{reports.table(made.summary, escape=False)}\n\n{made.answer()}\n\nReport: {page}")
     if failed:
         print(failed[0][1]["traceback"], file=sys.stderr)
         raise api.failure(failed)
@@ -91,11 +109,15 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a study, of several runs or of one.")],
     as_json: JSON = False,
 ) -> None:
-    """Write table.md, figures and report.html from the records in a folder."""
+    """Write table.md, figures, tables as CSV and JSON, and report.html from the records in a folder; runs of several
+    tasks get a section for each.
+    """
     from .. import report as reports
 
-    summary = reports.summarise(folder)
+    parts = reports.summarise_tasks(folder)
     if not as_json:  # printed first, in case the folder is not writable
-        print(f"{reports.table(summary)}\n\n{summary.answer()}\n")
+        for part in parts:
+            print(f"{reports.table(part, escape=False)}\n\n{part.answer()}\n")
     page = reports.write(folder)
-    print(json.dumps({**summary.as_dict(), "report": str(page)}, indent=2) if as_json else f"Report: {page}")
+    tasks = {"tasks": [part.as_dict() for part in parts]} if len(parts) > 1 else parts[0].as_dict()
+    print(json.dumps({**tasks, "report": str(page)}, indent=2) if as_json else f"Report: {page}")

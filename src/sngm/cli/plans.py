@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -178,6 +178,8 @@ def show_study(
     for cell in cells:
         config = cell.config(cell.grid[0], "full", 0)
         said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
+        if study.search:
+            said |= {"ranges": study.ranges(cell.method, cell.batch), "trials": list(cell.searched.values())}
         plans.append({**said, **plan_of(config, options, splits=splits)})
     runs = sum(map(_runs, cells))
     time = _study_time(study, cells, options, splits, jobs)
@@ -188,10 +190,16 @@ def show_study(
         return
     print(f"{study.task}, {study.epochs} epochs, {study.seeds} seeds; at least {runs} runs into {folder}")
     for plan in plans:
-        print(f"  {plan['method']} at batch {plan['batch']}: lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}")
+        if "ranges" in plan:
+            ranges = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in plan["ranges"].items())
+            tried = f"{len(plan['trials'])} trials over {ranges}"
+        else:
+            tried = f"lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}"
+        print(f"  {plan['method']} at batch {plan['batch']}: {tried}")
+        print(f"    {_recipe(plan['first_config'], searched=study.search)}")
         rates = ", ".join(f"{rate / plan['lrs'][0]:.3g} at {step}" for step, rate in plan["lr_at_step"].items())
         print(f"    {plan['steps']} steps of {plan['batch_plan']}; {plan['parameters']} parameters")
-        print(f"    of lr, by step: {rates}")
+        print(f"    share of lr at steps: {rates}")
     print(f"time: {_study_time_in_words(found)}")
     if script:
         print(f"sbatch script of each run:\n\n{script}")
@@ -206,6 +214,18 @@ def _job_script(cluster: Cluster, folder: Path) -> str:
 
     check_usable("slurm")
     return job_script(cluster, folder.absolute())
+
+
+def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
+    """Return weight decay, momentum, schedule and warm-up of a method's runs, except those that are searched."""
+    settings = config["method_settings"]
+    values = {
+        "weight_decay": f"weight decay {settings['weight_decay']:g}" if "weight_decay" in settings else "",
+        "momentum": f"momentum {settings['momentum']:g}" if "momentum" in settings else "",
+        "schedule": f"schedule {config['schedule']}",
+        "warmup": f"warm-up {config['warmup']:g} epochs",
+    }
+    return ", ".join(text for name, text in values.items() if text and name not in searched)
 
 
 def _runs(cell: Cell) -> int:

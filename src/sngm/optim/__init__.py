@@ -11,17 +11,20 @@ if TYPE_CHECKING:
     from .extrap import ExtrapSGD
     from .lamb import LAMB
     from .lars import LARS
+    from .nsgdm import NSGDM
     from .registry import create, decay_groups, names
+    from .shared_norm import SharedNorm
     from .sngm import SNGM
     from .spectral import SpectralSNGM
 
 __all__ = [
-    "CLARS", "LAMB", "LARS", "SNGM", "ExtrapSGD", "SpectralSNGM", "create", "decay_groups", "names", "reference",
+    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "SharedNorm", "SpectralSNGM", "create", "decay_groups",
+    "names", "reference",
 ]  # fmt: skip
 
 # Methods are imported on first access: importing one takes half the time of importing all.
 _MODULES = {"CLARS": "clars", "LAMB": "lamb", "LARS": "lars", "SNGM": "sngm", "ExtrapSGD": "extrap"}
-_MODULES |= {"SpectralSNGM": "spectral"}
+_MODULES |= {"NSGDM": "nsgdm", "SharedNorm": "shared_norm", "SpectralSNGM": "spectral"}
 _MODULES |= dict.fromkeys(("create", "decay_groups", "names"), "registry")
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checks, kernels
+from . import checks, kernels, partial_norms
 from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 from .hooks import with_hooks_if_any
 from .norms import sum_dtype
@@ -44,6 +44,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if they support it
 
+    _whole_square: Tensor | None = None  # squared norm of the whole gradient, from `shared_norm`
+    _checked_shards: Any = None  # `_shards` when the parameters were last checked
     _inside_hooks = False  # True while a step runs under hooks or a profiler
     _layout: Any = None  # scratch memory of the Triton kernels
     _captured: tuple[Any, ...] = ()  # memory that captured CUDA graphs use
@@ -69,6 +71,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             if not params:
                 raise ValueError("params must hold at least one parameter, got an empty iterable")
         super().__init__(params, {**defaults, **self.TORCH_KEYS})
+        checks.used("weight_decay", defaults, self.param_groups)
         owners = [p for group in self.param_groups for p in group["params"]]
         if not owners and norm_group is None:
             raise ValueError("params must hold at least one parameter, got only empty groups")
@@ -133,6 +136,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         super().add_param_group(param_group)
         for p in param_group["params"]:
             self._make_state(p, param_group)
+        self._groups_added = sum(bool(group["params"]) for group in self.param_groups)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
         self._rounding_step()  # now, so that every checkpoint contains it
 
@@ -155,7 +159,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
         # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). Only with fused=True, because trainers
         # refuse to clip the gradients of such optimizers. Not with a norm_group: sharded scalers exchange overflows
         # when they unscale, and ranks with different scales have no common norm.
-        return self.norm_group is None and all(group["fused"] for group in self.param_groups)
+        return (
+            self.norm_group is None and self.shared_norm is None and all(group["fused"] for group in self.param_groups)
+        )
 
     # ---------------------------------------------------------------- one step
 
@@ -166,7 +172,24 @@ class LargeBatchOptimizer(StatefulOptimizer):
         self._take_step()
         return loss
 
+    def _norm_spans(self) -> str:
+        """Return what a norm spans that steps depend on: "global", "group", "tensor", or "none" if there is none."""
+        return "tensor"
+
+    def _check_parameters(self, params: list[Tensor]) -> None:
+        """Give state to parameters that a wrapper has replaced; raise an error if norms would be of a part of them."""
+        same = self._checked_shards is self._shards and self._shards.matches(params, self.norm_group)
+        if torch.compiler.is_compiling() or same:
+            return
+        if self.shared_norm is None:
+            partial_norms.check_whole(self, params)
+        self._follow_parameters(params)
+        self._find_shards(params)
+        self._checked_shards = self._shards
+
     def _take_step(self, *given: Any) -> None:
+        if self.shared_norm is not None:
+            self._whole_square = self.shared_norm.square(self)
         if (rounding := self._rounding_step()) is not None:
             rounding.add_(1)
         if not self._step_by_kernels(*given):
@@ -213,7 +236,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         if all(grad is None for grad in grads):
             return False
         checks.rates(groups)
-        self._find_shards(params)
+        self._check_parameters(params)
         home = params[0].device
         self._move_counters(home)
         rounding, state = self._rounding_step(), self.state
@@ -236,6 +259,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             found_inf=getattr(self, "found_inf", None),
             rounding=None if rounding is None else rounding.to(home),
             mean_norms=mean_norms,
+            whole_square=self._whole_square,
             captured=home.type == "cuda" and torch.cuda.is_current_stream_capturing(),
         )
         layout, self._layout = self._layout, None  # an interrupted step leaves counters in a wrong state
@@ -278,7 +302,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         DTensors are replaced by their local shards.
         """
         checks.rates(self.param_groups)
-        self._find_shards([p for group in self.param_groups for p in group["params"]])
+        self._check_parameters([p for group in self.param_groups for p in group["params"]])
         buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
         index = -1
         eager = not torch.compiler.is_compiling()

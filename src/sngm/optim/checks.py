@@ -107,6 +107,17 @@ def keys(group: dict[str, Any], known: list[str]) -> None:
             raise ValueError(f"a parameter group has no {key!r}; did you mean {near[0]!r}?")
 
 
+def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
+    """Raise ValueError if a setting other than 0 was given to the optimizer, but every group has its own value."""
+    if defaults[name] and all(group[name] != defaults[name] for group in groups):
+        values = ", ".join(map(repr, dict.fromkeys(group[name] for group in groups)))
+        raise ValueError(
+            f"{name}={defaults[name]!r} has no effect, because every parameter group has its own {name} ({values}); "
+            "leave it out or change the groups (in Hugging Face's Trainer, whose groups have args.weight_decay, use "
+            "sngm.integrations.huggingface.trainer_optimizer)"
+        )
+
+
 def parameters(params: list[Any]) -> None:
     """Raise an error for duplicate or unsupported parameters. torch itself rejects what is not a tensor."""
     seen: set[int] = set()

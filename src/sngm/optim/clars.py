@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -64,6 +65,8 @@ class CLARS(LargeBatchOptimizer):
     """
 
     KERNEL = "clars"
+    _measured: dict[Tensor, Tensor] | None = None  # sums of norms since the last step, if `measure_norms` was called
+    _measure_group: dist.ProcessGroup | None = None
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
@@ -124,10 +127,50 @@ class CLARS(LargeBatchOptimizer):
                 If a value is not finite, the step is skipped. For sharded tensors, pass the norms of the whole
                 tensors, the same on every rank, such as ``p.grad.norm().full_tensor()`` of a DTensor.
         """
+        if self._measured is not None and mean_norms is None:
+            loss = evaluate(closure)
+            self._take_step(self._check_norms(self._take_measured()))
+            return loss
         given = self._check_norms(mean_norms)
         loss = evaluate(closure)
         self._take_step(given)
         return loss
+
+    def measure_norms(self, group: dist.ProcessGroup | None = None) -> None:
+        """Measure the mean norms in every `backward` from now on, so that `step` needs no `mean_norms`.
+
+        For trainers that call `step` themselves. Each `backward` must be that of a micro-batch's loss divided by the
+        number of micro-batches in a step, as trainers do it. Not for a GradScaler, whose norms would be scaled, and not
+        for DTensors.
+
+        Args:
+            group: process group of data-parallel ranks over which norms are averaged, or None.
+        """
+        if self._measured is not None:
+            raise RuntimeError("measure_norms() was called before")
+        self._measured, self._measure_group = {}, group
+        for param_group in self.param_groups:
+            for p in param_group["params"]:
+                if p.requires_grad:
+                    p.register_hook(functools.partial(_add_norm, self._measured, p))
+
+    def _take_measured(self) -> list[Any]:
+        """Return the mean norm of each parameter since the last step, and start again from zero."""
+        assert self._measured is not None
+        params = [p for param_group in self.param_groups for p in param_group["params"]]
+        lacking = [i for i, p in enumerate(params) if p.grad is not None and p not in self._measured]
+        if lacking:
+            raise RuntimeError(
+                f"no norm was measured for {len(lacking)} parameters with a gradient (first params[{lacking[0]}])"
+                "; measure_norms() needs plain parameters that are in the groups when it is called"
+            )
+        zero = torch.zeros((), dtype=self._grad_norm.dtype, device=self._grad_norm.device)
+        found = torch.stack([self._measured.get(p, zero).to(zero) for p in params])
+        self._measured.clear()
+        if self._measure_group is not None:
+            dist.all_reduce(found, group=self._measure_group)
+            found /= dist.get_world_size(self._measure_group)
+        return list(found.unbind())
 
     def _step(self, work: Work, given: Sequence[Any] | Tensor) -> None:
         means = [self._means(given, bucket.indices, work, bucket.device) for bucket in work.buckets]
@@ -150,7 +193,10 @@ class CLARS(LargeBatchOptimizer):
     def _check_norms(self, mean_norms: Sequence[float | Tensor] | Tensor | None) -> Sequence[Any] | Tensor:
         count = sum(len(group["params"]) for group in self.param_groups)
         if mean_norms is None:
-            raise TypeError(f"step() needs mean_norms=[one number a parameter, {count} here], got None")
+            raise TypeError(
+                f"step() needs mean_norms=[one number a parameter, {count} here], got None; if a trainer calls step(), "
+                "call sngm.integrations.measure_norms(optimizer) once"
+            )
         if isinstance(mean_norms, (str, bytes)) or not isinstance(mean_norms, (Sequence, Tensor)):
             raise TypeError(f"mean_norms must be a list of numbers or a 1-d tensor, got {type(mean_norms).__name__}")
         if isinstance(mean_norms, Tensor) and mean_norms.ndim != 1:
@@ -179,3 +225,9 @@ class CLARS(LargeBatchOptimizer):
         if work.on_host and bool((mean < 0).any()):
             raise ValueError(f"mean_norms must be at least 0, got {mean.min().item():g}")
         return mean
+
+
+def _add_norm(sums: dict[Tensor, Tensor], p: Tensor, grad: Tensor) -> None:
+    """Add the norm of a gradient that `backward` computed."""
+    norm = torch.linalg.vector_norm(grad.detach().to(torch.promote_types(grad.dtype, torch.float32)))
+    sums[p] = sums[p] + norm if p in sums else norm

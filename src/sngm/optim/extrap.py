@@ -98,6 +98,9 @@ class ExtrapSGD(LargeBatchOptimizer):
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
 
+    def _norm_spans(self) -> str:
+        return "none"
+
     @property
     def _step_supports_amp_scaling(self) -> bool:
         return True  # so that a GradScaler passes its scale to step(), which raises an error

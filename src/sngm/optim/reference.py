@@ -108,6 +108,29 @@ def spectral_sngm(
     return new_w, new_u
 
 
+def nsgdm(
+    w: Blocks,
+    m: Blocks,
+    g: Blocks,
+    *,
+    eta: PerBlock,
+    beta: float = 0.9,
+    wd: PerBlock = 0.0,
+    mode: str = "coupled",
+    eps: float = 1e-12,
+    maximize: bool = False,
+) -> tuple[Blocks, Blocks]:
+    """Return w and m after a step of NSGD with momentum (Cutkosky and Mehta, 2020)."""
+    eta, wd = each(eta, w), each(wd, w)
+    d = [-g[s] if maximize else g[s] for s in range(len(w))]
+    if mode == "coupled":
+        d = [d[s] + wd[s] * w[s] for s in range(len(w))]
+    m = [beta * m[s] + (1.0 - beta) * d[s] for s in range(len(w))]
+    n = max(norm(*m), eps)
+    kept = [(1.0 - eta[s] * wd[s]) * w[s] if mode == "decoupled" else w[s] for s in range(len(w))]
+    return [kept[s] - eta[s] * m[s] / n for s in range(len(w))], m
+
+
 def msgd(
     w: Blocks, v: Blocks, g: Blocks, *, eta: PerBlock, beta: float = 0.9, wd: PerBlock = 0.0, nesterov: bool = False
 ) -> tuple[Blocks, Blocks]:

@@ -4,59 +4,82 @@ from __future__ import annotations
 
 import difflib
 import functools
-import importlib
 import inspect
 import re
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from . import checks
+from . import checks, external
 from .clars import CLARS
 from .digest import digest_of
 from .extrap import ExtrapSGD
 from .lamb import LAMB
 from .lars import LARS
+from .nsgdm import NSGDM
 from .sngm import SNGM
 from .spectral import SpectralSNGM
 
 
 @dataclass(frozen=True, slots=True)
 class Method:
-    """An optimizer class or function with the default settings of a registered method."""
+    """A registered method.
 
-    build: Callable[..., torch.optim.Optimizer]
+    Attributes:
+        build: an optimizer class or function, or the name of a class of another library, imported at first use.
+        settings: its default settings, where they differ from those of the class.
+        lr_scale: its usual learning rates, relative to those of momentum SGD.
+        recipe: options of a run that the method needs, such as a constant learning rate.
+    """
+
+    build: Callable[..., torch.optim.Optimizer] | str
     settings: dict[str, Any] = field(default_factory=dict)
+    lr_scale: float = 1.0
+    recipe: dict[str, Any] = field(default_factory=dict)
 
-
-MAX_MODULE_DEPTH = 50  # names in a module's path: Python imports packages recursively
 
 METHODS = {
-    "adam": Method(torch.optim.Adam),
-    "block-sngm": Method(SNGM, {"scope": "tensor"}),
-    "clars": Method(CLARS),
+    "adam": Method(torch.optim.Adam, lr_scale=0.03),
+    "adamw": Method(torch.optim.AdamW, lr_scale=0.03),
+    "block-sngm": Method(SNGM, {"scope": "tensor"}, lr_scale=0.3),
+    "clars": Method(CLARS, lr_scale=30.0),
     "extrap-sgd": Method(ExtrapSGD),
-    "lamb": Method(LAMB),
-    "lars": Method(LARS),
-    "lars-momentum": Method(LARS, {"variant": "momentum"}),
+    "lamb": Method(LAMB, lr_scale=0.1),
+    "lars": Method(LARS, lr_scale=100.0),
+    "lars-momentum": Method(LARS, {"variant": "momentum"}, lr_scale=0.3),
     # as in the code that the SNGM paper compared with
-    "lars-unscaled": Method(LARS, {"variant": "unscaled", "max_ratio": 50.0, "clamp_grad": 10.0}),
+    "lars-unscaled": Method(LARS, {"variant": "unscaled", "max_ratio": 50.0, "clamp_grad": 10.0}, lr_scale=100.0),
+    "lion": Method("pytorch_optimizer:Lion", {"weight_decay": 0.1}, lr_scale=0.003),
     "msgd": Method(torch.optim.SGD, {"momentum": 0.9}),
-    "sngd": Method(SNGM, {"momentum": 0.0}),
+    "muon": Method("timm.optim:Muon", {"nesterov": True, "weight_decay": 0.1}, lr_scale=0.1),
+    "nesterov": Method(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
+    "nsgdm": Method(NSGDM, lr_scale=10.0),
+    "schedule-free": Method(
+        "schedulefree:AdamWScheduleFree", lr_scale=0.1, recipe={"schedule": "constant", "bn_samples": 10_000}
+    ),
+    "signum": Method("pytorch_optimizer:SignSGD", {"weight_decay": 0.1}, lr_scale=0.003),
+    "sngd": Method(SNGM, {"momentum": 0.0}, lr_scale=10.0),
     "sngm": Method(SNGM),
-    "spectral-sngm": Method(SpectralSNGM),
+    "spectral-sngm": Method(SpectralSNGM, {"weight_decay": 1.0}, lr_scale=0.1),
 }
 
 
+class Found(NamedTuple):
+    """A method whose class has been imported."""
+
+    build: Callable[..., torch.optim.Optimizer]
+    settings: dict[str, Any]
+
+
 def names() -> list[str]:
-    """Return the names that :func:`create` accepts.
+    """Return the names of all methods.
 
     >>> names()[:3]
-    ['adam', 'block-sngm', 'clars']
+    ['adam', 'adamw', 'block-sngm']
     """
     return sorted(METHODS)
 
@@ -97,26 +120,33 @@ def name_of(method: Any) -> str:
 
     Classes and functions that worker processes cannot import are registered under their own name.
 
-    >>> name_of(SNGM), name_of(torch.optim.RMSprop)
-    ('sngm', 'torch.optim.rmsprop:RMSprop')
+    >>> name_of(SNGM), name_of(torch.optim.RMSprop), name_of("AdamW(eps=1e-6)")
+    ('sngm', 'torch.optim:RMSprop', 'adamw(eps=1e-6)')
     """
     if isinstance(method, str):
-        return method
+        name, bracket, rest = method.partition("(")
+        cls = None if name in METHODS else external.in_torch(name.strip())
+        return (external.canonical(name) if cls is None else name_of(cls)) + bracket + rest
     if not callable(method):
         raise TypeError(f"a method is a name, an optimizer class or a function (params, lr), got {method!r}")
-    for name, known in METHODS.items():
-        if known.build is method and not known.settings:
+    for name, registered in METHODS.items():
+        if registered.build is method and not registered.settings:
             return name
+    if (known := getattr(method, "__name__", "")) and external.in_torch(known) is method:
+        return f"torch.optim:{known}"
     if isinstance(method, type) and importable(method):
         return f"{method.__module__}:{method.__qualname__}"
     name = getattr(method, "__name__", type(method).__name__).strip("<>")
+    name = f"own-{name}" if name in BUILT_IN else name
     register(name, method)
     return name
 
 
 def source_of(name: str) -> str | None:
-    """Return a checksum of the source code of a user's registered method; None for others, which have versions."""
-    return digest_of(METHODS[name].build, METHODS[name].settings) if name in METHODS and name not in BUILT_IN else None
+    """Return a checksum of the source code of a user's own method; None for others, which have versions."""
+    if name in METHODS:
+        return None if name in BUILT_IN else digest_of(METHODS[name].build, METHODS[name].settings)
+    return external.checksum_of(name)
 
 
 def importable(thing: Any) -> bool:
@@ -131,7 +161,8 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
     """Build an optimizer by name.
 
     Args:
-        name: one of :func:`names`, or any optimizer class as ``'package.module:Class'``.
+        name: one of :func:`names`, or any optimizer class: ``'AdamW'`` of torch, ``'package.module:Class'``,
+            ``'file.py:Class'``, or a name of another registry, as ``'timm:nadamw'`` and ``'pytorch_optimizer:lion'``.
         params: parameters or parameter groups, as for any torch optimizer.
         settings: arguments of the class, such as `lr`. They override the settings registered under the name.
 
@@ -181,37 +212,35 @@ def settings_of(name: str) -> list[str]:
     return list(inspect.signature(find(name).build).parameters)[1:]  # the first takes the parameters
 
 
-def find(name: str) -> Method:
-    """Return the method of this name; raise ValueError with the closest known name if there is none."""
+def find(name: str) -> Found:
+    """Return the class and defaults of a method; raise ValueError with the closest known name if there is none."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
-    if ":" not in name:
-        if name not in METHODS:
+    method = METHODS.get(name)
+    if method is None:
+        in_torch = external.in_torch(name)
+        if in_torch is None and ":" not in name:
             raise ValueError(
                 f"method must be one of {', '.join(names())}, or any class as 'package.module:Class', "
                 f"got {name!r}{nearest(name, names())}"
             )
-        return METHODS[name]
-    module, _, attribute = name.partition(":")
-    if not is_module_name(module):
-        raise ValueError(f"no optimizer class at {name[:80]!r}: write package.module:Class")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError, TypeError) as error:
-        raise ValueError(f"no optimizer class at {name!r}: {error}") from error
-    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise TypeError(f"{name!r} must name a subclass of torch.optim.Optimizer, got {found!r}")
-    return Method(found)
+        method = Method(in_torch or name)
+    if not isinstance(method.build, str):
+        return Found(method.build, method.settings)
+    cls, settings = external.load(method.build)
+    return Found(cls, {**settings, **method.settings})
 
 
-def is_module_name(text: str) -> bool:
-    """Return whether text is a valid module path: identifiers joined by dots, at most MAX_MODULE_DEPTH.
+def usual_decay(name: str, of_task: float) -> float:
+    """Return the default weight decay of a method on a task: its own if it has one, else the task's.
 
-    >>> is_module_name("torch.optim"), is_module_name(".."), is_module_name("a..b")
-    (True, False, False)
+    >>> usual_decay("adamw", 1e-4), usual_decay("sngm", 1e-4)
+    (0.01, 0.0001)
     """
-    names = text.split(".")
-    return len(names) <= MAX_MODULE_DEPTH and all(name.isidentifier() for name in names)
+    method = find(name)
+    parameter = inspect.signature(method.build).parameters.get("weight_decay")
+    own = method.settings.get("weight_decay", parameter.default if parameter else None)
+    return float(own) if own and isinstance(own, (int, float)) else of_task
 
 
 def nearest(word: str, words: list[str]) -> str:
@@ -219,7 +248,7 @@ def nearest(word: str, words: list[str]) -> str:
     word = word.lower()  # names of methods and tasks are
     near = difflib.get_close_matches(word, words)
     alike = [difflib.SequenceMatcher(None, word, other).ratio() for other in near]
-    best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio == alike[0]]
+    best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio >= alike[0] - 0.1]
     return f" (did you mean {' or '.join(best)}?)" if best else ""
 
 

@@ -45,7 +45,8 @@ class Shards:
                 f"{sorted(universe)}; leave norm_group out (DTensors need none), or pass a group that either "
                 "contains all those ranks or meets them in one rank only, such as that of the pipeline stages"
             )
-        self._over_mesh = len(universe) > 1 and len(shared) <= 1
+        self._in_mesh = len(universe) > 1
+        self._over_mesh = self._in_mesh and len(shared) <= 1  # else the sum over the group includes the mesh
         self._over_group = len(others) > 1
         self._constants: dict[Any, Tensor] = {}
         self._counted = not self._over_group
@@ -94,7 +95,7 @@ class Shards:
 
     def _sum(self, values: Tensor, over_group: bool = True) -> Tensor:
         values = values.contiguous()
-        if self._over_mesh:
+        if self._over_mesh if over_group else self._in_mesh:
             dist.all_reduce(values, group=group_of(self._mesh))
         if self._over_group and over_group:
             dist.all_reduce(values, group=self.norm_group)

@@ -127,9 +127,11 @@ class SNGM(LargeBatchOptimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "scope": self.scope}
 
+    def _norm_spans(self) -> str:
+        return self.scope
+
     def _step(self, work: Work) -> None:
-        parts = [self._squares(bucket, work) for bucket in work.buckets]
-        parts, total = self._divisor_squares(work, parts)
+        parts, total = self._divisor_squares(work)
         skip = self._skip(work, total)
         if skip is True:
             return
@@ -157,8 +159,11 @@ class SNGM(LargeBatchOptimizer):
             return squares(bucket.grads, bucket.params, (-wd if group["maximize"] else wd) * work.scale)
         return squares(bucket.grads)
 
-    def _divisor_squares(self, work: Work, parts: list[Tensor]) -> tuple[list[Tensor], Tensor]:
+    def _divisor_squares(self, work: Work) -> tuple[list[Tensor], Tensor]:
         """Return for each bucket the square of the norm or norms it divides by, and the square of the global norm."""
+        if (square := self._whole_square) is not None:
+            return [square.to(bucket.device) for bucket in work.buckets], square
+        parts = [self._squares(bucket, work) for bucket in work.buckets]
         if self.scope == "tensor":
             whole, total = work.tensor_squares([part[None] for part in parts], kinds=1)
             return [part[0] for part in whole], total

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.optim.optimizer import Optimizer
 
 from .buckets import state_dtype
-from .sharded_norms import Shards, redistribute_like
+from .sharded_norms import Shards, is_dtensor, local, redistribute_like
 
 EXECUTION_FLAGS = ("foreach", "fused", "capturable")  # how a step is computed, not its result
 
@@ -28,9 +28,11 @@ class StatefulOptimizer(Optimizer):
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
     norm_group: Any
+    shared_norm: Any = None  # the SharedNorm that this optimizer is a part of
     _grad_norm: Tensor
     _skipped: Tensor
-    _shards = Shards(())  # of the parameters at the last step
+    _shards = Shards(())  # of the parameters at the last step, or when groups were last added
+    _groups_added = 0  # number of groups that hold parameters, when groups were last added
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -68,6 +70,46 @@ class StatefulOptimizer(Optimizer):
                 elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
                     state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast
         return state
+
+    def _follow_parameters(self, params: list[Tensor]) -> None:
+        """Give state to parameters that a wrapper put into the groups, and drop the zero state of those they replaced.
+
+        Accelerate replaces whole parameters by the DTensors of FSDP2, and DeepSpeed by flat partitions. State of
+        parameters that are only hidden, as DeepSpeed hides groups during a step, is kept.
+
+        Raises:
+            ValueError: the replaced parameters have taken steps, and their state does not fit the new ones.
+        """
+        if all(p in self.state for p in params):
+            return
+        live = set(params)
+        # with zero state, a parameter that comes back continues as if its state had been kept
+        for p in [p for p in self.state if isinstance(p, Tensor) and p not in live and not _has_values(self.state[p])]:
+            del self.state[p]
+        former = self._shards.params
+        gone = [p for p in former if p not in live and p in self.state]
+        if gone and not self._hides_groups():
+            pairs = [(old, p) for old, p in zip(former, params, strict=False) if old is not p]
+            if len(former) != len(params) or any(not is_dtensor(p) or p.shape != old.shape for old, p in pairs):
+                raise ValueError(
+                    f"{len(gone)} parameters that have taken steps were replaced in param_groups by others that their "
+                    "state does not fit; let the wrapper (Accelerate, DeepSpeed) shard the model before the first "
+                    "step, or delete optimizer.state[parameter] of the old ones to begin again with zero state"
+                )
+            for old, p in pairs:
+                self.state[p] = {
+                    key: redistribute_like(p, value) if key in self.BUFFERS else value
+                    for key, value in self.state.pop(old, {}).items()
+                }
+        for group in self.param_groups:
+            for p in group["params"]:
+                self._make_state(p, group)
+
+    def _hides_groups(self) -> bool:
+        """Return whether groups that held parameters were removed or emptied, as DeepSpeed does during a step."""
+        if getattr(self.shared_norm, "hides_parameters", False):
+            return True
+        return sum(bool(group["params"]) for group in self.param_groups) < self._groups_added
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this class or of the torch optimizer it extends.
@@ -114,6 +156,7 @@ class StatefulOptimizer(Optimizer):
         if "defaults" in state:  # unpickled or copied
             super().__setstate__(state)
             self.__dict__.setdefault("norm_group", None)
+            self._groups_added = sum(bool(group["params"]) for group in self.param_groups)
             self._find_shards([p for group in self.param_groups for p in group["params"]])
             return
         groups = []
@@ -151,8 +194,20 @@ class StatefulOptimizer(Optimizer):
         return redistribute_like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as torch does, without process groups that wrappers put into the parameter groups."""
-        saved = super().state_dict()
+        """Return the state of the parameters that are in the groups, as torch does.
+
+        Process groups that wrappers put into the parameter groups are left out.
+        """
+        params = [p for group in self.param_groups for p in group["params"]]
+        self._follow_parameters(params)
+        known = set(params)
+        hidden = {p: self.state[p] for p in self.state if isinstance(p, Tensor) and p not in known}
+        for p in hidden:
+            del self.state[p]
+        try:
+            saved = super().state_dict()
+        finally:
+            self.state.update(hidden)
         for group in saved["param_groups"]:
             group.pop("norm_group", None)
         return saved
@@ -167,6 +222,13 @@ class StatefulOptimizer(Optimizer):
         twin.norm_group = self.norm_group  # process groups cannot be copied
         twin._find_shards([p for group in twin.param_groups for p in group["params"]])
         return twin
+
+
+def _has_values(state: dict[str, Any]) -> bool:
+    """Return whether a parameter's state differs from that of a new parameter."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        return True  # values cannot be read
+    return any(not isinstance(v, Tensor) or (not v.is_meta and bool(local(v).any())) for v in state.values())
 
 
 class _Wrapped:

@@ -81,7 +81,7 @@ def noise(
     seen: list[int] = []
     used = [False] * len(params)
     for k, batch in enumerate(batches):
-        size = _size(batch) if sizes is None else sizes[k]
+        size = size_of(batch) if sizes is None else sizes[k]
         if size < 1:
             raise UsageError("a batch has no samples")
         value = loss(batch)
@@ -165,7 +165,7 @@ def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) ->
     return sigma / factor, sigma * factor
 
 
-def _size(batch: Any) -> int:
+def size_of(batch: Any) -> int:
     """Return the number of samples of a batch: a tensor, or tensors in a tuple, a list or a dict."""
     first = batch
     while not isinstance(first, Tensor):

@@ -20,7 +20,7 @@ from ..training.batchnorm_stats import track
 from ..training.data_loading import to_device
 from .blocks import of_norms
 from .curvature import PRODUCT, curvature
-from .noise import noise
+from .noise import Noise, noise
 
 PROBE = 4  # purpose of random numbers, next to those of sngm.training.rng
 GROUPS = 16  # the number of groups without BatchNorm
@@ -87,9 +87,8 @@ class Sample:
     def measure(self, model: nn.Module) -> Point:
         """Return all measurements at the weights of a model of the same architecture."""
         start = time.monotonic()
-        self.twin.load_state_dict(model.state_dict())
+        found = self.noise(model)
         groups = self._groups()
-        found = noise(lambda i: self._loss(i, *groups[i]), self.params, range(len(groups)), self.sizes)
         if not self.announced:
             self.announced = True
             self.say(f"at most about {duration((time.monotonic() - start) * self.evaluations)} a point")
@@ -122,6 +121,12 @@ class Sample:
             "block_norms": found.block_norms,
             "seconds": time.monotonic() - start,
         }
+
+    def noise(self, model: nn.Module) -> Noise:
+        """Return the gradient noise at the weights of a model of the same architecture."""
+        self.twin.load_state_dict(model.state_dict())
+        groups = self._groups()
+        return noise(lambda i: self._loss(i, *groups[i]), self.params, range(len(groups)), self.sizes)
 
     def _groups(self) -> list[Group]:
         """Return each batch with its recurrent state, computed at the current weights and treated as a constant."""

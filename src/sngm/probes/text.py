@@ -9,9 +9,9 @@ from typing import Any
 def in_words(found: dict[str, Any]) -> str:
     """Return the points of a pilot, or the runs, as a table."""
     if found["kind"] == "runs":
-        return _table(found["runs"], RUNS)
+        return _table(found["runs"], RUNS) + _legend(RUNS)
     points = [{"samples": found["samples"], **point} for point in found["points"]]
-    return _table(points, POINTS) + _pilot_in_words(found)
+    return _table(points, POINTS) + _legend(POINTS) + _pilot_in_words(found) + _follows(found)
 
 
 def _interval(point: dict[str, Any]) -> str:
@@ -64,6 +64,33 @@ RUNS: dict[str, Any] = {
     **SHARED,
     "|H| |w|^2": _relative,
 }
+
+
+COLUMNS = {
+    "|g|": "norm of the gradient of all samples",
+    "|H|": "norm of the Hessian: gradient descent without momentum is stable up to lr 2 / |H|",
+    "sigma": "standard deviation of one sample's gradient, with its 95 % interval",
+    "noise scale": "(sigma / |g|)^2: the batch at which noise and gradient are equally strong",
+    "rho": "|g| / sum of the norms of its tensors; 1 if one tensor has it all",
+    "cos": "of the angle between the gradient and the block-wise direction",
+    "|H| |w|^2": "curvature for steps in proportion to the weights, which normalisation layers do not change",
+}
+
+
+def _legend(columns: dict[str, Any]) -> str:
+    lines = [f"{name}: {text}" for name, text in COLUMNS.items() if name in columns]
+    return "\n" + "\n".join(lines) + "\n"
+
+
+def _follows(found: dict[str, Any]) -> str:
+    """Return what the noise scale says about the batch size: that of the later half of the points."""
+    points = found["points"]
+    scales = [scale for p in points[len(points) // 2 :] if (scale := p["noise_scale"]) == scale]
+    if not scales:
+        return ""
+    largest = float(format(sorted(scales)[len(scales) // 2], ".1g"))
+    size = "any batch of this size" if math.isinf(largest) else f"a batch up to about {largest:,.0f}"
+    return f"\nWhat follows: {size} loses nothing measurable; sngm advise converts your recipe to a larger one.\n"
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:

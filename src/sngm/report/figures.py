@@ -1,7 +1,8 @@
-"""Figures as data, and the three figures of a study's report; :mod:`.drawing` turns them into SVG."""
+"""Figures as data, and the figures of a study's report; :mod:`.drawing` turns them into SVG."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -114,10 +115,7 @@ def curves(summary: Summary) -> Figure:
 
 
 def by_rate(summary: Summary) -> Figure:
-    """Return the validation metric against the learning rate, a panel for each batch size.
-
-    Each y axis ends 10 percentage points below the best value, or at three times a positive one to be minimised.
-    """
+    """Return the validation metric against the learning rate, a panel for each batch size."""
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
         points = [(lr, _shown(summary, value)) for lr, value in cell.selection.items() if math.isfinite(value)]
@@ -126,6 +124,11 @@ def by_rate(summary: Summary) -> Figure:
 
     panels = _by_batch_size(summary, series)
     figure = _figure(summary, "against learning rate", "learning rate", panels, part="validation", log_x=True)
+    return replace(_near_the_best(summary, figure), decades=True)
+
+
+def _near_the_best(summary: Summary, figure: Figure) -> Figure:
+    """End each y axis 10 percentage points below the best value, or at three times a positive one to be minimised."""
     worst = {}
     for title, panel in figure.panels.items():
         ys = [y for one in panel for _, y in one.points]
@@ -134,7 +137,44 @@ def by_rate(summary: Summary) -> Figure:
         elif ys and min(ys) > 0 and not summary.higher_is_better:
             worst[title] = 3 * min(ys)
     limits = POSSIBLE.get(summary.metric, figure.possible)
-    return replace(figure, decades=True, worst=worst, possible=limits, log_y=figure.log_y and not worst)
+    return replace(figure, worst=worst, possible=limits, log_y=figure.log_y and not worst)
+
+
+def by_trials(summary: Summary) -> Figure:
+    """Return the best validation metric after k trials of a search, for each k, a panel for each batch size.
+
+    Over all sets of k of a method's trials: the mean of the best, and the best that 10 % and 90 % of the sets reach. A
+    trial that diverged counts as the worst of the cell.
+    """
+
+    def series(method: str, slot: int, cell: Cell) -> Series | None:
+        scores = [trial["score"] for trial in cell.search.trials] if cell.search else []
+        finite = [score for score in scores if math.isfinite(score)]
+        if not finite:
+            return None
+        sign = 1 if summary.higher_is_better else -1
+        worst = sign * min(sign * score for score in finite)
+        ranked = sorted((score if math.isfinite(score) else worst for score in scores), key=lambda s: sign * s)
+        mean, low, high = zip(*(best_of(k, ranked) for k in range(1, len(ranked) + 1)), strict=True)
+        lines: list[Points] = [[(k, _shown(summary, y)) for k, y in enumerate(line, 1)] for line in (mean, low, high)]
+        return Series(method, slot, lines[0], faint=lines[1:])
+
+    panels = _by_batch_size(summary, series)
+    figure = _figure(summary, "after k trials", "trials", panels, part="best validation")
+    return _near_the_best(summary, figure)
+
+
+def best_of(k: int, ranked: Sequence[float]) -> tuple[float, float, float]:
+    """Return mean, 10 % and 90 % quantile of the best of k values drawn from `ranked`, which ends with the best.
+
+    >>> best_of(1, [1.0, 2.0, 3.0]), best_of(3, [1.0, 2.0, 3.0])
+    ((2.0, 1.0, 3.0), (3.0, 3.0, 3.0))
+    """
+    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]  # of sets whose best is i
+    reached = list(itertools.accumulate(shares))
+    quantiles = (next(v for v, r in zip(ranked, reached, strict=True) if r >= q - 1e-9) for q in (0.1, 0.9))
+    low, high = quantiles
+    return sum(v * share for v, share in zip(ranked, shares, strict=True)), low, high
 
 
 def _by_batch_size(summary: Summary, series: Any) -> dict[str, list[Series]]:

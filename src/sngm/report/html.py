@@ -25,7 +25,7 @@ def _environment() -> Environment:
     loader = PackageLoader("sngm.report")
     found = Environment(loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     found.globals["draw"] = inline
-    found.filters |= {"breakable": _breakable, "words": words}
+    found.filters |= {"breakable": _breakable, "words": words, "short": short}
     return found
 
 
@@ -39,9 +39,22 @@ def _breakable(name: object) -> Markup:
 def words(value: object, missing: str = "None") -> str:
     """Return a value of a record as text, not escaped; None as `missing`.
 
-    >>> words({"torch": "2.5", "numpy": "2.1"}), words(0.1 + 0.2), words(None)
-    ('torch 2.5, numpy 2.1', '0.3', 'None')
+    >>> words({"torch": "2.5", "lr": (0.1, 1.0)}), words(0.1 + 0.2), words(None)
+    ('torch 2.5, lr 0.1 to 1', '0.3', 'None')
     """
     if isinstance(value, dict):
-        return ", ".join(f"{key} {inner}" for key, inner in value.items())
+        return ", ".join(f"{key} {words(inner)}" for key, inner in value.items())
+    if isinstance(value, tuple):  # a range
+        return " to ".join(map(words, value))
     return missing if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def short(value: object) -> str:
+    """Return a number with at most four digits, or a whole one with thousands separated; None as a dash.
+
+    >>> short(0.123456), short(12345.6), short(None), short("0.9")
+    ('0.1235', '12,346', '–', '0.9')
+    """
+    if not isinstance(value, int | float):
+        return words(value, "–")
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"

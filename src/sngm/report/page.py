@@ -1,20 +1,28 @@
-"""Write the report of a study: a table, three figures, and one page that opens offline."""
+"""Write the report of a study: tables, figures, and one page that opens offline."""
 
 from __future__ import annotations
 
+import json
+import os
+import re
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
+from urllib.parse import quote
 
-from ..files import write_atomically
+from ..files import finite, write_atomically
 from ..progress import duration
 from .drawing import standalone
-from .figures import by_batch, by_rate, curves
+from .figures import Figure, by_batch, by_rate, by_trials, curves
+from .headline import headline
 from .html import render, words
-from .summary import Summary, summarise
-from .tables import caption, details, footnotes, table
+from .records import Run
+from .summary import Summary, summarise_tasks
+from .tables import caption, details, footnotes, table, tables
+from .targets import target
 
-FIGURES = {
+FIGURES: dict[str, tuple[Callable[[Summary], Figure], str]] = {
     "batch": (
         by_batch,
         "Bars are 95 % intervals over at least three seeds; with two seeds, dots are the seeds. "
@@ -27,56 +35,120 @@ FIGURES = {
         "a hollow marker at the edge a worse value than the axis shows.",
     ),
 }
+TRIALS = (
+    by_trials,
+    "Thick: the mean, over all choices of k trials, of their best validation score. Thin: what 10 % and 90 % of the "
+    "choices reach. The earlier a line is high, the easier the method is to tune.",
+)
 
 
-def write(folder: Path) -> Path:
-    """Write table.md, curves.svg, batch.svg, lr.svg and report.html into a folder of records.
+def write(folder: Path, path: Path | None = None) -> Path:
+    """Write table.md, figures, tables and report.html into a folder of records.
 
-    Every file is made before the first is replaced.
+    The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg; every table is a CSV file, and all are
+    in report.json. Of runs of several tasks each file but the page has the task in its name. Every file is made before
+    the first is replaced.
+
+    Args:
+        folder: the records.
+        path: write the page there as well.
 
     Returns:
-        The path of report.html.
+        The path of the page.
 
     Raises:
         FileNotFoundError: the folder holds no record.
     """
     folder = Path(folder)
-    summary = summarise(folder)
-    files = {f"{name}.svg": standalone(figure(summary)) for name, (figure, _) in FIGURES.items()}
-    files |= {"table.md": table(summary), "report.html": html(summary)}
+    parts = summarise_tasks(folder)
+    files = {"table.md": "\n".join(f"## {part.task}\n\n" * (len(parts) > 1) + table(part) for part in parts)}
+    for part in parts:
+        tail = ("-" + re.sub(r"[^\w.-]+", "-", part.task)) * (len(parts) > 1)
+        files |= {f"{name}{tail}.svg": standalone(figure(part)) for name, (figure, _) in figures_of(part).items()}
+        files |= {f"{name}{tail}.csv": found.csv() for name, found in tables(part).items()}
+    data = {part.task: {name: found.records() for name, found in tables(part).items()} for part in parts}
+    files["report.json"] = json.dumps(finite(data), indent=2, allow_nan=False) + "\n"
+    files["report.html"] = html(parts)
     for name, text in files.items():
-        write_atomically(folder / name, text.encode())
-    return folder / "report.html"
+        write_atomically(folder / name, text.encode("utf-8", "replace"))
+    if path is None:
+        return folder / "report.html"
+    write_atomically(Path(path), html(parts, os.path.relpath(folder, Path(path).parent)).encode())
+    return Path(path)
 
 
-def html(summary: Summary) -> str:
-    """Return the page."""
-    runs, study = summary.records.runs, summary.records.study
-    counts = {"method": len(summary.methods), "batch size": len(summary.batches), "run": len(runs)}
+def figures_of(summary: Summary) -> dict[str, tuple[Callable[[Summary], Figure], str]]:
+    """Return the figures of a report, with the text below each; studies that searched settings have one more."""
+    searched = any(cell.search for cell in summary.cells.values())
+    return {**FIGURES, "trials": TRIALS} if searched else FIGURES
+
+
+def html(parts: Sequence[Summary], home: str = "", live: bool = False) -> str:
+    """Return the page.
+
+    Args:
+        parts: a summary for each task.
+        home: the folder of the records, relative to that of the page, for links.
+        live: whether the browser loads the page again every few seconds.
+    """
+    runs = [run for part in parts for run in part.records.runs]
+    counts = {"task": len(parts)} if len(parts) > 1 else {}
+    counts |= {"method": len({method for part in parts for method in part.methods})}
+    counts |= {"batch size": len({batch for part in parts for batch in part.batches}), "run": len(runs)}
     size = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items()]
-    seconds = [run.seconds for run in runs if run.seconds is not None]
+    names = [part.task for part in parts]
     return render(
         "study",
-        title=f"{summary.task}: large-batch study",
-        subject=" · ".join([summary.task, *size]),
-        answer=summary.answer(),
-        summary=summary,
-        headings=[f"batch {batch}" for batch in summary.batches],
-        several=len(summary.methods) > 1,
-        details=details,
-        caption=caption(summary),
-        footnotes=footnotes(summary),
-        figures=[(figure(summary), note) for figure, note in FIGURES.values()],
-        cells=[cell for cell in summary.cells.values() if cell.grid],
-        origin={
+        title=f"{', '.join(names)}: large-batch study",
+        subject=" · ".join([*names, *size]),
+        answer=headline(parts[0]) if len(parts) == 1 else f"Results of {len(parts)} tasks",
+        parts=[_part(part) for part in parts],
+        home="" if home in ("", ".") else quote(os.fsencode(home)) + "/",
+        progress=_progress(runs),
+        failed=[run for run in runs if run.status == "failed"],
+        live=live,
+    )
+
+
+def _part(summary: Summary) -> dict[str, Any]:
+    """Return what the template shows of one task."""
+    runs, study = summary.records.runs, summary.records.study
+    seconds = [run.seconds for run in runs if run.seconds is not None]
+    goal = target(summary)
+    return {
+        "headline": headline(summary),
+        "answer": summary.answer(),
+        "summary": summary,
+        "tables": tables(summary),
+        "goal": None if goal is None else summary.text(goal) + " %" * summary.percent,
+        "headings": [f"batch {batch}" for batch in summary.batches],
+        "several": len(summary.methods) > 1,
+        "details": details,
+        "caption": caption(summary),
+        "footnotes": footnotes(summary),
+        "figures": [(figure(summary), note) for figure, note in figures_of(summary).values()],
+        "cells": [cell for cell in summary.cells.values() if cell.grid],
+        "searched": [cell for cell in summary.cells.values() if cell.search],
+        "origin": {
+            "parameters": _tally(f"{run.parameters:,}" if run.parameters else "" for run in runs),
             "hardware": _tally(words(run.hardware) for run in runs),
             "versions": _tally(words(run.versions) for run in runs),
             "commit": _tally(run.commit or "" for run in runs),
             "time": f"{duration(sum(seconds))} in {len(seconds)} runs" if seconds else "not recorded",
         },
-        commands=[study.command] if study and study.command else sorted({run.command for run in runs if run.command}),
-        runs=runs,
-    )
+        "commands": [study.command] if study and study.command else sorted({r.command for r in runs if r.command}),
+        "runs": runs,
+    }
+
+
+def _progress(runs: Sequence[Run]) -> str:
+    """Return how many runs have ended and how far the others are; empty if all have ended."""
+    counts = Counter(run.status for run in runs)
+    if not counts.keys() - {"finished", "diverged", "failed"}:
+        return ""
+    going = [f"{run.name} at epoch {len(run.curve)} of {run.epochs}" for run in runs if run.status == "running"]
+    tally = ", ".join(f"{counts[status]} {status}" for status in sorted(counts))
+    return f"{tally}{': ' if going else ''}{', '.join(going)}."
 
 
 def _tally(values: Iterable[str]) -> str:

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
@@ -42,6 +45,18 @@ class Run:
     hardware: dict[str, str]
     commit: str | None
     command: str | None
+    link: str
+    """The run's folder, relative to that of the records, quoted for a page."""
+    settings: dict[str, str | float]
+    """Of the config: schedule, warm-up, and the method's, such as weight decay."""
+    again: str
+    """The command that trains this run alone, with every setting."""
+    parameters: int | None
+    training_seconds: float | None
+    peak_memory: float | None
+    """Bytes allocated on the GPU at most; None on a CPU."""
+    error: str
+    """Why it failed, or empty."""
 
     def score(self, metric: str) -> float | None:
         """Return the result: NaN if the run diverged, None if there is none (yet)."""
@@ -64,6 +79,12 @@ class Choice:
     grid: list[float]
     extensions: int
     at_edge: bool
+    ranges: dict[str, tuple[float, float]]
+    """The range of each setting of a search; empty for a grid of learning rates."""
+    trials: list[dict[str, float]]
+    """The points of a search in the order of the trials, with their "score"; NaN where the run diverged."""
+    chosen: dict[str, float]
+    """The chosen point of a search."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +99,8 @@ class Study:
     higher_is_better: bool
     command: str | None
     choices: list[Choice]
+    searched: list[str]
+    """The settings in which the trials of a method differ, if they were searched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +142,7 @@ def read(folder: Path) -> Records:
             unreadable.append("study.json")
     for place in places:
         try:
-            run, whole = _run(place)
+            run, whole = _run(place, folder)
             runs.append(run)
             if not whole:
                 unreadable.append(f"{run.name}/metrics.jsonl")
@@ -140,17 +163,19 @@ def clean(value: object) -> str:
     return "".join(" " if ord(c) < 32 or 127 <= ord(c) < 160 or c in "\ufffe\uffff" else c for c in text)
 
 
-def _run(place: Path) -> tuple[Run, bool]:
+def _run(place: Path, folder: Path) -> tuple[Run, bool]:
     """Return a run, and whether its metrics.jsonl is unchanged; a changed one is left out."""
     record = read_record(place / "run.json")
     whole = not metrics_changed(place, record)
     config = record["config"]
     timing = _numbers(record.get("timing") or {})
+    of_method = config.get("method_settings") or {}
+    own = {"schedule": config.get("schedule"), "warmup": config.get("warmup"), **of_method}
     run = Run(
         name=clean(place.resolve().name),
         status=clean(record["status"]),
         task=clean(config["task"]),
-        method=clean(record.get("label") or format_call(config["method"], config.get("method_settings") or {})),
+        method=clean(record.get("label") or format_call(config["method"], of_method)),
         lr=_rate(config["lr"]),
         batch=_batch(config["batch"]),
         seed=int(config.get("seed") or 0),
@@ -166,8 +191,38 @@ def _run(place: Path) -> tuple[Run, bool]:
         hardware=_texts(record.get("hardware")),
         commit=clean(record.get("commit") or "") or None,
         command=clean(record.get("command") or "") or None,
+        link=quote(os.fsencode(place.relative_to(folder).as_posix() + "/")),
+        settings={clean(k): v if isinstance(v, float) else clean(v) for k, v in own.items() if v is not None},
+        again=clean(_again(config)),
+        parameters=_count(record.get("parameters")),
+        training_seconds=timing.get("training_seconds"),
+        peak_memory=timing.get("peak_memory"),
+        error=clean(record.get("error") or ""),
     )
     return run, whole
+
+
+FLAGS = [
+    "method", "lr", "batch", "seed", "part", "epochs", "workers", "micro", "bn_group", "running_stats", "schedule",
+    "warmup", "clip", "precision", "decay_on", "bias_lr",
+]  # fmt: skip
+
+
+def _again(config: Mapping[str, Any]) -> str:
+    """Return the command that trains a run of this config.
+
+    >>> _again({"task": "digits", "method": "sngm", "lr": 0.1, "clip": None, "method_settings": {"momentum": 0.8}})
+    'sngm train digits --method sngm --lr 0.1 --clip inf --set momentum=0.8'
+    """
+    words = ["sngm", "train", str(config["task"])]
+    for name in FLAGS:
+        if name in config:
+            value = "inf" if name == "clip" and config[name] is None else str(config[name])
+            words += [f"--{name.replace('_', '-')}", value]
+    for group in ("method_settings", "task_settings"):
+        for key, value in (config.get(group) or {}).items():
+            words += ["--set", f"{key}={value}"]
+    return shlex.join(words)
 
 
 def _curve(path: Path) -> list[dict[str, float]]:
@@ -204,9 +259,15 @@ def _study(record: Any) -> Study:
                 grid=sorted(_rate(lr) for lr in cell.get("grid") or []),
                 extensions=_count(cell.get("extensions")) or 0,
                 at_edge=bool(cell.get("at_edge")),
+                ranges={
+                    clean(k): (_number(low), _number(high)) for k, (low, high) in (cell.get("ranges") or {}).items()
+                },
+                trials=[_numbers(trial) for trial in cell.get("trials") or []],
+                chosen=_numbers(cell.get("chosen") or {}),
             )
             for cell in record.get("cells") or []
         ],
+        searched=[clean(name) for name in record.get("searched") or []],
     )
 
 

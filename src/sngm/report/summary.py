@@ -6,11 +6,12 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from ..parsing import without_settings
 from .records import Choice, Records, Run, higher_is_better, read
 from .stats import contrast, half_width
 
@@ -33,6 +34,8 @@ class Cell:
     selection: dict[float, float] = field(default_factory=dict)
     """Learning rate -> validation metric; NaN where the run diverged."""
     chosen_on_test: bool = False
+    search: Choice | None = None
+    """Ranges, trials and chosen point, if settings were searched."""
 
     @property
     def n(self) -> int:
@@ -55,7 +58,8 @@ class Cell:
         """Return the cell with JSON types only."""
         names = ["method", "batch", "lr", "mean", "half_width", "n", "values", "diverged", "grid"]
         found = {name: getattr(self, name) for name in (*names, "extensions", "at_edge", "seconds")}
-        return found | {"values": list(self.values.values())}
+        search = {"ranges": self.search.ranges, "trials": self.search.trials} if self.search else {}
+        return found | {"values": list(self.values.values())} | search
 
     @property
     def only_diverged(self) -> bool:
@@ -134,7 +138,7 @@ class Summary:
         A mean that cannot be tested, of one seed or without spread, leads only if it is the best.
         """
         best, *others = self.ranking(batch) or [Cell("", batch)]
-        same = [cell for cell in others if cell.mean == best.mean or (_welch(best, cell) or 0.0) >= 0.05]
+        same = [cell for cell in others if cell.mean == best.mean or (welch(best, cell) or 0.0) >= 0.05]
         return {cell.method for cell in (best, *same)}
 
     def _nothing(self) -> str:
@@ -159,9 +163,9 @@ class Summary:
         assert second.mean is not None
         gap = abs(best.mean - second.mean)
         if _same(best.mean, second.mean):
-            tied = _and([cell.method for cell in ranked if _same(cell.mean or 0.0, best.mean)])
+            tied = join([cell.method for cell in ranked if _same(cell.mean or 0.0, best.mean)])
             return f"At batch {batch}, {tied} tie on {self.task}: {self.text(best.mean)}{unit} {what}{aside}."
-        p = _welch(best, second)
+        p = welch(best, second)
         side = "above" if self.higher_is_better else "below"
         if p is not None and p >= 0.05:
             return (
@@ -171,7 +175,7 @@ class Summary:
             )
         head = (
             f"At batch {batch}, {best.method} is {'best' if p is not None else 'ahead'} on {self.task} with "
-            f"{self.text(best.mean, best.half_width)}{unit} {what}, {self._gap(gap)} {side} {second.method}"
+            f"{self.text(best.mean, best.half_width)}{unit} {what}, {self.gap(gap)} {side} {second.method}"
         )
         if p is not None:
             return f"{head}: a clear difference ({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
@@ -186,7 +190,7 @@ class Summary:
         missing = [cell.method for cell in cells if not cell.n and not cell.only_diverged]
         have = "have" if len(missing) > 1 else "has"
         said = {"diverged and do not count": some, "diverged": gone, f"{have} no finished run there": missing}
-        return "".join(f"; {_and(names)} {what}" for what, names in said.items() if names)
+        return "".join(f"; {join(names)} {what}" for what, names in said.items() if names)
 
     def _cost(self, small: int, large: int) -> str:
         sign = 1 if self.higher_is_better else -1
@@ -198,31 +202,34 @@ class Summary:
         least, method = costs[0]
         tied = [name for cost, name in costs if _same(cost, least)]
         if len(costs) == 1:
-            gap = self._gap(abs(least)) if least else "nothing"
+            gap = self.gap(abs(least)) if least else "nothing"
             return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}."
         if len(tied) > 1:
-            return f"{head} {_and(tied)} lost the same and least ({self._loss(least)})."
+            return f"{head} {join(tied)} lost the same and least ({self._loss(least)})."
         second, other = costs[1]
         weights = {(method, small): 1, (method, large): -1, (other, small): -1, (other, large): 1}
         p = contrast(*((weight, list(self.cells[key].values.values())) for key, weight in weights.items()))
         sure = "" if p is None else f"; {_p(p)}{', too close to call' if p >= 0.05 else ''}"
         return f"{head} {method} lost least ({self._loss(least)}), then {other} ({self._loss(second)}{sure})."
 
-    def _gap(self, gap: float) -> str:
+    def gap(self, gap: float) -> str:
+        """Format a difference, in percentage points where the metric is a percentage."""
         if self.percent:
             gap *= 100
             return f"{gap:.{1 if gap >= 0.1 else 2}f} points"
         return f"{gap:.2g}"
 
     def _loss(self, loss: float) -> str:
-        return "nothing" if loss == 0 else ("a gain of " if loss < 0 else "") + self._gap(abs(loss))
+        return "nothing" if loss == 0 else ("a gain of " if loss < 0 else "") + self.gap(abs(loss))
 
 
-def _welch(one: Cell, other: Cell) -> float | None:
+def welch(one: Cell, other: Cell) -> float | None:
+    """Return the p-value of Welch's test between two cells; None where no test is possible."""
     return contrast((1, list(one.values.values())), (-1, list(other.values.values())))
 
 
-def _and(words: Sequence[str]) -> str:
+def join(words: Sequence[str]) -> str:
+    """Return words as a list in a sentence: a, b and c."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} and {words[-1]}"
 
 
@@ -236,15 +243,36 @@ def _p(p: float) -> str:
 
 
 def summarise(folder: Path) -> Summary:
-    """Read a folder of records and return the content of its report.
+    """Read a folder of records and return the content of its report; of runs of several tasks, the most frequent one's.
+
+    Raises:
+        FileNotFoundError: the folder holds no record.
+    """
+    return summarise_tasks(folder)[0]
+
+
+def summarise_tasks(folder: Path) -> list[Summary]:
+    """Read a folder of records and return the content of its report, for each task; a study has one.
 
     Raises:
         FileNotFoundError: the folder holds no record.
     """
     records = read(folder)
+    if records.study:
+        return [_summarise(records, records.study.task)]
+    count = Counter(sorted(run.task for run in records.runs))
+    return [
+        _summarise(replace(records, runs=[run for run in records.runs if run.task == task]), task)
+        for task, _ in count.most_common()
+    ]
+
+
+def _summarise(records: Records, task: str) -> Summary:
     study, runs = records.study, records.runs
+    if study and study.searched:  # the trials of a method differ in these settings
+        runs = [replace(run, method=without_settings(run.method, study.searched)) for run in runs]
+        records = replace(records, runs=runs)
     notes = []
-    task = study.task if study else _most([run.task for run in runs])
     metric = study.metric if study else _metric(runs)
     better = study.higher_is_better if study else higher_is_better(metric)
     epochs = study.epochs if study else None
@@ -256,7 +284,7 @@ def summarise(folder: Path) -> Summary:
         notes.append(f"{_count(len(of_task) - len(ours), 'run')} of other lengths than {epochs} epochs left out.")
     lengths = sorted({run.epochs for run in ours if run.epochs and run.part != "select"})
     if len(lengths) > 1:
-        notes.append(f"The runs differ in length ({_and([*map(str, lengths)])} epochs): the comparison is not even.")
+        notes.append(f"The runs differ in length ({join([*map(str, lengths)])} epochs): the comparison is not even.")
     methods = list(dict.fromkeys((study.methods if study else []) + sorted({run.method for run in ours})))
     batches = sorted({run.batch for run in ours} | set(study.batches if study else []))
     choices = {(choice.method, choice.batch): choice for choice in (study.choices if study else [])}
@@ -306,6 +334,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
         at_edge=choice.at_edge if choice else lr is not None and len(grid) > 1 and lr in (grid[0], grid[-1]),
         selection=selection,
         chosen_on_test=on_test,
+        search=choice if choice and choice.ranges else None,
     )
 
 

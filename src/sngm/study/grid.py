@@ -13,8 +13,9 @@ from typing import Any
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
-from ..parsing import parse_call
+from ..parsing import parse_call, without_settings
 from ..training.config import RunConfig, method_settings_of, resolve
+from .search import Ranges, as_settings, hidden_by, points, ranges_of
 from .select import Scores, at_edge, best_rate, next_rate
 
 MOST_SEEDS = 10_000
@@ -26,9 +27,11 @@ class StudyConfig:
 
     Attributes:
         methods: names with settings, such as ``sngm(weight_decay=8e-4)``.
-        lrs: learning rates to try, for all methods; None for the task's grid of each method.
+        lrs: learning rates to try, for all methods or by method; None for the task's grid of each method.
         settings: fields of the config of every run, such as workers or schedule.
         extend: extend the grid if the best learning rate is at its edge.
+        search: settings to search, with ranges or None, in place of a grid; see `sngm.study.search`.
+        trials: points of the search.
     """
 
     task: str
@@ -36,34 +39,43 @@ class StudyConfig:
     batches: tuple[int, ...]
     seeds: int
     epochs: int
-    lrs: tuple[float, ...] | None = None
+    lrs: tuple[float, ...] | dict[str, tuple[float, ...]] | None = None
     method_settings: dict[str, Any] = field(default_factory=dict)
     task_settings: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     extend: bool = True
+    search: dict[str, tuple[float, float] | None] = field(default_factory=dict)
+    trials: int | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", tasks.canonical(self.task))
         if not 1 <= self.seeds <= MOST_SEEDS:
             raise UsageError(f"seeds must be at least 1 and at most {MOST_SEEDS:,}, got {self.seeds:,}")
-        for name, values in (("methods", self.methods), ("batches", self.batches), ("lrs", self.lrs)):
-            if values is not None and len(set(values)) < len(values):
+        grids = self.lrs.values() if isinstance(self.lrs, dict) else [self.lrs or ()]
+        for name, values in (("methods", self.methods), ("batches", self.batches), *(("lrs", grid) for grid in grids)):
+            if len(set(values)) < len(values):
                 again = next(value for i, value in enumerate(values) if value in values[:i])
                 raise UsageError(f"{name} lists something twice: {again} is there twice; leave one out")
+        if self.search and self.lrs:
+            raise UsageError("give either `lrs`, a grid of learning rates, or `search`")
+        names = {parse_call(text)[0] for text in self.methods}
+        if isinstance(self.lrs, dict) and (others := sorted(self.lrs.keys() ^ names)):
+            raise UsageError(f"`lrs` must list the learning rates of each method that is compared; see {others[0]!r}")
 
     def cells(self) -> list[Cell]:
         """Return one cell for each method at each batch size."""
-        cls = tasks.find(self.task)
         cells = []
         for text in self.methods:
             name, own = parse_call(text)
             known = method_settings_of(name)
             common = {k: v for k, v in self.method_settings.items() if k in known}
-            grid = self.lrs or tuple(cls.lrs.get(name, cls.usual_lrs))
-            cells += [Cell(self, name, {**common, **own}, batch, grid) for batch in self.batches]
+            for batch in self.batches:
+                grid, searched = self.trials_of(name, {**common, **own}, batch)
+                cells.append(Cell(self, name, {**common, **own}, batch, grid, searched))
         if len({len(cell.grid) for cell in cells}) > 1:
             sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in cells if cell.batch == self.batches[0])
-            raise UsageError(f"every method must have as many rates to try, but the task gives {sizes}; use --lrs")
+            given = "`lrs` has" if self.lrs else "the task gives"
+            raise UsageError(f"every method must have as many rates to try, but {given} {sizes}; use --lrs")
         first = [cell for cell in cells if cell.batch == self.batches[0]]
         for a, b in itertools.combinations(first, 2):
             if a.label == b.label or a.computes() == b.computes():
@@ -74,6 +86,25 @@ class StudyConfig:
                 )
                 raise UsageError(f"methods lists something twice: {same}; leave one out")
         return cells
+
+    def ranges(self, method: str, batch: int) -> Ranges:
+        """Return the searched range of each setting."""
+        return ranges_of(self.task, method, batch, self.epochs, self.search)
+
+    def trials_of(
+        self, method: str, settings: dict[str, Any], batch: int
+    ) -> tuple[tuple[float, ...], dict[float, dict[str, float]]]:
+        """Return the learning rates to try, and the other searched values by learning rate."""
+        if not self.search:
+            grid = self.lrs.get(method) if isinstance(self.lrs, dict) else self.lrs
+            return grid or tasks.rates_of(self.task, method), {}
+        given = {**settings, **self.settings}
+        for name in self.search:
+            if name in given or (name == "momentum" and "betas" in given):
+                raise UsageError(f"{name} is searched, but also set for {method}; do one of the two")
+        assert self.trials is not None
+        found = points(self.ranges(method, batch), self.trials)
+        return tuple(point["lr"] for point in found), {point["lr"]: point for point in found}
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,6 +119,8 @@ class StudyConfig:
         del identity["seeds"]
         if self.extend:  # older studies have no such field, and extended their grids
             del identity["extend"]
+        if not self.search:
+            del identity["search"], identity["trials"]
         return identity
 
 
@@ -100,26 +133,30 @@ class Cell:
     method_settings: dict[str, Any]
     batch: int
     grid: tuple[float, ...]
+    searched: dict[float, dict[str, float]] = field(default_factory=dict)
+    """The point of each trial, by its learning rate."""
     scores: dict[float, tuple[float, float] | None] = field(default_factory=dict)
     lr: float | None = None
     chosen: bool = False
 
     @functools.cached_property
     def label(self) -> str:
-        return self.config(self.grid[0], "select", 0).label
+        return without_settings(self.config(self.grid[0], "select", 0).label, hidden_by(self.study.search))
 
     def computes(self) -> tuple[Any, ...]:
         """Return the class of the method and all its settings, defaults included."""
         method = registry.find(self.method)
         defaults = {key: p.default for key, p in inspect.signature(method.build).parameters.items()}
         config = self.config(self.grid[0], "select", 0)
-        return method.build, {**defaults, **method.settings, **config.method_settings}, config.clip
+        return method.build, {**defaults, **method.settings, **config.method_settings}, config.clip, config.schedule
 
     def config(self, lr: float, part: str, seed: int) -> RunConfig:
-        study = self.study
+        study, point = self.study, self.searched.get(lr, {})
+        given = {**study.settings, **({"warmup": point["warmup"]} if "warmup" in point else {})}
+        settings = {**self.method_settings, **as_settings(self.method, point)}
         return resolve(
             study.task, self.method, lr=lr, batch=self.batch, epochs=study.epochs, seed=seed, part=part,
-            method_settings=self.method_settings, task_settings=study.task_settings, **study.settings,
+            method_settings=settings, task_settings=study.task_settings, **given,
         )  # fmt: skip
 
     def first_runs(self) -> list[RunConfig]:
@@ -139,7 +176,8 @@ class Cell:
         self.scores[config.lr] = score
         if len(self.scores) < len(self.grid):
             return []
-        beyond = next_rate(self.scores, higher_is_better, len(self.grid)) if self.study.extend else None
+        extends = self.study.extend and not self.study.search  # a search has the same trials for every method
+        beyond = next_rate(self.scores, higher_is_better, len(self.grid)) if extends else None
         if beyond is not None:
             return [self.config(beyond, "select", 0)]
         best = best_rate(self.scores, higher_is_better)
@@ -159,8 +197,19 @@ class Cell:
             "lr": self.lr,
             "grid": sorted(scores) or list(self.grid),
             "extensions": max(0, len(scores) - len(self.grid)),
-            "at_edge": self.chosen and at_edge(scores, higher_is_better),
+            "at_edge": self.chosen and not self.study.search and at_edge(scores, higher_is_better),
+            **self._search_summary(),
         }
+
+    def _search_summary(self) -> dict[str, Any]:
+        """Return the ranges of a search, its finished trials in order, and the chosen point."""
+        if not self.study.search:
+            return {}
+        tried = [
+            {**self.searched[lr], "score": (self.scores[lr] or [None])[0]} for lr in self.grid if lr in self.scores
+        ]
+        chosen = self.searched[self.lr] if self.lr is not None else None
+        return {"ranges": self.study.ranges(self.method, self.batch), "trials": tried, "chosen": chosen}
 
 
 def run_name(config: RunConfig) -> str:

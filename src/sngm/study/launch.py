@@ -33,6 +33,7 @@ from ..training.validation import config_of
 from .executors import Executor, open_remote
 from .executors.local import default_jobs, open_local
 from .grid import Cell, StudyConfig, run_name
+from .search import hidden_by
 
 MOST_JOBS = 1024
 Record = dict[str, Any]
@@ -256,6 +257,8 @@ class _Launcher:
             "cells": [cell.summary(better) for cell in self.progress.cells],
             "study": self.study.identity(),
         }
+        if self.study.search:
+            study["searched"] = sorted(hidden_by(self.study.search))
         write_record(self.folder / "study.json", study)
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -16,8 +13,10 @@ from typing import Any, cast
 import torch
 
 from ..errors import UsageError
+from ..optim import registry
 from ..optim.digest import digest_of
-from ..optim.registry import importable, is_module_name, nearest
+from ..optim.external import canonical, checksum_of, is_module_name, load_file
+from ..optim.registry import importable, nearest
 from ..parsing import value_of
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
@@ -147,7 +146,7 @@ def find(name: str) -> type[Task]:
     if not place.endswith(".py") and not is_module_name(place):
         raise UsageError(f"no task at {name[:80]!r}: write file.py:Class or package.module:Class")
     try:
-        module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
         cls = getattr(module, attribute, None)
     except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"no task at {name!r}: {error}") from error
@@ -188,36 +187,9 @@ def _listed(numbers: Any) -> Any:
     return tuple(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
 
 
-def _load_file(path: Path) -> Any:
-    path = path.resolve()
-    module_name = f"sngm_task_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
-    if module_name in sys.modules:
-        return sys.modules[module_name]
-    spec = importlib.util.spec_from_file_location(module_name, path)
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"no Python file at {path}")
-    module = importlib.util.module_from_spec(spec)
-    module.__checksum__ = hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # type: ignore[attr-defined]
-    sys.modules[module_name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it may import modules next to it
-    try:
-        spec.loader.exec_module(module)
-    except BaseException:
-        del sys.modules[module_name]
-        raise
-    return module
-
-
 def settings_of(name: str) -> list[str]:
     """Return the names of the settings of a task."""
     return list(inspect.signature(find(name)).parameters)
-
-
-def canonical(name: str) -> str:
-    """Return the name of a task with the absolute path of its file, if it has one."""
-    place, _, attribute = name.rpartition(":")
-    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
 
 
 def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
@@ -227,15 +199,26 @@ def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
     """
     if isinstance(LOCAL.get(name), Task):
         return name.rpartition("-")[2]
-    place = name.rpartition(":")[0]
-    if name in LOCAL or place == "__main__":
+    if name in LOCAL or name.startswith("__main__:"):
         cls: Any = find(name)
         return _class_digest(cls, repr(settings or {}))
-    return str(_load_file(Path(place)).__checksum__) if place.endswith(".py") else None
+    return checksum_of(name)
+
+
+def rates_of(task: str, method: str) -> tuple[float, ...]:
+    """Return the learning rates to try: the task's for this method, else its usual ones at the method's scale.
+
+    >>> rates_of("digits", "sngm"), rates_of("digits", "schedule-free")
+    ((0.03, 0.1, 0.3, 1.0), (0.001, 0.003, 0.01, 0.03))
+    """
+    cls = find(task)
+    if method in cls.lrs:
+        return tuple(cls.lrs[method])
+    known = registry.METHODS.get(method)
+    return tuple(float(f"{lr * (known.lr_scale if known else 1.0):.3g}") for lr in cls.usual_lrs)
 
 
 def middle_rate(task: str, method: str) -> float:
     """Return the middle learning rate of a task's grid for a method."""
-    cls = find(task)
-    grid = cls.lrs.get(method, cls.usual_lrs)
+    grid = rates_of(task, method)
     return float(sorted(grid)[len(grid) // 2])

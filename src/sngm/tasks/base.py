@@ -104,6 +104,12 @@ class Task:
     step: ClassVar[str] = "auto"
     dataset: ClassVar[str | None] = None
     data_dir: Path | None = None
+    label_smoothing: float = 0.0  # set for each run
+
+    @property
+    def smooths_labels(self) -> bool:
+        """Whether the loss uses `label_smoothing`. A task with a loss of its own that does sets this to True."""
+        return type(self).loss is Task.loss and type(self).follow is Task.follow
 
     @classmethod
     def usual(cls, batch: int) -> dict[str, Any]:
@@ -170,7 +176,8 @@ class Task:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the mean loss over the samples of a batch."""
         inputs, labels = batch
-        return cross_entropy(model(inputs), labels)
+        check_labels(labels)
+        return cross_entropy(model(inputs), labels, label_smoothing=self.label_smoothing)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
         """Return the recurrent state at the start of an epoch: tensors with one row per sample of the batch.
@@ -220,6 +227,12 @@ class Task:
 
         names = list(inspect.signature(type(self).__init__).parameters)[1:]
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
+
+
+def check_labels(labels: Tensor) -> None:
+    """Refuse labels that torch's cross-entropy does not take; its own error does not name them."""
+    if labels.dtype == torch.bool:
+        raise UsageError("labels are bool, but cross-entropy takes class numbers; use labels.long()")
 
 
 def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

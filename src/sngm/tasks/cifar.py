@@ -75,6 +75,10 @@ class Cifar10ResNet20(Cifar10):
     lrs = {  # noqa: RUF012  around the best ones at batch 8192 in trials with one seed
         "msgd": (0.05, 0.1, 0.2, 0.4),
         "adam": (0.001, 0.003, 0.01, 0.03),
+        "adamw": (0.001, 0.003, 0.01, 0.03),
+        "muon": (0.003, 0.01, 0.03, 0.1),
+        "nesterov": (0.05, 0.1, 0.2, 0.4),
+        "nsgdm": (2.0, 4.0, 8.0, 16.0),
         "lars": (1.0, 2.0, 4.0, 8.0),
         "lars-unscaled": (1.0, 2.0, 4.0, 8.0),
         "lars-momentum": (0.01, 0.03, 0.1, 0.3),

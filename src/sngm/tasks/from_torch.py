@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, default_collate
 
 from ..data.tensors import Tensors, fingerprint
 from ..errors import UsageError
-from .base import Batch, Samples, Splits, Task
+from .base import Batch, Samples, Splits, Task, check_labels
 
 Loss = Callable[[Any, Tensor], Tensor]
 SAMPLED = 64  # samples used for the fingerprint of a dataset
@@ -85,8 +86,15 @@ class TorchTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         *inputs, target = batch
-        loss: Tensor = self.parts["loss"](model(*inputs), target)
+        if self.smooths_labels or isinstance(self.parts["loss"], nn.CrossEntropyLoss):
+            check_labels(target)
+        more = {"label_smoothing": self.label_smoothing} if self.smooths_labels else {}
+        loss: Tensor = self.parts["loss"](model(*inputs), target, **more)
         return loss
+
+    @property
+    def smooths_labels(self) -> bool:
+        return self.parts["loss"] is cross_entropy
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         *inputs, target = batch

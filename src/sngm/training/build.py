@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -15,8 +17,9 @@ from ..errors import UsageError
 from ..memory import MemoryLimit
 from ..optim import CLARS, LARS, decay_groups
 from ..optim.base import LargeBatchOptimizer
+from ..optim.external import restores_its_state, set_mode
 from ..optim.lars import trust
-from ..optim.registry import builder
+from ..optim.registry import BUILT_IN, builder
 from ..optim.state import EXECUTION_FLAGS
 from ..options import Execution
 from ..tasks import Samples, Schedule, Splits, Task
@@ -29,9 +32,10 @@ from .data_loading import Resident, Streamed, fits, loaders_of
 from .distributed import Processes
 from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
 from .recurrent_state import RecurrentState
-from .step import Stepper, worker_passes_of
+from .step import Stepper, pieces_of, worker_passes_of
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
+CHECKED: set[str] = set()  # methods of the user's whose `state_dict` has been checked
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those of torch with fused steps on CUDA
 
 
@@ -52,6 +56,8 @@ class Setup:
     data_source: Resident | Streamed
     recurrent_state: RecurrentState
     stepper: Stepper | CapturedStepper
+    rest: int = 0  # samples of the last, smaller batch of an epoch; 0 if it is dropped
+    rest_stepper: Stepper | CapturedStepper | None = None
 
 
 def prepare(
@@ -95,27 +101,40 @@ def prepare(
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
     if execution.shard:
-        sharding.check_method(optimizer)
+        sharding.check(config, optimizer)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)
-    own = worker_passes_of(plan, processes.rank, optimizer, most)
-    pieces = [piece for each in own for piece in each.passes]
-    statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
-    if most is not None:
-        statistics = GhostStatistics(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
     source: Resident | Streamed = Resident(training, processes.device)
     if streams:
+        pieces = pieces_of(worker_passes_of(plan, processes.rank, optimizer, most))
         count = loaders_of(task, loaders)
         source = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
     state = RecurrentState(task, model, plan, processes.rank)
-    plain = Stepper(
-        config, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
-    )
-    plain.heartbeat = processes.heartbeat
-    stepper = CapturedStepper(plain, config.batch, processes.device) if "captured" in mode else plain
+
+    def stepper_of(sized: RunConfig, plan: BatchPlan) -> Stepper | CapturedStepper:
+        own = worker_passes_of(plan, processes.rank, optimizer, most)
+        statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
+        if most is not None:
+            policy, rank = config.running_stats, processes.rank
+            statistics = GhostStatistics(model, plan, policy, rank, pieces_of(own), config.dtype)
+        plain = Stepper(
+            sized, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
+        )
+        plain.heartbeat = processes.heartbeat
+        return CapturedStepper(plain, plan.batch, processes.device) if "captured" in mode else plain
+
+    rest_stepper, rest = None, 0
+    small = plan.for_rest(len(training) % plan.batch) if config.last_batch == "keep" else None
+    if small is not None:
+        if streams or state.rows:
+            raise UsageError("`last_batch` keep needs samples in memory that do not follow one another")
+        sized = replace(config, batch=small.batch, micro=small.micro, bn_group=small.bn_group)
+        rest_stepper, rest, per_epoch = stepper_of(sized, small), small.batch, per_epoch + 1
+    stepper = stepper_of(config, plan)  # last, because GhostStatistics sets the groups of the model
     steps = per_epoch * config.epochs
     return Setup(
-        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper
-    )
+        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper,
+        rest, rest_stepper,
+    )  # fmt: skip
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
@@ -174,9 +193,19 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
             groups = [{**group, "weight_decay": settings.get("weight_decay", 0.0)} for group in groups]
         if "weight_decay" not in settings:
             groups = [{"params": group["params"]} for group in groups]
-        optimizer = builder(config.method, settings)(groups, lr=config.lr)
+        build = builder(config.method, settings)
+        optimizer = build(groups, lr=config.lr)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{config.method}: {error}") from error
+    if config.method not in BUILT_IN and config.label not in CHECKED:
+        CHECKED.add(config.label)
+        if not restores_its_state(functools.partial(build, lr=config.lr)):
+            warnings.warn(
+                f"{config.label}: state_dict() lacks something that its step uses, so a resumed run would differ from "
+                "an unbroken one; see docs/your-own-optimizer.md",
+                stacklevel=2,
+            )
+    set_mode(optimizer, training=True)
     if isinstance(optimizer, (LARS, CLARS)) and config.bias_lr == "scaled":
         _scale_vectors(optimizer)
     for group in optimizer.param_groups:

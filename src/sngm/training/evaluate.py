@@ -89,8 +89,8 @@ def check_samples(name: str, samples: Any) -> None:
     kind = type(samples)
     if kind in (list, tuple, dict, str) or not (hasattr(kind, "__len__") and hasattr(kind, "__getitem__")):
         raise UsageError(
-            f"{name} must have a length and give the samples at a tensor of indices, as "
-            f"sngm.tasks.Tensors(inputs, labels) does; got a {kind.__name__}"
+            f"{name} must have __len__, and __getitem__ that takes a tensor of indices, as "
+            f"sngm.tasks.Tensors(inputs, labels) has; got a {kind.__name__}"
         )
     if not len(samples):
         raise UsageError(f"{name} holds no samples")

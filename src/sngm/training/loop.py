@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..errors import DataMissing, Interrupted, UsageError
 from ..files import check_writable, locked, remove_leftovers
+from ..optim.external import set_mode
 from ..options import Execution, at_least
 from ..progress import note
 from ..tasks import Moment, Task
@@ -29,7 +30,8 @@ from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
 from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
-from .timing import Clock
+from .scored_model import ScoredModel
+from .timing import Clock, peak_memory
 from .trackers import check_tracker, open_tracker
 
 CHECK_EVERY = 50  # steps between checks of the loss, each of which synchronises with the device
@@ -63,7 +65,7 @@ class State:
     loss_sum: float = 0.0  # over the steps of the current epoch
     seconds: Record = field(default_factory=dict)  # of `Clock.pack`
     history: list[Record] = field(default_factory=list)
-    best_model: dict[str, Tensor] | None = None  # of the best epoch so far, if task.result_of is "best"
+    best_model: dict[str, Tensor] | None = None  # that of the result, where it is not the trained model after all steps
 
     def scores(self, task: Task) -> list[float]:
         """Return the validation score of each epoch; empty without a validation set."""
@@ -77,11 +79,13 @@ class State:
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
-    def pack(self, record: Record, setup: Setup, carried: list[Tensor], folder: Path, first: bool) -> Record:
+    def pack(
+        self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor], folder: Path, first: bool
+    ) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         # JSON types only: torch.load(weights_only=True) rejects others
         whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
-        packed: Record = {"run": own, "carried": carried, **whose}
+        packed: Record = {"run": own, "carried": carried, "averages": averages, **whose}
         if not sharding.is_sharded(setup.model):
             lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict()}
             return {**packed, **lasting, "best_model": self.best_model}
@@ -178,6 +182,9 @@ def _run(
         processes.broadcast_model(model)
     before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup, folder.path)
+    scored = ScoredModel(config, setup)
+    if packed is not None:
+        scored.load(packed.get("averages", []))
     record = describe(config, model, processes, setup.data, task.metric)
     if before:
         record |= resumed_fields(before, record)
@@ -185,6 +192,8 @@ def _run(
     loss_sum = torch.tensor(state.loss_sum, dtype=torch.float64, device=processes.device)
     held_out = {name: to_device_if_fits(samples, processes.device) for name, samples in setup.held_out.items()}
     clock = Clock(state.seconds)
+    if processes.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(processes.device)
 
     @functools.lru_cache(maxsize=2)
     def order_in(epoch: int) -> Tensor:
@@ -198,7 +207,7 @@ def _run(
         if sharding.is_sharded(model):
             processes.broadcast_buffers(model)  # any process may write them
         if processes.first or sharding.is_sharded(model):
-            packed = state.pack(record, setup, carried, folder.path, processes.first)
+            packed = state.pack(record, setup, carried, scored.averages, folder.path, processes.first)
             if processes.first:
                 checkpoint.save(folder.path, state.step, packed)
         clock.wrote()
@@ -209,7 +218,8 @@ def _run(
         return mine if options.checkpoint_every else processes.any(mine, state.step)
 
     def close(status: str, **more: Any) -> Record:
-        record.update(status=status, timing=clock.timing() | {"step": setup.stepper.mode}, **more)
+        timing = clock.timing() | {"step": setup.stepper.mode} | peak_memory(processes.device)
+        record.update(status=status, timing=timing, **more)
         if journal:
             journal.close()
         return record
@@ -221,6 +231,7 @@ def _run(
             for loss, lr in steps_of_epoch(config, setup, order_in(epoch), epoch, first, scores):
                 loss_sum += loss
                 state.step += 1
+                scored.follow(state.step)
                 ends = state.step % per_epoch == 0
                 if ends:
                     order_in(epoch + 1)  # computed while the device is busy
@@ -231,16 +242,19 @@ def _run(
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": lr}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
                     clock.trained(epoch_ends=True)
+                    set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
                     processes.heartbeat.advance()
                     processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
-                    metrics |= evaluate(task, model, held_out, config, *how, processes)
+                    tested = scored.prepare(epoch)
+                    metrics |= evaluate(task, tested, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
-                    if task.result_of == "best" and state.best(task) in (-1, epoch):
-                        state.best_model = {name: t.clone() for name, t in model.state_dict().items()}
+                    counts_last = task.result_of == "last" and epoch == config.epochs - 1 and tested is not model
+                    if counts_last or (task.result_of == "best" and state.best(task) in (-1, epoch)):
+                        state.best_model = {name: t.clone() for name, t in tested.state_dict().items()}
                     loss_sum.zero_()
                     if journal:
                         journal.note(metrics)
@@ -282,6 +296,7 @@ def steps_of_epoch(
         first: batches of this epoch that a resumed run has seen.
         scores: validation scores of the epochs before, for schedules that need them.
     """
+    set_mode(setup.optimizer, training=True)
     order = setup.data_source.begin(order, epoch, first)
     if first == 0:
         setup.recurrent_state.reset()
@@ -290,7 +305,10 @@ def steps_of_epoch(
         factor = setup.schedule(Moment(step, setup.steps, epoch, config.epochs, scores, setup.task.higher_is_better))
         set_rates(setup.optimizer, factor)
         batch = order[i * config.batch : (i + 1) * config.batch]
-        yield setup.stepper(batch, epoch=epoch, step=step), config.lr * factor
+        stepper = setup.stepper
+        if setup.rest_stepper is not None and i == setup.per_epoch - 1:
+            batch, stepper = batch[: setup.rest], setup.rest_stepper
+        yield stepper(batch, epoch=epoch, step=step), config.lr * factor
 
 
 class Journal:

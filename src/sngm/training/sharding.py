@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..optim import CLARS, ExtrapSGD
+from .config import RunConfig
 
 
 def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
@@ -35,8 +36,10 @@ def is_sharded(model: nn.Module) -> bool:
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
-def check_method(optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for methods that need more than the mean gradient."""
+def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
+    """Raise UsageError for methods that need more than the mean gradient, and for copies of the model."""
+    if config.ema is not None or config.bn_samples:
+        raise UsageError("`shard`: `ema` and `bn_samples` need a copy of the whole model")
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
         raise UsageError(f"`shard`: {type(optimizer).__name__} needs the gradient of each worker, which FSDP2 has not")
 

@@ -52,6 +52,11 @@ def worker_passes_of(
     return [WorkerPasses(mine.start, plan.merged(mine, most))]
 
 
+def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
+    """Return the parts of the batch of all passes, in order."""
+    return [piece for own in worker_passes for piece in own.passes]
+
+
 class Stepper:
     """The training step of a run. Its state is in model, optimizer and `recurrent_state`."""
 

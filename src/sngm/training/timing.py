@@ -6,7 +6,14 @@ import statistics
 import time
 from typing import Any
 
+import torch
+
 SECONDS_BETWEEN_CHECKPOINTS = 60.0
+
+
+def peak_memory(device: torch.device) -> dict[str, float]:
+    """Return the most bytes that tensors took on a GPU in this process, for the record; nothing on a CPU."""
+    return {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
 class Clock:

@@ -62,6 +62,7 @@ class KernelStep:
     found_inf: Tensor | None
     rounding: Tensor | None  # counter of steps, if a group rounds stochastically
     mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS: for each parameter
+    whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only a part of it
     captured: bool  # into a CUDA graph
     held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
 
@@ -335,7 +336,9 @@ def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layo
 
 def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
     """Sum over ranks what the norms span."""
-    if step.shards.active:
+    if step.whole_square is not None:
+        values["spans"][:2] = step.whole_square
+    elif step.shards.active:
         by_group, lengths = step.scope == "group", step.lengths
         positions = [i if by_group else 0 for i, length in enumerate(lengths) for _ in range(length)]
         packed = per_parameter(step, values, OF_GRAD, OF_GRAD)[0]

@@ -1,0 +1,293 @@
+"""Advise on a batch size and a learning rate, from Python."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shlex
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from . import tasks
+from .api import Folder, TaskLike, run_config
+from .errors import UsageError
+from .files import check_folder, read_json
+from .measure import Measurement, teller
+from .options import BudgetOptions, Execution, as_dict, takes
+from .progress import note, step_progress
+from .training import Options, RunConfig
+from .training.distributed import choose_device
+
+
+@takes(BudgetOptions)
+def advise(
+    task: TaskLike | Path | None = None,
+    *,
+    from_sgd: Mapping[str, Any] | None = None,
+    from_adamw: Mapping[str, Any] | None = None,
+    to_batch: int | None = None,
+    pilot_steps: int | None = None,
+    verify: bool = False,
+    settings: dict[str, Any] | None = None,
+    out: Folder | None = None,
+    data_dir: Folder | None = None,
+    device: str | None = None,
+    progress: bool = True,
+    budgetoptions: BudgetOptions,
+) -> Measurement:
+    """Advise on batch size and learning rate.
+
+    With `from_sgd` or `from_adamw`, say how far the batch of a recipe can grow, and what to change: the result has the
+    "answer" in a sentence, "lr", "weight_decay", "batch", the "diff" of your own loop and the "command" to train by.
+    With `gradients`, say how large a batch each method's bound allows. Each number says whether it is measured, theory
+    or a rule of thumb. :func:`sngm.advise_model` does the first without a task.
+
+    Args:
+        task: a name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
+        from_sgd: the SGD recipe, such as ``dict(lr=0.1, batch=128, weight_decay=1e-4, momentum=0.9, epochs=160)``.
+        from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
+        to_batch: the larger batch. Default: twice the recipe's.
+        verify: train the recipe and the advised settings with three seeds each, and compare them.
+        (options)
+        pilot_steps: end the pilot run after this many steps.
+        settings: settings of the task, by name.
+        out: folder for the page and its record. Default: none is written.
+        data_dir: folder that holds datasets.
+        device: cpu, cuda or cuda:1. Default: the GPU if there is one.
+        progress: print the cost, and show a progress bar.
+    """
+    execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
+    asked = Asked(task, from_sgd, from_adamw, to_batch, budgetoptions, pilot_steps, settings, verify)
+    check_advice(asked)
+    if out is not None:
+        check_folder(Path(out), "advice.json")
+    found = advice_for(asked, execution, progress)
+    if verify:
+        found = verified(found, Path(out or "runs") / "verify", execution, progress)
+    if out is not None:
+        from .advice.page import write
+
+        write(Path(out), dict(found))
+    return found
+
+
+def advise_model(
+    model: nn.Module,
+    loss_fn: Callable[[nn.Module, Any], Tensor],
+    loader: Iterable[Any],
+    optimizer: torch.optim.Optimizer,
+    *,
+    to_batch: int | None = None,
+    steps: int = 200,
+) -> Measurement:
+    """Say whether the batch of your own training loop can grow, and what to change in it.
+
+    A copy of model and optimizer is trained for some steps, in which gradient norms and the gradient noise scale are
+    measured; yours stay as they are.
+
+    Args:
+        model: your model, on its device, at its start or in the course of training.
+        loss_fn: returns the mean loss of a batch, such as
+            ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
+        loader: your DataLoader, or any iterable of batches.
+        optimizer: your SGD, Adam or AdamW.
+        to_batch: the larger batch. Default: twice the loader's.
+        steps: of the copy.
+
+    Returns:
+        A mapping with "answer", "lr", "weight_decay", "batch" and "diff", which is shown as text.
+
+    >>> x, y = torch.randn(512, 8), torch.randn(512, 1)
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+    >>> sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    >>> loader = list(zip(x.split(32), y.split(32)))
+    >>> advice = advise_model(model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), loader, sgd)
+    >>> advice["batch"]
+    64
+    """
+    from .advice.model import carry_model
+    from .advice.text import in_words
+
+    found = carry_model(model, loss_fn, loader, optimizer, to_batch, steps)
+    return Measurement(found | _numbers_of(found), in_words(found))
+
+
+class Asked(NamedTuple):
+    """The arguments of `advise`."""
+
+    task: TaskLike | Path | None
+    from_sgd: Mapping[str, Any] | None
+    from_adamw: Mapping[str, Any] | None
+    to_batch: int | None
+    budget: BudgetOptions
+    pilot_steps: int | None
+    settings: dict[str, Any] | None
+    verify: bool = False
+
+    @property
+    def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
+        """The name of the argument that has the recipe, and the recipe."""
+        given = {"from_sgd": self.from_sgd, "from_adamw": self.from_adamw}
+        return next(((name, value) for name, value in given.items() if value is not None), None)
+
+
+def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measurement:
+    """Return advice from a pilot run or from numbers, for arguments that `check_advice` accepts."""
+    from .advice import Recipe, carry_recipe
+    from .advice.text import in_words
+
+    task, budget, recipe = asked.task, asked.budget, asked.recipe
+    if task is None:
+        found = _from_numbers(budget)
+    elif isinstance(task, (str, Path)) and Path(task).is_dir():
+        found = _from_folder(Path(task), budget.gradients or 0.0)
+    else:
+        name, own = tasks.name_of(task)  # type: ignore[arg-type]
+        tasks.find(name)
+        of_task = {**own, **_settings_of(name, asked.settings)}
+        on_cpu = choose_device(execution.device).type == "cpu"
+        with step_progress(progress, on_cpu=on_cpu) as show:
+            how: dict[str, Any] = {"device": execution.device, "data_dir": execution.data_dir}
+            how |= {"task_settings": of_task, "say": teller(progress), "progress": show}
+            how |= {"pilot_steps": asked.pilot_steps}
+            if recipe is not None:
+                method = "msgd" if recipe[0] == "from_sgd" else "adamw"
+                found = carry_recipe(name, Recipe.of(recipe[1], method), asked.to_batch, **how)
+                found["check"] = check_command(asked)
+            else:
+                found = _from_pilot(name, budget.gradients or 0.0, **how)
+    return Measurement(found | _numbers_of(found), in_words(found))
+
+
+def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the advised numbers by name, for a recipe."""
+    if found["kind"] != "recipe":
+        return {}
+    values = {fact.name.replace(" ", "_"): fact.value for fact in found["facts"]}
+    return {"lr": values.pop("learning_rate"), **values}
+
+
+def check_command(asked: Asked) -> str:
+    """Return the call or the command that verifies advice on a recipe."""
+    assert asked.recipe is not None
+    name, given = asked.recipe
+    if not isinstance(asked.task, str):
+        to_batch = "" if asked.to_batch is None else f", to_batch={asked.to_batch}"
+        return f"sngm.advise(task, {name}={dict(given)!r}{to_batch}, verify=True)"
+    words = [
+        "sngm",
+        "advise",
+        asked.task,
+        f"--{name.replace('_', '-')}",
+        ",".join(f"{k}={v}" for k, v in given.items()),
+    ]
+    words += [] if asked.to_batch is None else ["--to-batch", str(asked.to_batch)]
+    for key, value in (asked.settings or {}).items():
+        words += ["--set", f"{key}={value}"]
+    return shlex.join([*words, "--verify"])
+
+
+SEEDS = 3  # of each side of a verification
+
+
+def verified(found: Measurement, folder: Path, execution: Execution, progress: bool) -> Measurement:
+    """Train the recipe and the advised settings with three seeds each; add what was measured to the advice."""
+    from .advice.verify import compare_runs
+
+    configs = [RunConfig.from_dict(config) for config in found["configs"]]
+    for config, seed in itertools.product(configs, range(SEEDS)):
+        own = replace(config, seed=seed)
+        if progress:
+            note(f"verify: {own.label} at batch {own.batch}, lr {own.lr:g}, seed {seed}")
+        run_config(own, folder / f"{own.method}-b{own.batch}-{own.hash}", Options(**as_dict(execution)), progress)
+    said, page = compare_runs(folder, [(config.label, config.batch) for config in configs])
+    return Measurement({**found, "verified": said, "verified_report": str(page)}, f"{found}\n\nVerified: {said}")
+
+
+def check_advice(asked: Asked) -> None:
+    """Refuse arguments that do not go together, before anything is run."""
+    task, budget, pilot_steps, settings = asked.task, asked.budget, asked.pilot_steps, asked.settings
+    gradients, recipe = budget.gradients, asked.recipe
+    constants = {name: value for name, value in as_dict(budget).items() if name != "gradients" and value is not None}
+    is_folder = isinstance(task, (str, Path)) and Path(task).is_dir()
+    if (asked.from_sgd is not None) + (asked.from_adamw is not None) + (gradients is not None) != 1:
+        raise UsageError("give one of `from_sgd`, `from_adamw` and `gradients`")
+    if recipe is None and (asked.to_batch is not None or asked.verify):
+        raise UsageError("`to_batch` and `verify` need a recipe: `from_sgd` or `from_adamw`")
+    if recipe is not None and is_folder:
+        raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured, and not a folder")
+    if pilot_steps is not None and pilot_steps < 1:
+        raise UsageError(f"`pilot_steps` must be at least 1, got {pilot_steps}")
+    if gradients is not None and not 1 <= gradients < math.inf:
+        raise UsageError(f"`gradients` must be a finite number >= 1, got {gradients:g}")
+    if settings and (task is None or is_folder):
+        raise UsageError("`settings`: there is no task to set them for")
+    if pilot_steps is not None and (task is None or is_folder):
+        raise UsageError(
+            "`pilot_steps`: " + ("there is no pilot without a task" if task is None else "it has been run")
+        )
+    if task is not None:
+        if constants:
+            names = ", ".join(f"`{name}`" for name in constants)
+            raise UsageError(f"{names}: given without a task only; the pilot of a task measures them")
+        return
+    if recipe is not None:
+        raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured")
+    if missing_names := [f"`{name}`" for name in ("gap", "L", "sigma") if name not in constants]:
+        raise UsageError(f"without a task {' and '.join(missing_names)} must be given")
+    if budget.L == 0 and budget.gap != 0 and not (budget.lam or 0) > 0:  # -0 too
+        raise UsageError("`L` must be > 0 where `gap` is above 0 and `lam` is 0, got 0: any learning rate would do")
+
+
+def _settings_of(task: str, settings: dict[str, Any] | None) -> dict[str, Any]:
+    from .study.grid import split_settings
+
+    return split_settings(task, [], settings or {})[1]
+
+
+def _from_numbers(budget: BudgetOptions) -> dict[str, Any]:
+    from .advice import Constants
+    from .advice.budget import advise_budget
+
+    beta = 0.9 if budget.beta is None else budget.beta
+    # Theorem 1 and MSGD's bound know no lambda
+    smooth: dict[str, Any] = {"L": None, "relaxed": ((budget.lam, budget.L),)} if budget.lam else {"L": budget.L}
+    assert budget.gap is not None
+    assert budget.sigma is not None
+    constants = Constants(budget.gap, budget.sigma, beta, **smooth)
+    return advise_budget(budget.gradients or 0.0, constants, measured=False)
+
+
+def _from_folder(folder: Path, gradients: float) -> dict[str, Any]:
+    """Return advice from a folder that `probe` wrote."""
+    if not (folder / "probe.json").exists():
+        raise UsageError(f"{folder} holds no probe.json: name a task, or a folder that sngm probe wrote")
+    found = read_json(folder / "probe.json")
+    if not isinstance(found, dict) or found.get("kind") != "pilot":
+        raise UsageError(f"{folder} holds probes of runs, and advice needs those of a task")
+    return _of_probe(str(folder), found, gradients)
+
+
+def _from_pilot(
+    task: str, gradients: float, *, task_settings: Any, pilot_steps: int | None, **how: Any
+) -> dict[str, Any]:
+    from .probes import pilot
+    from .training import resolve
+
+    device = choose_device(how["device"])
+    lr = tasks.middle_rate(task, "msgd")
+    config = resolve(task, "msgd", lr=lr, epochs=1, device=device, task_settings=task_settings)
+    return _of_probe(task, pilot.along(config, steps=pilot_steps, **how), gradients)
+
+
+def _of_probe(what: str, found: dict[str, Any], gradients: float) -> dict[str, Any]:
+    from .advice import Constants
+    from .advice.budget import advise_budget
+
+    made = {key: found.get(key) for key in ("versions", "hardware", "commit")}
+    return {"task": what, **advise_budget(gradients, Constants.of_probe(found), measured=True), **made}

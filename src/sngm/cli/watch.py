@@ -1,0 +1,38 @@
+"""The command `sngm watch`: the report of a study in the browser, while it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+EXAMPLES = ("sngm watch runs/compare-digits-1a2b3c4d", "sngm watch runs/compare-digits-1a2b3c4d --port 8000")
+
+
+def watch(
+    folder: Annotated[Path, typer.Argument(help="The folder of a study, of several runs or of one.")],
+    *,
+    port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.", min=0, max=65535)] = 0,
+) -> None:
+    """Show the report of a folder in the browser while its runs are training: progress, curves as they come, failures
+    at the top. Serves http://127.0.0.1 only, which no other machine can reach, and writes nothing. Ctrl-C ends it.
+    """
+    from ..errors import UsageError
+    from ..report.live import serve
+
+    try:
+        server = serve(folder, port)
+    except PermissionError as error:
+        raise UsageError(f"--port {port}: {error.strerror}; take one above 1023") from None
+    except OSError as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        raise UsageError(f"--port {port}: {error.strerror}; choose another one") from None
+    print(f"http://127.0.0.1:{server.server_address[1]}/ shows {folder}; Ctrl-C ends it", flush=True)
+    try:
+        server.serve_forever()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        server.server_close()

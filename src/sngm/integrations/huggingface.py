@@ -1,0 +1,44 @@
+"""Hugging Face: an optimizer for the Trainer, with the weight decay that was asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.optim import Optimizer
+
+
+def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optimizer], dict[str, Any]]:
+    """Return the argument `optimizer_cls_and_kwargs` of ``transformers.Trainer``.
+
+    The Trainer makes two parameter groups, with and without decay (biases and normalisation layers), and sets
+    ``args.weight_decay``, 0 by default, in the first. So a `weight_decay` in the settings has no effect. This function
+    puts it into the first group. `args.weight_decay` and `args.learning_rate` are not used.
+
+    Args:
+        cls: the optimizer class, such as :class:`sngm.SNGM`.
+        settings: its settings; `lr` is required.
+
+    Example:
+        >>> from sngm import SNGM
+        >>> cls, settings = trainer_optimizer(SNGM, lr=0.1, weight_decay=1e-4)
+        >>> settings
+        {'lr': 0.1, 'weight_decay': 0.0001}
+    """
+    if "lr" not in settings:
+        raise TypeError("trainer_optimizer() needs lr; the Trainer's learning_rate is not used")
+
+    class ForTrainer(Optimizer):
+        """What the Trainer calls with its groups; an Optimizer class, because it takes others for factories."""
+
+        def __new__(cls_: Any, params: list[dict[str, Any]], **given: Any) -> Any:
+            if len(params) != 2:
+                raise ValueError(
+                    f"the Trainer's groups must be one with and one without weight decay, got {len(params)} groups; "
+                    "build the optimizer yourself and pass optimizers=(optimizer, None)"
+                )
+            decayed, rest = params
+            decay = given.get("weight_decay", 0.0)
+            groups = [{**decayed, "weight_decay": decay}, {**rest, "weight_decay": 0.0}]
+            return cls([group for group in groups if group["params"]], **{**given, "weight_decay": 0.0})
+
+    return ForTrainer, settings

@@ -1,0 +1,46 @@
+"""timm: the optimizers of this package as choices of timm's factory and of the option ``--opt`` of its scripts.
+
+Run timm's training script with them: ``python -m sngm.integrations.timm train.py --opt sngm ...``
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+
+# names that do not replace timm's own LARS and LAMB; timm reads "a_b" as b with the wrapper a
+METHODS = {
+    "sngm": ("SNGM", "SGD with momentum on normalised gradients"),
+    "blocksngm": ("SNGM", "SNGM with a norm for each tensor"),
+    "spectralsngm": ("SpectralSNGM", "SNGM in the spectral norm of each matrix"),
+    "sngmlars": ("LARS", "LARS, as published in 2017"),
+    "sngmlamb": ("LAMB", "LAMB, Algorithm 2 of its paper"),
+}
+
+
+def register() -> None:
+    """Register the optimizers with timm, so that ``create_optimizer_v2(model, "sngm", lr=0.1)`` finds them."""
+    from timm.optim import OptimInfo
+    from timm.optim._optim_factory import default_registry
+
+    from .. import optim
+
+    for name, (cls, about) in METHODS.items():
+        info = OptimInfo(
+            name=name,
+            opt_class=getattr(optim, cls),
+            description=about,
+            has_eps=True,
+            has_momentum=cls != "LAMB",
+            has_betas=cls == "LAMB",
+            defaults={"scope": "tensor"} if name == "blocksngm" else None,
+        )
+        default_registry.register(info)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 2:
+        sys.exit("usage: python -m sngm.integrations.timm SCRIPT [ARGUMENTS]")
+    register()
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")

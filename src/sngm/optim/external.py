@@ -1,0 +1,154 @@
+"""Load the user's own code and optimizer classes of other libraries by name."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+MAX_MODULE_DEPTH = 50  # names in a module's path: Python imports packages recursively
+INSTALL = {"timm": "timm", "pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree"}
+
+
+def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
+    """Return an optimizer class, and the default settings that its library registers for the name.
+
+    Args:
+        name: ``package.module:Class``, ``file.py:Class``, or a name of the registries of timm and pytorch_optimizer,
+            such as ``timm:nadamw``.
+
+    Raises:
+        ValueError: there is no such class; the message says which library to install if one is missing.
+        TypeError: the class is not an optimizer.
+    """
+    place, _, attribute = name.rpartition(":")
+    if not place.endswith(".py") and not is_module_name(place):
+        raise ValueError(f"no optimizer class at {name[:80]!r}: write package.module:Class or file.py:Class")
+    try:
+        module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        found, settings = _registered(module, attribute)
+    except (ImportError, AttributeError, ValueError, TypeError, OSError, SyntaxError) as error:
+        library = place.partition(".")[0]
+        missing = isinstance(error, ImportError) and library in INSTALL
+        install = f"; pip install {INSTALL[library]}" if missing else ""
+        raise ValueError(f"no optimizer class at {name!r}: {error}{install}") from error
+    if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
+        raise TypeError(f"{name!r} must name a subclass of torch.optim.Optimizer, got {found!r}")
+    return found, settings
+
+
+def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
+    """Return a class by its name in the library's own registry, else the attribute of this name."""
+    if module.__name__ == "timm":
+        from timm import optim
+
+        if name.lower() in optim.list_optimizers():
+            defaults = optim.get_optimizer_info(name).defaults or {}
+            return optim.get_optimizer_class(name, bind_defaults=False), dict(defaults)
+        module = optim
+    elif module.__name__ == "pytorch_optimizer" and name.lower() in module.get_supported_optimizers():
+        return module.load_optimizer(name), {}
+    return getattr(module, name), {}
+
+
+def in_torch(name: str) -> type[torch.optim.Optimizer] | None:
+    """Return the optimizer class of torch that ``AdamW`` or ``torch.optim.AdamW`` names; None if there is none.
+
+    >>> in_torch("torch.optim.AdamW") is in_torch("AdamW") is torch.optim.AdamW
+    True
+    """
+    found = getattr(torch.optim, name.removeprefix("torch.optim."), None)
+    return found if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) else None
+
+
+def is_module_name(text: str) -> bool:
+    """Return whether text is a valid module path: identifiers joined by dots, at most MAX_MODULE_DEPTH.
+
+    >>> is_module_name("torch.optim"), is_module_name(".."), is_module_name("a..b")
+    (True, False, False)
+    """
+    names = text.split(".")
+    return len(names) <= MAX_MODULE_DEPTH and all(name.isidentifier() for name in names)
+
+
+def canonical(name: str) -> str:
+    """Return a name with the absolute path of its file, if it has one."""
+    place, _, attribute = name.rpartition(":")
+    return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
+
+
+def checksum_of(name: str) -> str | None:
+    """Return the checksum of the file of ``file.py:Class``, taken when it is loaded; None for other names."""
+    place = name.rpartition(":")[0]
+    return str(load_file(Path(place)).__checksum__) if place.endswith(".py") else None
+
+
+def load_file(path: Path) -> Any:
+    """Return a Python file as a module, loaded once."""
+    path = path.resolve()
+    module_name = f"sngm_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise FileNotFoundError(f"no Python file at {path}")
+    module = importlib.util.module_from_spec(spec)
+    module.__checksum__ = hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # type: ignore[attr-defined]
+    sys.modules[module_name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))  # it may import modules next to it
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[module_name]
+        raise
+    return module
+
+
+def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
+    """Return whether an optimizer built anew, with the `state_dict` of another, takes the same next step.
+
+    True also if no plain step is possible, such as without a closure: then there is nothing to compare.
+    """
+
+    def take_steps(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], numbers: range) -> None:
+        for number in numbers:
+            generator = torch.Generator().manual_seed(number)
+            for p in params:
+                p.grad = torch.randn(p.shape, generator=generator)
+            optimizer.step()
+
+    def twin(params: list[nn.Parameter]) -> tuple[list[nn.Parameter], torch.optim.Optimizer]:
+        copies = [nn.Parameter(p.detach().clone()) for p in params]
+        optimizer = build(copies)
+        set_mode(optimizer, training=True)
+        return copies, optimizer
+
+    with torch.random.fork_rng(devices=[]):
+        params, optimizer = twin([nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(4))])
+        try:
+            take_steps(optimizer, params, range(3))
+            saved = copy.deepcopy(optimizer.state_dict())
+            others, restored = twin(params)
+            restored.load_state_dict(saved)
+            for one, weights in ((optimizer, params), (restored, others)):
+                torch.manual_seed(0)
+                take_steps(one, weights, range(3, 5))
+        except Exception:
+            return True
+        return all(torch.equal(a, b) for a, b in zip(params, others, strict=True))
+
+
+def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
+    """Switch a schedule-free optimizer, which trains and evaluates different weights; others have no modes."""
+    switch = getattr(optimizer, "train" if training else "eval", None)
+    if callable(switch):
+        switch()

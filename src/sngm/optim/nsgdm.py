@@ -1,0 +1,120 @@
+"""NSGDM: SGD along the normalised momentum."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import checks, norms
+from .base import LargeBatchOptimizer, lr_of
+from .buckets import Work
+from .heavy_ball import Rule, heavy_ball, update_params
+from .norms import upcast
+from .sngm import MIN_EPS
+
+MODES = ("coupled", "decoupled")
+
+
+class NSGDM(LargeBatchOptimizer):
+    r"""Normalised SGD with momentum: averages gradients, then normalises; SNGM does the reverse.
+
+    With :math:`d_t = g_t + \lambda w_t` (`weight_decay_mode` "coupled"; else :math:`d_t = g_t`):
+
+    .. math::
+        m_{t+1} = \beta m_t + (1-\beta) d_t, \qquad w_{t+1} = w_t - \eta\, m_{t+1} / \max(\|m_{t+1}\|, \epsilon)
+
+    The norm spans every parameter that has a gradient, so every step has length :math:`\eta`, where steps of SNGM
+    have at most :math:`\eta/(1-\beta)`: ten times the learning rate of SNGM is a good start for momentum 0.9.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as for any torch optimizer.
+        lr: learning rate :math:`\eta`, a number or a one-element tensor.
+        momentum: :math:`\beta`, in [0, 1).
+        weight_decay: :math:`\lambda`, at least 0.
+        weight_decay_mode: "coupled" adds :math:`\lambda w` to the gradient; "decoupled" scales w by
+            :math:`1 - \eta\lambda` and keeps it out of the buffer.
+        eps: lower limit of the norm, so that zero momentum gives a zero update.
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`; there are no CUDA
+            kernels.
+
+    Example:
+        >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
+        >>> optimizer = NSGDM([w], lr=1.0)
+        >>> (0.5 * w.square().sum()).backward()
+        >>> optimizer.step()
+        >>> w.data
+        tensor([2.4000, 3.2000])
+
+    Cost: 4 bytes of state per float32 parameter.
+
+    Reference: Cutkosky and Mehta, "Momentum Improves Normalized SGD", ICML 2020, Section 3.
+    """
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor,
+        momentum: float = 0.9,
+        weight_decay: float = 0.0,
+        *,
+        weight_decay_mode: str = "coupled",
+        eps: float = 1e-12,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        capturable: bool = False,
+        stochastic_rounding: bool = False,
+        norm_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "weight_decay_mode": weight_decay_mode,
+            "eps": eps,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+            "capturable": capturable,
+            "stochastic_rounding": stochastic_rounding,
+        }
+        super().__init__(params, defaults, norm_group=norm_group)
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        super()._check_group(group)
+        checks.number("momentum", group["momentum"], 0.0, 1.0)
+        checks.choice("weight_decay_mode", group["weight_decay_mode"], MODES)
+        checks.number("eps", group["eps"], 0.0)
+
+    def _needs_buffers(self, group: dict[str, Any]) -> bool:
+        return True  # also for momentum 0: the step normalises what is in the buffer
+
+    def _norm_spans(self) -> str:
+        return "global"
+
+    def _step(self, work: Work) -> None:
+        skip = self._skip(work, work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0])
+        if skip is True:
+            return
+        for bucket in work.buckets:
+            group = bucket.group
+            new = 1.0 - group["momentum"]
+            decay = group["weight_decay"] if group["weight_decay_mode"] == "coupled" else 0.0
+            rule = Rule(group["momentum"], new / work.scale, rate=None, decay=new * decay, maximize=group["maximize"])
+            heavy_ball(bucket, rule, skip)
+        momenta = [bucket.buffers["momentum_buffer"] for bucket in work.buckets]
+        total = work.sums([norms.squares(buffers) for buffers in momenta])[0]
+        for bucket, buffers in zip(work.buckets, momenta, strict=True):
+            group = bucket.group
+            eps = max(group["eps"], MIN_EPS)
+            norm = max(math.sqrt(total), eps) if work.on_host else total.sqrt().clamp_min(eps).to(bucket.device)
+            directions = list(torch._foreach_mul(buffers, 1.0 / norm))
+            if group["weight_decay_mode"] == "decoupled" and (decay := group["weight_decay"]):
+                directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
+            on_device = skip.to(bucket.device) if isinstance(skip, Tensor) else None
+            update_params(bucket, -lr_of(group), directions, on_device)  # type: ignore[arg-type]

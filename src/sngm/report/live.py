@@ -1,0 +1,105 @@
+"""Serve the report of a folder while its runs are training: on this machine only, and read-only."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from functools import partial
+from http import HTTPStatus
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from .page import html
+from .summary import summarise_tasks
+
+ADDRESS = "127.0.0.1"
+SHOWN = ("run.json", "metrics.jsonl", "study.json")  # files that make the page change
+
+
+class Page:
+    """The page of a folder, rendered again when a record has changed."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.lock = folder, threading.Lock()
+        self.seen: Any = None
+        self.text = b""
+
+    def read(self) -> bytes:
+        """Return the page as it is now."""
+        with self.lock:
+            if (now := self._changes()) != self.seen:
+                self.text = html(summarise_tasks(self.folder), live=True).encode()
+                self.seen = now
+            return self.text
+
+    def _changes(self) -> list[tuple[str, int, int]]:
+        found = []
+        for path in sorted(path for name in SHOWN for path in self.folder.rglob(name)):
+            with contextlib.suppress(OSError):  # deleted meanwhile
+                about = path.stat()
+                found.append((str(path), about.st_mtime_ns, about.st_size))
+        return found
+
+
+class Handler(SimpleHTTPRequestHandler):
+    """Answer GET and HEAD: the page at /, and files and listings within the folder; everything else is an error."""
+
+    def __init__(self, *args: Any, page: Page, **settings: Any) -> None:
+        self.page = page
+        super().__init__(*args, directory=str(page.folder), **settings)
+
+    def do_GET(self) -> None:
+        """Send the page, a file or a listing."""
+        if self._allowed() and not self._sent_page():
+            super().do_GET()
+
+    def do_HEAD(self) -> None:
+        """Send the headers alone."""
+        if self._allowed() and not self._sent_page(body=False):
+            super().do_HEAD()
+
+    def translate_path(self, path: str) -> str:
+        """Return the file of an address; one that leads out of the folder, by a symbolic link too, does not exist."""
+        found, home = Path(super().translate_path(path)), self.page.folder.resolve()
+        inside = found.resolve() == home or home in found.resolve().parents
+        return super().translate_path(path) if inside else str(home / "not-here" / "not-here")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Print nothing for a request."""
+
+    def _allowed(self) -> bool:
+        """Refuse a request under another name: a web page elsewhere could have pointed its own name here."""
+        port = self.connection.getsockname()[1]
+        if self.headers.get("Host") in (f"{ADDRESS}:{port}", f"localhost:{port}"):
+            return True
+        self.send_error(HTTPStatus.FORBIDDEN, "open it as http://127.0.0.1")
+        return False
+
+    def _sent_page(self, body: bool = True) -> bool:
+        if self.path.partition("?")[0] not in ("/", "/report.html"):
+            return False
+        text = self.page.read()
+        self.send_response(HTTPStatus.OK)
+        for name, value in {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        if body:
+            self.wfile.write(text)
+        return True
+
+
+def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
+    """Return a server of the live report of a folder, on 127.0.0.1; call its serve_forever().
+
+    Args:
+        folder: of a study or of runs.
+        port: 0 takes a free one, which is ``server.server_address[1]``.
+
+    Raises:
+        FileNotFoundError: the folder holds no record.
+    """
+    page = Page(Path(folder).resolve())
+    page.read()
+    return ThreadingHTTPServer((ADDRESS, port), partial(Handler, page=page))

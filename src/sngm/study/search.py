@@ -1,0 +1,152 @@
+"""Search several settings of a method with quasi-random trials, the same number for every method."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from .. import tasks
+from ..errors import UsageError
+from ..optim import registry
+
+SEARCHED = ("lr", "weight_decay", "momentum", "warmup")
+MOST_TRIALS = 1024
+Ranges = dict[str, tuple[float, float]]
+
+
+def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | None]:
+    """Return the searched names with the ranges given for them, or None for a method's own range.
+
+    Args:
+        search: names, or a dict of names with (lowest, highest) or None.
+        trials: the number of trials of each method at each batch size.
+
+    >>> check_search({"lr": (0.01, 1), "weight_decay": None}, 8)
+    {'lr': (0.01, 1.0), 'weight_decay': None}
+    """
+    if isinstance(search, str) or not isinstance(search, (Mapping, Sequence)):
+        raise TypeError(f"search must be a list of names, or a dict of names and ranges, got {search!r}")
+    if isinstance(trials, bool) or not isinstance(trials, int) or not 2 <= trials <= MOST_TRIALS:
+        raise UsageError(f"`trials` must be a whole number from 2 to {MOST_TRIALS:,}, got {trials!r}")
+    found: dict[str, tuple[float, float] | None] = {}
+    for name in search:
+        if name not in SEARCHED:
+            meant = registry.nearest(str(name), list(SEARCHED))
+            raise UsageError(f"`search` takes {', '.join(SEARCHED)}, got {name!r}{meant}")
+        limits = search[name] if isinstance(search, Mapping) else None
+        if name in found:
+            raise UsageError(f"`search` lists {name} twice; leave one out")
+        found[name] = None if limits is None else _check_range(name, limits)
+    if "lr" not in found:
+        raise UsageError("`search` must include lr: no setting can be judged at one learning rate")
+    return found
+
+
+def _check_range(name: str, limits: Any) -> tuple[float, float]:
+    most = {"momentum": 1.0}.get(name, math.inf)
+    try:
+        low, high = (float(value) for value in limits)
+        fits = (low >= 0 if name == "warmup" else low > 0) and low < high < most
+    except (TypeError, ValueError):
+        fits = False
+    if not fits:
+        raise UsageError(f"the range of {name} in `search` must be two rising numbers, as {name}=0.01:1, got {limits}")
+    return low, high
+
+
+def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
+    """Parse ``lr,weight_decay=1e-5:1e-3``: names, and ranges for those that are not to have a method's own.
+
+    >>> parse_search("lr,weight_decay=1e-5:1e-3")
+    {'lr': None, 'weight_decay': ('1e-5', '1e-3')}
+    """
+    found: dict[str, Any] = {}
+    for part in text.split(","):
+        name, equals, limits = part.strip().partition("=")
+        if name in found:
+            raise UsageError(f"--search lists {name} twice; leave one out")
+        found[name] = tuple(limits.split(":")) if equals else None
+    return found
+
+
+def ranges_of(
+    task: str, method: str, batch: int, epochs: int, search: Mapping[str, tuple[float, float] | None]
+) -> Ranges:
+    """Return the range of each searched setting that a method has.
+
+    A method's own ranges: the learning rates of its grid and half a step beyond, a tenth to ten times its usual weight
+    decay, momentum from 0.7 to 0.99, and warm-up from 0 to a fifth of the epochs.
+
+    >>> ranges_of("digits", "sngm", 512, 15, {"lr": None, "weight_decay": None})
+    {'lr': (0.0164, 1.83), 'weight_decay': (1e-05, 0.001)}
+    """
+    known = {"lr", "warmup", *registry.settings_of(method)}
+    if "betas" in known:
+        known.add("momentum")  # the first of the betas
+    rates = sorted(tasks.rates_of(task, method))
+    step = math.sqrt(rates[1] / rates[0]) if len(rates) > 1 else math.sqrt(10.0)
+    decay = registry.usual_decay(method, tasks.find(task).usual(batch)["weight_decay"]) or 1e-4
+    own = {
+        "lr": (rates[0] / step, rates[-1] * step),
+        "weight_decay": (decay / 10, decay * 10),
+        "momentum": (0.7, 0.99),
+        "warmup": (0.0, epochs / 5),
+    }
+    chosen = {name: given or own[name] for name, given in search.items() if name in known}
+    return {name: (rounded(low), rounded(high)) for name, (low, high) in chosen.items()}
+
+
+def rounded(value: float) -> float:
+    """Return a number with three significant digits."""
+    return float(f"{value:.3g}")
+
+
+def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
+    """Return the trials: a Sobol sequence over the ranges, whose first point is the middle of each.
+
+    Learning rates, weight decays and 1 - momentum are spaced logarithmically, warm-up evenly. More trials begin with
+    the same points.
+
+    >>> points({"lr": (0.01, 1.0), "warmup": (0.0, 4.0)}, 3)
+    [{'lr': 0.1, 'warmup': 2.0}, {'lr': 0.316, 'warmup': 1.0}, {'lr': 0.0316, 'warmup': 3.0}]
+    """
+    from scipy.stats import qmc
+
+    engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # the first is a corner of all ranges
+    rows = [engine.random(1)[0] for _ in range(trials)]  # one by one: many at once warn unless a power of 2
+    return [
+        {name: _between(name, *ranges[name], float(x)) for name, x in zip(ranges, row, strict=True)} for row in rows
+    ]
+
+
+def _between(name: str, low: float, high: float, share: float) -> float:
+    if name == "warmup":
+        return rounded(low + share * (high - low))
+    if name == "momentum":
+        return rounded(1 - (1 - low) * ((1 - high) / (1 - low)) ** share)
+    return rounded(low * (high / low) ** share)
+
+
+def as_settings(method: str, point: Mapping[str, float]) -> dict[str, Any]:
+    """Return the settings of a method at a point; momentum is the first of the betas, if the method has betas.
+
+    >>> as_settings("adamw", {"lr": 0.1, "momentum": 0.8})
+    {'betas': (0.8, 0.999)}
+    """
+    found: dict[str, Any] = {name: value for name, value in point.items() if name not in ("lr", "warmup")}
+    if "momentum" in found and "momentum" not in registry.settings_of(method):
+        known = registry.find(method)
+        betas = known.settings.get("betas", inspect.signature(known.build).parameters["betas"].default)
+        found["betas"] = (found.pop("momentum"), *betas[1:])
+    return found
+
+
+def hidden_by(search: Iterable[str]) -> set[str]:
+    """Return the settings that labels leave out in a search, since they differ from trial to trial.
+
+    >>> sorted(hidden_by(["lr", "momentum"]))
+    ['betas', 'lr', 'momentum']
+    """
+    return {*search, *(["betas"] if "momentum" in search else [])}

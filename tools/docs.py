@@ -1,0 +1,28 @@
+"""Copy the pages and all that they link to into build/pages, in their places, for mkdocs."""
+
+import re
+import shutil
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "build" / "pages"
+SUFFIXES = (".md", ".svg", ".py", ".json")
+
+
+def main() -> None:
+    shutil.rmtree(PAGES, ignore_errors=True)
+    pages = [*ROOT.glob("*.md"), *(path for name in ("docs", "results") for path in (ROOT / name).rglob("*"))]
+    wanted = {path for path in pages if path.suffix in SUFFIXES and path.is_file()}
+    for page in [path for path in wanted if path.suffix == ".md"]:
+        for link in re.findall(r"\]\(([^)#\s]+)[)#]", page.read_text("utf-8")):
+            target = (page.parent / link).resolve()
+            if "://" not in link and target.is_file() and ROOT in target.parents:
+                wanted.add(target)
+    for path in wanted:
+        copy = PAGES / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(path, copy)
+
+
+if __name__ == "__main__":
+    main()
