@@ -347,7 +347,7 @@ class Hangs(runs.Blobs):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # torchrun waits 30 s before it kills a process that hangs
 @pytest.mark.parametrize(("hung", "how"), [(1, "asleep"), (0, "asleep"), (1, "stopped")])
 def test_a_process_that_hangs_is_named_and_the_job_restarts_from_its_checkpoint(hung, how, tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text(HANGS)
@@ -363,6 +363,7 @@ def test_a_process_that_hangs_is_named_and_the_job_restarts_from_its_checkpoint(
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_folder_are_refused_in_every_process(tmp_path):
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):
