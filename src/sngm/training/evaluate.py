@@ -172,10 +172,8 @@ def evaluate(
             with config.autocast(device):
                 if processes is None or processes.ranks == 1:
                     found = task.evaluate(model, batches(samples, *how))
-                elif sharded and not shared:
-                    found = task.evaluate(
-                        model, _alive(batches(samples, *how), processes)
-                    )  # every forward is a collective
+                elif sharded and not shared:  # by all processes: every forward is a collective
+                    found = task.evaluate(model, _alive(batches(samples, *how), processes))
                 elif shared:
                     found = _evaluate_together(task, model, samples, how, processes)
                 else:
