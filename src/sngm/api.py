@@ -23,6 +23,7 @@ from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_
 from .parsing import parse_call
 from .progress import in_words, interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
 from .study import StudyConfig, launch
+from .study.executors import device_of_runs
 from .study.grid import split_settings
 from .study.search import check_search
 from .tasks import Task
@@ -322,12 +323,6 @@ def study_folder(config: StudyConfig) -> Path:
     return Path("runs") / f"compare-{file_name(config.task)}-{short_hash(config.identity())}"
 
 
-def study_device(execution: Execution, cluster: Cluster) -> str | torch.device | None:
-    """Return the device of a study's runs, for `plan_study`."""
-    device = cluster.there(execution).device
-    return torch.device(device) if cluster.remote and device else device
-
-
 @takes(RecipeOptions, Execution, Cluster)
 def compare(
     task: TaskLike = "digits",
@@ -374,7 +369,7 @@ def compare(
         sngm.errors.Failed: some runs failed. The others are finished; the same call repeats only the failed ones.
         sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
     """
-    device = study_device(execution, cluster)
+    device = device_of_runs(execution, cluster)
     config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
     folder = study_folder(config) if out is None else Path(out)
     options = Options(**as_dict(execution), tracker=track)

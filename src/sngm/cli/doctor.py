@@ -97,6 +97,13 @@ def _trackers() -> list[str]:
     return [name for name in TRACKERS if importlib.util.find_spec(name) is not None]
 
 
+def _executors() -> dict[str, str]:
+    """Return where studies can be executed, and why not elsewhere."""
+    from ..study.executors import executors_usable
+
+    return {name: why if usable else f"unusable: {why}" for name, usable, why in executors_usable()}
+
+
 def _frameworks() -> dict[str, str]:
     """Return the training frameworks that are installed, with their versions."""
     from importlib.metadata import PackageNotFoundError, version
@@ -127,5 +134,6 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "gpu_kernels": _gpu_kernels,
     "trackers": _trackers,
     "frameworks": _frameworks,
+    "executors": _executors,
     "trains": _trains,
 }
