@@ -11,12 +11,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := build/tools
+STACKS := build/integrations
 DOCS := build/docs
 # one file stays on one worker, which shares its fixtures; the same drawn examples in each run, unlike a bare pytest
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --hypothesis-profile=ci
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
-.PHONY: help setup demo test test-quick test-slow test-nightly lint campaign bench docs dist fresh matrix resolve clean
+.PHONY: help setup demo test test-quick test-slow test-nightly test-integrations lint campaign bench docs dist fresh matrix \
+	resolve clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -45,9 +47,25 @@ test-slow: $(READY)  ## the slow tests, except the nightly ones
 	@echo "==> slow tests"
 	@$(PYTEST) -m 'slow and not nightly'
 
-test-nightly: $(READY)  ## the longest tests: fault injection, other libraries, whole studies
+$(VENV)/.nightly: $(READY)
+	@echo "==> installing Ray, submitit, W&B and MLflow"
+	@$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,ray,slurm,wandb,mlflow]'
+	@touch $@
+
+test-nightly: $(VENV)/.nightly test-integrations  ## the longest tests: fault injection, other libraries, whole studies
 	@echo "==> nightly tests"
 	@$(PYTEST) -m nightly
+
+$(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
+	@echo "==> creating $(STACKS) and installing the training frameworks"
+	@$(call new_venv,$(STACKS))
+	@DS_BUILD_OPS=0 $(STACKS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
+		-e . pytest pytest-xdist hypothesis -r tests/integrations/requirements.txt
+	@touch $@
+
+test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, Lightning, timm, DeepSpeed and torchtitan
+	@echo "==> tests with training frameworks"
+	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"

@@ -11,7 +11,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the processes that tests st
 import torch
 from waiting import end_all
 
-collect_ignore = ["campaign"]  # a separate program, which test_campaign.py runs
+collect_ignore = ["campaign", "integrations"]  # separate programs, which test_campaign.py and test_integrations.py run
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))  # for criteo_synthetic
 

@@ -98,3 +98,20 @@ def advice(error: UsageError) -> tuple[str, list[int]]:
     found = re.fullmatch(r"`(\w+)`=\d+ .*nearest: (\d+)(?: or (\d+))?", str(error))
     assert found, error
     return found[1], [int(value) for value in found.groups()[1:] if value]
+
+
+@pytest.mark.parametrize(
+    ("plan", "count", "expected"),
+    [
+        (BatchPlan.of(32768, 8, 128), 17232, (16384, 128, 128)),
+        (BatchPlan.of(512), 256, (256, 256, 256)),
+        (BatchPlan.of(512, 2), 255, (254, 127, 127)),
+        (BatchPlan.of(512, 1, 128, 32), 100, (96, 96, 32)),
+        (BatchPlan.of(512, 1, 128, 32), 31, None),
+        (BatchPlan.of(512, 8), 8, None),
+        (BatchPlan.of(512), 0, None),
+    ],
+)
+def test_the_rest_of_an_epoch_keeps_the_groups(plan, count, expected):
+    found = plan.for_rest(count)
+    assert expected == (found and (found.batch, found.micro, found.bn_group))

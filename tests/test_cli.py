@@ -19,7 +19,7 @@ import sngm as package
 from sngm import tasks
 from sngm.cli.exit_codes import within_verb
 from sngm.errors import UsageError
-from sngm.optim import kernels
+from sngm.optim import kernels, registry
 from sngm.parsing import format_call, parse_call, parse_settings, split_list, value_of
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
@@ -31,7 +31,7 @@ VERBS = (
 QUICK = "--batch 128 --epochs 1 --set width=2"
 METHODS = [  # the paper's, and our own
     "msgd", "sngm", "block-sngm", "sngd", "lars", "lars-unscaled", "lars-momentum", "clars",
-    "extrap-sgd", "adam", "lamb", "spectral-sngm",
+    "extrap-sgd", "adam", "adamw", "lamb", "lion", "nesterov", "nsgdm", "schedule-free", "signum", "spectral-sngm",
 ]  # fmt: skip
 
 
@@ -88,7 +88,8 @@ def test_help_groups_the_flags_of_commands_that_train(verb):
     shown = sngm(f"{verb} --help").out
     panels = re.findall(r"╭─ ([A-Z][a-z ]+?) ─", shown)
     assert panels[:2] == ["Arguments", "Options"]
-    assert [p for p in panels[2:] if p != "Measurement"] == ["Run", "Recipe", "Batch split", "Execution", "Output"]
+    usual = [p for p in panels[2:] if p not in ("Measurement", "Cluster")]
+    assert usual == ["Run", "Recipe", "Batch split", "Execution", "Output"]
     options = shown[shown.index("╭─ Options") : shown.index("╭─ Run")]
     assert set(re.findall(r"--[a-z-]+", options)) == {"--help"}, "every other flag has a panel"
     assert not re.search(r"--(json|deterministic|dry-run|restart) .*<bool>", shown)
@@ -288,10 +289,45 @@ def test_what_there_is_comes_as_json_and_as_text(verb):
 
 
 def test_the_lists_name_every_task_and_method():
-    assert {entry["name"] for entry in sngm("methods --json").json} == set(METHODS)
+    assert {entry["name"] for entry in sngm("methods --json").json} == {*registry.names()}
     assert [entry["name"] for entry in sngm("tasks --json").json] == tasks.names()
     assert {"task": "digits", "ready": True, "train": 1280, "test": 517} in sngm("data --json").json
     assert sngm("doctor --json").json["trains"] is True
+
+
+def test_doctor_checks_one_step_of_a_script(tmp_path):
+    script = tmp_path / "own.py"
+    script.write_text(
+        """import torch, sngm
+
+def set_up(clip=False):
+    model = torch.nn.Linear(3, 2)
+    optimizer = sngm.SNGM(model.parameters(), lr=0.1, weight_decay=0.1)
+
+    def step():
+        model(torch.ones(4, 3)).square().mean().backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+        optimizer.step()
+
+    return model, optimizer, step
+
+def clipped():
+    return set_up(clip=True)
+
+def wrong():
+    return 1
+"""
+    )
+    assert all(finding["ok"] for finding in sngm(f"doctor --script {script}:set_up --json").json)
+    found = sngm(f"doctor --script {script}:clipped")
+    assert found.code == 1
+    assert "FAULT clipping: on, at 0.01" in found.out
+    for name, text in (("wrong", "must return (model, optimizer, step)"), ("other", "no attribute 'other'")):
+        found = sngm(f"doctor --script {script}:{name}")
+        assert found.code == 2
+        assert text in found.err
+    assert "must be file.py:function" in sngm(f"doctor --script {script}").err
 
 
 def test_doctor_says_how_steps_on_a_gpu_would_be_taken(monkeypatch):

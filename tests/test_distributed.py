@@ -1,21 +1,29 @@
 """Several processes give the results of one process with as many virtual workers, and fail together."""
 
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
+import uuid
 from pathlib import Path
 
 import pytest
 import runs
 import torch
 import torch.distributed as dist
+from filelock import FileLock
 from harness import pairwise
 from runs import assert_near, assert_near_end, assert_same_end, config, record, run, state
+from test_study import linux, living
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
-from waiting import PATIENCE
+from waiting import PATIENCE, launch, wait_for
 
+from sngm.models.resnet_cifar import CifarResNet
+from sngm.tasks.digits import Digits
 from sngm.training import gradient_sum, rng
 from sngm.training.build import build_optimizer
 from sngm.training.distributed import Processes
@@ -23,6 +31,13 @@ from sngm.training.evaluate import evaluate
 
 TOLERANCE = {"float64": 1e-10, "float32": 1e-5}
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+
+
+class SmallResNet(Digits):
+    """A small ResNet with BatchNorm on digits."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Conv2d(1, 3, 1), CifarResNet(blocks=1))
 
 
 def train_in(count: int, folder: Path, *arguments) -> None:
@@ -174,10 +189,15 @@ class Fragile(Task):
 """
 
 
-def torchrun(count: int, *arguments) -> subprocess.CompletedProcess:
-    words = [*TORCHRUN, "--nproc-per-node", str(count), "-m", "sngm", *map(str, arguments)]
+def torchrun(count: int, *arguments, restarts: int = 0) -> subprocess.CompletedProcess:
+    words = torchrun_words(count, *arguments, restarts=restarts)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     return subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, env=environment, check=False)
+
+
+def torchrun_words(count: int, *arguments, restarts: int = 0) -> list[str]:
+    words = [*TORCHRUN, "--nproc-per-node", str(count), "--max-restarts", str(restarts), "-m", "sngm"]
+    return [*words, *map(str, arguments)]
 
 
 @pytest.mark.slow
@@ -303,3 +323,83 @@ class OwnEvaluation(CountsBatches):
 @pytest.mark.parametrize("count", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_several_processes_evaluate_every_sample_once_with_the_scores_of_one(count):
     runs.call_ranks(count, evaluate_together)
+
+
+# ---------------------------------------------------------------- restarts and time-outs
+
+HANGS = """
+import os, signal, time
+from pathlib import Path
+import runs
+
+class Hangs(runs.Blobs):
+    def batch(self, samples, indices, *, seed, epoch):
+        mark = Path(__file__).with_name("hung")
+        if epoch == 1 and os.environ.get("RANK") == os.environ["HANGS"] and not mark.exists():
+            mark.touch()
+            if os.environ["HOW"] == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(3600)
+        return samples[indices]
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("hung", "how"), [(1, "asleep"), (0, "asleep"), (1, "stopped")])
+def test_a_process_that_hangs_is_named_and_the_job_restarts_from_its_checkpoint(hung, how, tmp_path, monkeypatch):
+    (tmp_path / "task.py").write_text(HANGS)
+    monkeypatch.setenv("HANGS", str(hung))
+    monkeypatch.setenv("HOW", how)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+    usual = ["train", f"{tmp_path}/task.py:Hangs", "--lr", 0.1, "--batch", 16, "--device", "cpu", "--workers", 2]
+    usual += ["--checkpoint-every", 1, "--hang-timeout", 12]
+    ended = torchrun(2, *usual, "--out", tmp_path / "run", restarts=1)
+    assert ended.returncode == 0, ended.stderr
+    assert f"sngm: process {hung} of 2 hangs (process id " in ended.stderr
+    assert torchrun(2, *usual, "--out", tmp_path / "whole").returncode == 0
+    assert_same_end(tmp_path / "run", tmp_path / "whole")
+
+
+def test_two_jobs_in_one_folder_are_refused_in_every_process(tmp_path):
+    (tmp_path / "run").mkdir()
+    with FileLock(tmp_path / "run" / ".lock"):
+        words = ["train", runs.TASK, "--lr", 0.1, "--batch", 16, "--device", "cpu", "--out", tmp_path / "run"]
+        assert runs.ranks(2, *words, log=tmp_path / "log") == [2, 2]
+    said = [(tmp_path / f"log.{rank}").read_text() for rank in range(2)]
+    assert f"another process is training in {tmp_path / 'run'}" in said[0]
+    assert said[1] == "", "the first process says it for all"
+    assert not (tmp_path / "run" / "run.json").exists()
+
+
+@linux
+@pytest.mark.nightly
+@pytest.mark.parametrize(("task", "settings"), [("digits", []), (f"{__file__}:SmallResNet", [])])
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_job_whose_processes_are_killed_restarts_and_ends_with_the_same_bits(task, settings, count, tmp_path):
+    usual = ["train", task, "--lr", 0.1, "--batch", 64, "--epochs", 3, "--device", "cpu", "--workers", 4, *settings]
+    usual += ["--precision", "float64", "--checkpoint-every", 5]
+    began = time.monotonic()
+    assert torchrun(count, *usual, "--out", tmp_path / "whole").returncode == 0
+    seconds = time.monotonic() - began
+    train_in(1, tmp_path / "one", *usual[1:])
+    assert_near_end(tmp_path / "whole", tmp_path / "one", 1e-10)
+    chance = random.Random(count)
+    for trial in range(5):
+        mark, folder = f"SNGM_TEST_{uuid.uuid4().hex}", tmp_path / f"run-{trial}"
+        words = torchrun_words(count, *usual, "--out", folder, restarts=3)
+        job = launch(words, env={**os.environ, mark: "1", "OMP_NUM_THREADS": "1"})
+        wait_for(lambda f=folder: list(f.glob("checkpoint-*.pt")), lambda j=job: j.poll() is None)
+        time.sleep(chance.uniform(0.0, 0.3 * seconds))
+        ranks = [pid for pid in living(mark) if pid != job.pid and b"RANK=" in environment_of(pid)]
+        if ranks and job.poll() is None:
+            os.kill(chance.choice(ranks), signal.SIGKILL)
+        _, said = job.communicate(timeout=PATIENCE)
+        assert job.returncode == 0, said
+        assert_same_end(folder, tmp_path / "whole")
+
+
+def environment_of(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
@@ -11,12 +12,14 @@ from pathlib import Path
 
 import pytest
 from console import finish, refused, sngm, until
+from runs import assert_same_end
 from test_study import cells_of, linux, living, results
 from waiting import launch, wait_for
 
 from sngm.errors import UsageError
 from sngm.options import Cluster, Execution
 from sngm.study import executors
+from sngm.training.run_folder import differences
 
 STUDY = "compare --methods msgd,sngm --batches 64,128 --lrs 0.03,0.1,0.3 --epochs 2 --seeds 2 --set width=2"
 # the command line, with submitit's executor for this machine in place of SLURM's
@@ -25,6 +28,7 @@ import functools
 
 from sngm.cli import main
 from sngm.study import executors
+from sngm.training.run_folder import differences
 from sngm.study.executors import on_slurm
 
 executors.check_usable = lambda name: None
@@ -38,6 +42,7 @@ WORKERS = {"local": "multiprocessing", "ray": "ray::make_elsewhere", "slurm": "s
 @pytest.fixture(autouse=True)
 def in_an_empty_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("SNGM_COMMIT", "feedbee")
     monkeypatch.setenv("RAY_TMPDIR", "/tmp")  # the paths of Ray's sockets must be short
     (tmp_path / "main.py").write_text(MAIN)
 
@@ -90,16 +95,18 @@ def test_runs_of_a_cluster_use_its_gpus_and_not_those_of_this_machine():
 # ---------------------------------------------------------------- Ray and submitit
 
 
-def start(executor: str, folder: str, mark: str = "SNGM_TEST"):
-    place = [] if executor == "local" else ["--executor", executor]
-    words = [sys.executable, "main.py", *STUDY.split(), *place, "--out", folder]
+def start(executor: str, folder: str, mark: str = "SNGM_TEST", study: str = STUDY):
+    place = ["--jobs", "2"] if executor == "local" else ["--executor", executor]
+    words = [sys.executable, "main.py", *study.split(), *place, "--out", folder]
     return launch(words, env={**os.environ, mark: "1", "RAY_ADDRESS": ""})
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("studies") / "local"
-    assert sngm(f"{STUDY} --jobs 2 --out {folder}").code == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SNGM_COMMIT", "feedbee")
+        assert sngm(f"{STUDY} --jobs 2 --out {folder}").code == 0
     return without_times(folder), cells_of(folder)
 
 
@@ -114,13 +121,21 @@ def without_times(folder: str | Path) -> dict:
     return found
 
 
+def assert_same_study(folder: str | Path, undisturbed: tuple[dict, list]) -> None:
+    records, cells = undisturbed
+    found = without_times(folder)
+    assert found.keys() == records.keys()
+    assert [line for name in found for line in differences(found[name], records[name])] == []
+    assert cells_of(folder) == cells
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("executor", ["ray", "slurm"])
 def test_every_executor_makes_the_same_records(executor, undisturbed):
     pytest.importorskip(executors.PACKAGES[executor])
     shown = finish(start(executor, "study"))
     assert shown.code == 0, shown.err
-    assert (without_times("study"), cells_of("study")) == undisturbed
+    assert_same_study("study", undisturbed)
     assert len(list(Path("study").glob("runs/*/log.txt"))) == len(undisturbed[0])
     assert len(undisturbed[0]) >= 20
 
@@ -139,55 +154,49 @@ def test_a_study_killed_at_ten_random_moments_ends_the_same(executor, undisturbe
     if executor != "local":
         pytest.importorskip(executors.PACKAGES[executor])
     chance, kills, mark = random.Random(0), 0, f"SNGM_TEST_{uuid.uuid4().hex}"
-    process = start(executor, "study", mark)
-    for _ in range(40):
-        if kills == 10:
-            break
-        until_then = time.monotonic() + chance.uniform(2.0, 15.0)
-        wait_for(lambda end=until_then, p=process: p.poll() is not None or time.monotonic() > end)
-        if process.poll() is None:
-            workers = [pid for pid in living(mark) if WORKERS[executor] in named(pid)]
-            victim = chance.choice(workers) if workers and chance.random() < 0.6 else process.pid
-            os.kill(victim, signal.SIGKILL)
-            kills += 1
-            if victim != process.pid:
-                continue
-        shown = finish(process)
-        assert shown.code in (0, 1, -signal.SIGKILL), shown.err
-        if shown.code == 0:
-            break
-        process = start(executor, "study", mark)
-    assert kills >= 3, "the study was too short to be disturbed"
-    while process.poll() != 0:
-        shown = finish(process)
-        assert shown.code in (0, 1), shown.err
-        if shown.code:
+    longest = {"local": 4.0, "ray": 10.0, "slurm": 15.0}[executor]
+    while kills < 10:  # a study that ends before is followed by another
+        code = None
+        while code != 0:
             process = start(executor, "study", mark)
-    assert (without_times("study"), cells_of("study")) == undisturbed
+            while process.poll() is None:
+                until_then = time.monotonic() + chance.uniform(1.0, longest)
+                wait_for(lambda end=until_then, p=process: p.poll() is not None or time.monotonic() > end)
+                if process.poll() is None and kills < 10:
+                    workers = [pid for pid in living(mark) if WORKERS[executor] in named(pid)]
+                    os.kill(
+                        chance.choice(workers if workers and chance.random() < 0.6 else [process.pid]), signal.SIGKILL
+                    )
+                    kills += 1
+            shown = finish(process)
+            code = shown.code
+            assert code in (0, 1, -signal.SIGKILL), shown.err
+        assert_same_study("study", undisturbed)
+        shutil.rmtree("study")
 
 
 @linux
 @pytest.mark.nightly
-def test_a_preempted_job_is_requeued_and_goes_on_from_its_checkpoint(undisturbed):
+def test_a_preempted_job_is_requeued_and_goes_on_from_its_checkpoint():
     pytest.importorskip("submitit")
+    study = "compare --methods sngm --batches 16 --lrs 0.3 --epochs 4 --seeds 2"
+    assert sngm(f"{study} --jobs 2 --out undisturbed").code == 0
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
-    process = start("slurm", "study", mark)
-
-    def training() -> list[int]:
-        """Return the jobs whose run has finished an epoch."""
-        begun = [path.parent for path in Path("study").glob("runs/*/metrics.jsonl") if path.stat().st_size]
-        return [pid for pid in living(mark) if WORKERS["slurm"] in named(pid)] if begun else []
-
-    until(process, training)
-    preempted = training()
-    for pid in preempted:
+    process = start("slurm", "study", mark, study)
+    until(process, lambda: len(begun()) == 2)
+    for pid in [pid for pid in living(mark) if WORKERS["slurm"] in named(pid)]:
         os.kill(pid, signal.SIGTERM)
         os.kill(pid, signal.SIGUSR2)
     shown = finish(process)
     assert shown.code == 0, shown.err
-    logs = "".join(path.read_text() for path in Path("study/slurm").glob("*_log.*"))
-    assert "Requeued job" in logs
-    assert (without_times("study"), cells_of("study")) == undisturbed
+    assert "Requeued job" in "".join(path.read_text() for path in Path("study/slurm").glob("*_log.*"))
+    for folder in Path("study/runs").iterdir():
+        assert_same_end(folder, Path("undisturbed/runs", folder.name))
+
+
+def begun() -> list[Path]:
+    """Return the metrics of runs that have finished an epoch."""
+    return [path for path in Path("study").glob("runs/*/metrics.jsonl") if path.stat().st_size]
 
 
 @linux
@@ -196,7 +205,7 @@ def test_an_interrupted_study_on_ray_stops_its_runs_and_resumes(undisturbed):
     pytest.importorskip("ray")
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start("ray", "study", mark)
-    until(process, lambda: list(Path("study").glob("runs/*/metrics.jsonl")))
+    until(process, begun)
     os.kill(process.pid, signal.SIGINT)
     shown = finish(process)
     assert shown.code == 130, shown.err
@@ -204,7 +213,7 @@ def test_an_interrupted_study_on_ray_stops_its_runs_and_resumes(undisturbed):
     wait_for(lambda: not living(mark))
     assert {record["status"] for record in results("study").values()} <= {"finished", "interrupted"}
     assert finish(start("ray", "study", mark)).code == 0
-    assert (without_times("study"), cells_of("study")) == undisturbed
+    assert_same_study("study", undisturbed)
 
 
 @pytest.mark.nightly

@@ -29,6 +29,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
 
+import sngm
 from sngm import CLARS, SNGM
 from sngm.optim import checks, kernels, sharded_norms
 from sngm.optim.base import LargeBatchOptimizer
@@ -1179,3 +1180,23 @@ def test_a_profiler_sees_a_step_once(hooked):
         optimizer.step()
     seen = [event.name for event in profiler.events() if event.name.startswith("Optimizer.step#")]
     assert seen == [f"Optimizer.step#{type(optimizer).__name__}.step"]
+
+
+def test_parts_with_a_shared_norm_divide_by_it():
+    params = make_params(torch.float64, FEW)
+    others = clone_params(params)
+    rule = {"lr": 0.1, "weight_decay": 0.1}
+    parts = [sngm.SNGM(params[i::2], **rule) for i in range(2)]
+    sngm.optim.SharedNorm(parts)
+    whole = sngm.SNGM(others, foreach=True, **rule)
+    for t in range(2):
+        for some in (params, others):
+            for p, grad in zip(some, gradients(others, t), strict=True):
+                p.grad = grad
+        whole.step()
+        for part in parts:
+            part.step()
+            assert part._layout is not None
+            torch.testing.assert_close(part.grad_norm, whole.grad_norm)
+    for a, b in zip(params, others, strict=True):
+        close(a, b)

@@ -194,6 +194,8 @@ def fsdp1(method: str) -> None:
     model = Net()
     del model.unused  # FSDP1 would give it a zero gradient, and weight decay would change it
     model = FullyShardedDataParallel(model, use_orig_params=True, device_id=torch.device("cpu"))
+    with pytest.raises(ValueError, match=r"FSDP1 .* pass norm_group="):
+        make(method, grouped(model))._gather()
     adapt = {} if method.startswith(("SNGM", "block")) else {"adapt": True}  # every shard is one-dimensional
     optimizer = make(method, grouped(model, **adapt), norm_group=dist.group.WORLD)
     made = train(model, optimizer, method, poisoned=last())

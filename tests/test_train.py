@@ -478,7 +478,7 @@ def test_the_record_holds_the_config_and_the_scores_as_fractions(tmp_path):
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ({"method": "sgnm"}, "got 'sgnm' (did you mean 'sngm'?)"),
+        ({"method": "sgnm"}, "got 'sgnm' (did you mean 'signum' or 'sngm'?)"),
         ({"task": "digit"}, "got 'digit' (did you mean 'digits'?)"),
         ({"task": "runs:points"}, "must name a subclass of sngm.Task"),
         ({"task": "nowhere.py:Task"}, "no task at 'nowhere.py:Task'"),

@@ -9,13 +9,14 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise",
-    "advise_model", "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
+    "advise_model", "check", "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
     from . import optim
     from .advising import advise, advise_model
     from .api import Run, Study, compare, load_run, load_study, train
+    from .checkup import check
     from .measure import probe
     from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
@@ -29,6 +30,7 @@ _HOMES = {
     ".tasks": ("Task",),
     ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
     ".advising": ("advise", "advise_model"),
+    ".checkup": ("check",),
     ".measure": ("probe",),
 }
 

@@ -52,6 +52,10 @@ class RecipeOptions:
         "Samples per micro-batch. Default: the task's, else the worker's whole part of the batch."
     )
     bn_group: int | None = option("Samples that BatchNorm normalises together. Default: the micro-batch.")
+    last_batch: str | None = option(
+        "What an epoch does with the samples that fill no whole batch: 'drop' them, or 'keep' them as a smaller last "
+        "batch, in whole micro-batches. Default: drop."
+    )
     running_stats: str | None = option(
         "BatchNorm running statistics: of the first worker, as in DDP ('first'), or averaged over workers ('mean'). "
         "Default: the task's."
@@ -71,6 +75,15 @@ class RecipeOptions:
         "Learning rate of biases and norm layers with LARS and CLARS: 'scaled' (trust_coefficient * lr) or 'full' "
         "(lr). Default: the task's."
     )
+    ema: float | None = option(
+        "Score an exponential moving average of the weights, which keeps this share of itself in each step, such as "
+        "0.99. BatchNorm statistics are then estimated again (--bn-samples). Default: off."
+    )
+    bn_samples: int | None = option(
+        "Before each test, estimate BatchNorm statistics again on this many training samples. Default: off; 10000 with "
+        "--ema and with schedule-free."
+    )
+    label_smoothing: float | None = option("Label smoothing of cross-entropy, from 0 to 1. Default: 0.")
     precision: str | None = option(
         "float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, float32 on a CPU."
     )
@@ -94,8 +107,14 @@ class Execution:
     )
     loaders: int | None = option("Data-loading processes, like num_workers of a DataLoader. Default: the task's.")
     pass_size: int | None = option("Maximum samples per forward pass. Default: the task's.")
+    hang_timeout: float = option(
+        "Under torchrun: end the job when a process makes no progress for this many seconds while others wait for it.",
+        1800.0,
+    )
 
     def __post_init__(self) -> None:
+        if not isinstance(self.hang_timeout, (int, float)) or not 0 < self.hang_timeout < math.inf:
+            raise UsageError(f"`hang_timeout` must be a number of seconds > 0, got {self.hang_timeout!r}")
         if self.step not in STEPS:
             raise UsageError(f"`step` must be one of {', '.join(STEPS)}, got {self.step!r}")
         for name, least in (("loaders", 0), ("pass_size", 1)):

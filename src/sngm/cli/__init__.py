@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from .. import __version__
-from . import advise, check_theory, compare, data, evaluate, lists, paper, probe, train, watch
+from . import advise, check_theory, compare, data, doctor, evaluate, lists, paper, probe, train, watch
 from .exit_codes import CODES, run_verb
 from .options import examples, verbs
 
@@ -57,7 +57,7 @@ verb(*advise.EXAMPLES)(advise.advise)
 verb(*check_theory.EXAMPLES, name="check-theory")(check_theory.check_theory)
 verb("sngm tasks", "sngm tasks --json")(lists.tasks)
 verb("sngm methods")(lists.methods)
-verb("sngm doctor")(lists.doctor)
+verb(*doctor.EXAMPLES)(doctor.doctor)
 app.add_typer(data.app, name="data")
 app.add_typer(paper.app, name="paper")
 

@@ -1,9 +1,8 @@
-"""The commands `sngm tasks`, `sngm methods` and `sngm doctor`."""
+"""The commands `sngm tasks` and `sngm methods`."""
 
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 from .options import JSON
@@ -60,45 +59,3 @@ def methods(as_json: JSON = False) -> None:
         chosen = ", ".join(f"{k}={v}" for k, v in entry["settings"].items() if k != "lr" and k not in HOW)
         print(f"{entry['name']} ({entry['class']}): {chosen}")
     print("\nAny other optimizer: RMSprop, package.module:Class, file.py:Class, timm:NAME or pytorch_optimizer:NAME")
-
-
-def doctor(as_json: JSON = False) -> None:
-    """Print versions and hardware, and train one epoch of digits as a test of the installation."""
-    import shutil
-    import tempfile
-
-    import torch
-
-    from ..training import resolve
-    from ..training import train as run
-    from ..training.run_folder import provenance
-    from ..training.trackers import TRACKERS
-
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    found = provenance(device)
-    found.pop("command")
-    found["disk_free_gb"] = round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
-    found["gpu_kernels"] = _gpu_kernels()
-    found["trackers"] = [name for name in TRACKERS if _installed(name)]
-    with tempfile.TemporaryDirectory() as folder:
-        record = run(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
-    found["trains"] = record["status"] == "finished"
-    if as_json:
-        print(json.dumps(found, indent=2))
-        return
-    for key, value in found.items():
-        text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{key.replace('_', ' ')}: {', '.join(text) or 'none' if isinstance(text, list) else text}")
-
-
-def _gpu_kernels() -> str:
-    """Return whether steps on a GPU can use the Triton kernels."""
-    from ..optim import kernels
-
-    return "Triton" if kernels.installed() else "none: Triton is not installed"
-
-
-def _installed(module: str) -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec(module) is not None

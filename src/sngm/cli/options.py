@@ -33,9 +33,9 @@ TASK = Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your 
 PANELS = {  # of the help pages of commands that train, in this order
     "Run": "method methods lr lrs search trials batch batches seed seeds part epochs",
     "Measurement": "points steps lambdas samples iterations",
-    "Recipe": "schedule warmup clip decay_on bias_lr precision settings",
-    "Batch split": "workers micro bn_group running_stats pass_size",
-    "Execution": "device data_dir step loaders deterministic jobs",
+    "Recipe": "schedule warmup clip decay_on bias_lr ema bn_samples label_smoothing precision settings",
+    "Batch split": "workers micro bn_group last_batch running_stats pass_size",
+    "Execution": "device data_dir step loaders deterministic jobs hang_timeout",
     "Cluster": "executor cpus gpus ray_address slurm_partition slurm_time slurm_options",
     "Output": "out as_json dry_run track checkpoint_every restart",
 }

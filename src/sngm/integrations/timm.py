@@ -8,13 +8,13 @@ from __future__ import annotations
 import runpy
 import sys
 
-# names that do not replace timm's own LARS and LAMB
+# names that do not replace timm's own LARS and LAMB; timm reads "a_b" as b with the wrapper a
 METHODS = {
     "sngm": ("SNGM", "SGD with momentum on normalised gradients"),
-    "block_sngm": ("SNGM", "SNGM with a norm for each tensor"),
-    "spectral_sngm": ("SpectralSNGM", "SNGM in the spectral norm of each matrix"),
-    "sngm_lars": ("LARS", "LARS, as published in 2017"),
-    "sngm_lamb": ("LAMB", "LAMB, Algorithm 2 of its paper"),
+    "blocksngm": ("SNGM", "SNGM with a norm for each tensor"),
+    "spectralsngm": ("SpectralSNGM", "SNGM in the spectral norm of each matrix"),
+    "sngmlars": ("LARS", "LARS, as published in 2017"),
+    "sngmlamb": ("LAMB", "LAMB, Algorithm 2 of its paper"),
 }
 
 
@@ -33,7 +33,7 @@ def register() -> None:
             has_eps=True,
             has_momentum=cls != "LAMB",
             has_betas=cls == "LAMB",
-            defaults={"scope": "tensor"} if name == "block_sngm" else None,
+            defaults={"scope": "tensor"} if name == "blocksngm" else None,
         )
         default_registry.register(info)
 

@@ -193,7 +193,10 @@ class CLARS(LargeBatchOptimizer):
     def _check_norms(self, mean_norms: Sequence[float | Tensor] | Tensor | None) -> Sequence[Any] | Tensor:
         count = sum(len(group["params"]) for group in self.param_groups)
         if mean_norms is None:
-            raise TypeError(f"step() needs mean_norms=[one number a parameter, {count} here], got None")
+            raise TypeError(
+                f"step() needs mean_norms=[one number a parameter, {count} here], got None; if a trainer calls step(), "
+                "call sngm.integrations.measure_norms(optimizer) once"
+            )
         if isinstance(mean_norms, (str, bytes)) or not isinstance(mean_norms, (Sequence, Tensor)):
             raise TypeError(f"mean_norms must be a list of numbers or a 1-d tensor, got {type(mean_norms).__name__}")
         if isinstance(mean_norms, Tensor) and mean_norms.ndim != 1:

@@ -94,6 +94,9 @@ class NSGDM(LargeBatchOptimizer):
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return True  # also for momentum 0: the step normalises what is in the buffer
 
+    def _norm_spans(self) -> str:
+        return "global"
+
     def _step(self, work: Work) -> None:
         skip = self._skip(work, work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0])
         if skip is True:

@@ -58,7 +58,9 @@ METHODS = {
     "muon": Method("timm.optim:Muon", {"nesterov": True, "weight_decay": 0.1}, lr_scale=0.1),
     "nesterov": Method(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "nsgdm": Method(NSGDM, lr_scale=10.0),
-    "schedule-free": Method("schedulefree:AdamWScheduleFree", lr_scale=0.1, recipe={"schedule": "constant"}),
+    "schedule-free": Method(
+        "schedulefree:AdamWScheduleFree", lr_scale=0.1, recipe={"schedule": "constant", "bn_samples": 10_000}
+    ),
     "signum": Method("pytorch_optimizer:SignSGD", {"weight_decay": 0.1}, lr_scale=0.003),
     "sngd": Method(SNGM, {"momentum": 0.0}, lr_scale=10.0),
     "sngm": Method(SNGM),

@@ -28,6 +28,7 @@ from ..training.config import RunConfig
 from ..training.distributed import Processes, choose_device
 from ..training.loop import Options
 from ..training.run_folder import FINISHED, NothingLeft, RunFolder, command, differences
+from ..training.trackers import prepare_group
 from ..training.validation import config_of
 from .executors import Executor, open_remote
 from .executors.local import default_jobs, open_local
@@ -85,6 +86,7 @@ def compare(
     with locked(folder):
         remove_leftovers(folder)
         _check_folder(folder, study, cells)
+        prepare_group(options.tracker, folder.absolute().name)
         return _Launcher(study, cells, folder, options, jobs, show, data, known, cluster).run()
 
 

@@ -104,6 +104,12 @@ class Task:
     step: ClassVar[str] = "auto"
     dataset: ClassVar[str | None] = None
     data_dir: Path | None = None
+    label_smoothing: float = 0.0  # set for each run
+
+    @property
+    def smooths_labels(self) -> bool:
+        """Whether the loss uses `label_smoothing`. A task with a loss of its own that does sets this to True."""
+        return type(self).loss is Task.loss and type(self).follow is Task.follow
 
     @classmethod
     def usual(cls, batch: int) -> dict[str, Any]:
@@ -171,7 +177,7 @@ class Task:
         """Return the mean loss over the samples of a batch."""
         inputs, labels = batch
         check_labels(labels)
-        return cross_entropy(model(inputs), labels)
+        return cross_entropy(model(inputs), labels, label_smoothing=self.label_smoothing)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
         """Return the recurrent state at the start of an epoch: tensors with one row per sample of the batch.

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset, default_collate
 
 from ..data.tensors import Tensors, fingerprint
@@ -85,10 +86,15 @@ class TorchTask(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         *inputs, target = batch
-        if self.parts["loss"] is nn.functional.cross_entropy or isinstance(self.parts["loss"], nn.CrossEntropyLoss):
+        if self.smooths_labels or isinstance(self.parts["loss"], nn.CrossEntropyLoss):
             check_labels(target)
-        loss: Tensor = self.parts["loss"](model(*inputs), target)
+        more = {"label_smoothing": self.label_smoothing} if self.smooths_labels else {}
+        loss: Tensor = self.parts["loss"](model(*inputs), target, **more)
         return loss
+
+    @property
+    def smooths_labels(self) -> bool:
+        return self.parts["loss"] is cross_entropy
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         *inputs, target = batch

@@ -92,9 +92,13 @@ class CifarViT(Task):
         images, labels = samples[indices]
         return images, labels, random_bits(seed, epoch, indices.to(images.device))
 
+    @property
+    def smooths_labels(self) -> bool:
+        return True
+
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         images, labels, numbers = batch
-        return cross_entropy(model(self._inputs(model, images, numbers)), labels)
+        return cross_entropy(model(self._inputs(model, images, numbers)), labels, label_smoothing=self.label_smoothing)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         images, labels = batch

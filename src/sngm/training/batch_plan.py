@@ -72,6 +72,24 @@ class BatchPlan:
             raise UsageError(f"`bn_group`={bn_group} must divide `micro`={micro}; {_divisors(micro, bn_group)}")
         return cls(batch, workers, micro, bn_group, ranks)
 
+    def for_rest(self, count: int) -> BatchPlan | None:
+        """Return the plan of a last, smaller batch of at most `count` samples, for the same workers; None if too few.
+
+        It keeps the micro-batches if one fits into a worker's part; else that part is one micro-batch. BatchNorm groups
+        keep their size unless they are whole micro-batches. What does not fill a micro-batch is left out.
+
+        >>> plan = BatchPlan.of(batch=32768, workers=8, micro=128)
+        >>> plan.for_rest(50000 - 32768).describe()
+        '16384 = 8 workers x 16 groups of 128; BatchNorm over 128; 1 process'
+        """
+        share = count // self.workers
+        micro = min(self.micro, share)
+        bn_group = micro if self.bn_group == self.micro else self.bn_group
+        micro -= micro % bn_group if bn_group else 0
+        if micro < 2:  # a single sample has no variance
+            return None
+        return BatchPlan.of(share // micro * micro * self.workers, self.workers, micro, bn_group, self.ranks)
+
     @property
     def share(self) -> int:
         return self.batch // self.workers

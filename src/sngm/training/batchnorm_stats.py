@@ -146,6 +146,8 @@ class GhostStatistics:
 
     def set_pass(self, piece: slice) -> None:
         """Set the part of the batch of the next pass."""
+        for norm in self.norms:
+            norm.group = self.plan.bn_group
         for norm in self.tracked:
             share = self.shares[norm][piece.start]
             norm.track_running_stats = self.tracks and share.weights is not None

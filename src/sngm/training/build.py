@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .data_loading import Resident, Streamed, fits, loaders_of
 from .distributed import Processes
 from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
 from .recurrent_state import RecurrentState
-from .step import Stepper, worker_passes_of
+from .step import Stepper, pieces_of, worker_passes_of
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
 CHECKED: set[str] = set()  # methods of the user's whose `state_dict` has been checked
@@ -55,6 +55,8 @@ class Setup:
     data_source: Resident | Streamed
     recurrent_state: RecurrentState
     stepper: Stepper | CapturedStepper
+    rest: int = 0  # samples of the last, smaller batch of an epoch; 0 if it is dropped
+    rest_stepper: Stepper | CapturedStepper | None = None
 
 
 def prepare(
@@ -95,24 +97,38 @@ def prepare(
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)
-    own = worker_passes_of(plan, processes.rank, optimizer, most)
-    pieces = [piece for each in own for piece in each.passes]
-    statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
-    if most is not None:
-        statistics = GhostStatistics(model, plan, config.running_stats, processes.rank, pieces, config.dtype)
     source: Resident | Streamed = Resident(training, processes.device)
     if streams:
+        pieces = pieces_of(worker_passes_of(plan, processes.rank, optimizer, most))
         count = loaders_of(task, loaders)
         source = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
     state = RecurrentState(task, model, plan, processes.rank)
-    plain = Stepper(
-        config, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
-    )
-    stepper = CapturedStepper(plain, config.batch, processes.device) if "captured" in mode else plain
+
+    def stepper_of(sized: RunConfig, plan: BatchPlan) -> Stepper | CapturedStepper:
+        own = worker_passes_of(plan, processes.rank, optimizer, most)
+        statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
+        if most is not None:
+            policy, rank = config.running_stats, processes.rank
+            statistics = GhostStatistics(model, plan, policy, rank, pieces_of(own), config.dtype)
+        plain = Stepper(
+            sized, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
+        )
+        plain.heartbeat = processes.heartbeat
+        return CapturedStepper(plain, plan.batch, processes.device) if "captured" in mode else plain
+
+    rest_stepper, rest = None, 0
+    small = plan.for_rest(len(training) % plan.batch) if config.last_batch == "keep" else None
+    if small is not None:
+        if streams or state.rows:
+            raise UsageError("`last_batch` keep needs samples in memory that do not follow one another")
+        sized = replace(config, batch=small.batch, micro=small.micro, bn_group=small.bn_group)
+        rest_stepper, rest, per_epoch = stepper_of(sized, small), small.batch, per_epoch + 1
+    stepper = stepper_of(config, plan)  # last, because GhostStatistics sets the groups of the model
     steps = per_epoch * config.epochs
     return Setup(
-        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper
-    )
+        task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper,
+        rest, rest_stepper,
+    )  # fmt: skip
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:

@@ -28,16 +28,23 @@ RUNNING_STATS = ("first", "mean")
 PRECISIONS = ("float32", "float64", "bfloat16")
 DECAY_ON = ("weights", "all")
 BIAS_LR = ("scaled", "full")
+LAST_BATCH = ("drop", "keep")
 CHOICES = {
     "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
+    "last_batch": LAST_BATCH,
 }  # fmt: skip
 ADDED_LATER = {
     "decay_on": "weights",
     "bias_lr": "scaled",
     "method_source": None,
+    "ema": None,
+    "bn_samples": None,
+    "label_smoothing": 0.0,
+    "last_batch": "drop",
 }  # fields that older records lack, with their former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
 WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
+BN_SAMPLES = 10_000  # that estimate the statistics of averaged weights, if not given
 INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr: linear scaling for one of eight workers
 
 
@@ -75,6 +82,10 @@ class RunConfig:
     precision: str = "float32"
     decay_on: str = "weights"
     bias_lr: str = "scaled"
+    ema: float | None = None
+    bn_samples: int | None = None
+    label_smoothing: float = 0.0
+    last_batch: str = "drop"
     method_settings: dict[str, Any] = field(default_factory=dict)
     task_settings: dict[str, Any] = field(default_factory=dict)
     task_source: str | None = None
@@ -106,6 +117,12 @@ class RunConfig:
                 raise UsageError(f"setting {name} must be finite, got {_short(value)}") from None
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"`clip` must be a finite number > 0, got {self.clip!r}")
+        if self.ema is not None and not 0 < self.ema < 1:
+            raise UsageError(f"`ema` must be between 0 and 1, got {self.ema!r}")
+        if self.bn_samples is not None and self.bn_samples < 0:
+            raise UsageError(f"`bn_samples` must be a whole number >= 0, got {self.bn_samples!r}")
+        if not 0 <= self.label_smoothing < 1:
+            raise UsageError(f"`label_smoothing` must be at least 0 and below 1, got {self.label_smoothing!r}")
         if self.warmup > self.epochs:
             raise UsageError(f"`warmup` must be at most `epochs`={self.epochs}, got {self.warmup:g}")
         Schedule(self.schedule, self.warmup)
@@ -187,7 +204,11 @@ class RunConfig:
             )
 
     def build_task(self, data_dir: Path | None = None) -> Task:
-        return tasks.build(self.task, self.task_settings, data_dir)
+        task = tasks.build(self.task, self.task_settings, data_dir)
+        if self.label_smoothing and not task.smooths_labels:
+            raise UsageError(f"`label_smoothing`: the loss of task {self.task} has none")
+        task.label_smoothing = self.label_smoothing
+        return task
 
 
 @functools.cache
@@ -231,6 +252,8 @@ def resolve(
     for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
         settings.setdefault(name, recipe.get(name, usual[name]))
     settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
+    averaged = "ema" in settings or "bn_samples" in recipe
+    settings.setdefault("bn_samples", recipe.get("bn_samples", BN_SAMPLES) if averaged else None)
     clip = usual["clip"]
     settings.setdefault("clip", clip.get(method) if isinstance(clip, Mapping) else clip)
     if settings["clip"] == math.inf:  # how to turn off clipping that the task has by default

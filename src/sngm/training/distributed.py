@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import nn
 
 from .. import environment
 from ..errors import Failed, UsageError
+from .heartbeat import Heartbeat
 
 EXCHANGE_EVERY = 10  # steps between exchanges of flags
 
@@ -31,6 +32,7 @@ class Processes:
     rank: int
     ranks: int
     device: torch.device
+    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat())
 
     @property
     def first(self) -> bool:
@@ -94,7 +96,7 @@ def set_numerics(device: torch.device, deterministic: bool = False) -> None:
 
 
 @contextlib.contextmanager
-def join(device: str | None = None) -> Iterator[Processes]:
+def join(device: str | None = None, hang_timeout: float = 1800.0) -> Iterator[Processes]:
     """Join the process group if torchrun started this process; else yield a single process."""
     rank, ranks, local = environment.launch()
     chosen = choose_device(device)
@@ -108,15 +110,37 @@ def join(device: str | None = None) -> Iterator[Processes]:
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
     own = chosen if chosen.type == "cuda" else None
-    try:  # a long timeout: the others wait while the first one evaluates
-        dist.init_process_group("nccl" if own else "gloo", device_id=own, timeout=timedelta(hours=2))
+    try:  # a long timeout: the others may wait while the first one evaluates; `Heartbeat` finds who hangs
+        how: dict[str, Any] = {"device_id": own, "timeout": timedelta(hours=2)}
+        if _restarts_here(ranks):
+            how |= {"store": _open_store("group"), "rank": rank, "world_size": ranks}
+        dist.init_process_group("nccl" if own else "gloo", **how)
     except (ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         raise Failed(f"process {rank} of {ranks} could not join the others: {why}; start them with torchrun") from error
+    heartbeat = Heartbeat(rank, ranks, hang_timeout, _open_store("heartbeat"))
     try:
-        yield Processes(dist.get_rank(), dist.get_world_size(), chosen)
+        yield Processes(rank, ranks, chosen, heartbeat)
     finally:
+        heartbeat.end()
         dist.destroy_process_group()
+
+
+def _restarts_here(ranks: int) -> bool:
+    """Return whether torchrun's agent started all processes, on this machine, and would restart them."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.local_ranks() == ranks
+
+
+def _open_store(name: str) -> Any:
+    """Return a new connection to the launcher's store, with keys of its own for each restart of the job.
+
+    torchrun keeps its store when it restarts a job; in it, gloo and NCCL would find addresses of ended processes.
+    """
+    stores: Any = dist  # whose stubs lack the classes
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # on several machines each has its own count
+    prefix = f"sngm/{name}/{restart if _restarts_here(environment.ranks()) else ''}"
+    return stores.PrefixStore(prefix, stores.TCPStore(address, port, is_master=False))
 
 
 def choose_device(name: str | None) -> torch.device:

@@ -173,7 +173,7 @@ def evaluate(
                 elif type(task).evaluate is Task.evaluate:
                     found = _evaluate_together(task, model, samples, how, processes)
                 else:
-                    own = task.evaluate(model, batches(samples, *how)) if processes.first else None
+                    own = task.evaluate(model, _alive(batches(samples, *how), processes)) if processes.first else None
                     found = processes.broadcast(own)
             if not isinstance(found, Mapping):
                 raise UsageError(f"task {config.task}: evaluate() must return a dict of numbers, got {found!r}")
@@ -193,7 +193,9 @@ def _evaluate_together(
     task: Task, model: nn.Module, samples: Samples, how: How, processes: Processes
 ) -> dict[str, float]:
     """Evaluate every `ranks`-th batch in this process, and return the scores over all batches."""
-    mine = [task.score_sums(model, batch) for batch in batches(samples, *how, processes.rank, processes.ranks)]
+    own = batches(samples, *how, processes.rank, processes.ranks)
+    mine = [task.score_sums(model, batch) for batch in _alive(own, processes)]
+    processes.heartbeat.advance()
     names: list[str] = processes.broadcast(list(mine[0]) if mine else [])  # the first process has the first batch
     total = len(batch_indices(samples, how[2], how[3]))
     sums = torch.zeros(total, len(names), dtype=torch.float64, device=processes.device)
@@ -201,6 +203,13 @@ def _evaluate_together(
         sums[processes.rank + i * processes.ranks] = torch.stack([found[name].to(sums.device) for name in names])
     dist.all_reduce(sums)  # exact: all but one process add zero
     return mean_scores([dict(zip(names, row, strict=True)) for row in sums])
+
+
+def _alive(found: Iterator[Batch], processes: Processes) -> Iterator[Batch]:
+    """Yield batches, and tell the other processes that this one is at work."""
+    for batch in found:
+        processes.heartbeat.act()
+        yield batch
 
 
 def batch_indices(samples: Samples, size: int, loaders: int) -> Sequence[Tensor]:

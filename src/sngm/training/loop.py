@@ -30,6 +30,7 @@ from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
 from .evaluate import data_of, evaluate, order_of, samples_of
 from .run_folder import FINISHED, RESUMED, RunFolder, describe, final, resumed_fields
+from .scored_model import ScoredModel
 from .timing import Clock, peak_memory
 from .trackers import check_tracker, open_tracker
 
@@ -64,7 +65,7 @@ class State:
     loss_sum: float = 0.0  # over the steps of the current epoch
     seconds: Record = field(default_factory=dict)  # of `Clock.pack`
     history: list[Record] = field(default_factory=list)
-    best_model: dict[str, Tensor] | None = None  # of the best epoch so far, if task.result_of is "best"
+    best_model: dict[str, Tensor] | None = None  # that of the result, where it is not the trained model after all steps
 
     def scores(self, task: Task) -> list[float]:
         """Return the validation score of each epoch; empty without a validation set."""
@@ -78,12 +79,12 @@ class State:
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
-    def pack(self, record: Record, setup: Setup, carried: list[Tensor]) -> Record:
+    def pack(self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor]) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
         # JSON types only: torch.load(weights_only=True) rejects others
         whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
-        return {"run": own, **lasting, "best_model": self.best_model, **whose}
+        return {"run": own, **lasting, "best_model": self.best_model, "averages": averages, **whose}
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup) -> State:
@@ -103,7 +104,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         UsageError: `path` holds another run, or this run on different data.
     """
     options = options or Options()
-    with join(options.device) as processes:
+    with join(options.device, options.hang_timeout) as processes:
         folder = RunFolder(path)
         # a process restarted by torchrun resumes, and must not delete the run again
         restart = options.restart and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0"
@@ -114,6 +115,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
             return dict(record)
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
+        processes.heartbeat.advance()
         processes.any(False, step=0)  # wait for all: if one failed, create no folder
         with contextlib.ExitStack() as stack:
             processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
@@ -166,6 +168,9 @@ def _run(
     processes.broadcast_model(model)
     before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup)
+    scored = ScoredModel(config, setup)
+    if packed is not None:
+        scored.load(packed.get("averages", []))
     record = describe(config, model, processes, setup.data, task.metric)
     if before:
         record |= resumed_fields(before, record)
@@ -186,7 +191,7 @@ def _run(
         state.seconds = clock.pack()
         carried = setup.recurrent_state.gather()
         if journal:
-            checkpoint.save(folder.path, state.step, state.pack(record, setup, carried))
+            checkpoint.save(folder.path, state.step, state.pack(record, setup, carried, scored.averages))
         clock.wrote()
 
     def due() -> bool:
@@ -208,6 +213,7 @@ def _run(
             for loss, lr in steps_of_epoch(config, setup, order_in(epoch), epoch, first, scores):
                 loss_sum += loss
                 state.step += 1
+                scored.follow(state.step)
                 ends = state.step % per_epoch == 0
                 if ends:
                     order_in(epoch + 1)  # computed while the device is busy
@@ -220,14 +226,17 @@ def _run(
                     clock.trained(epoch_ends=True)
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
+                    processes.heartbeat.advance()
                     processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
-                    metrics |= evaluate(task, model, held_out, config, *how, processes)
+                    tested = scored.prepare(epoch)
+                    metrics |= evaluate(task, tested, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
                         return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
-                    if task.result_of == "best" and state.best(task) in (-1, epoch):
-                        state.best_model = {name: t.clone() for name, t in model.state_dict().items()}
+                    counts_last = task.result_of == "last" and epoch == config.epochs - 1 and tested is not model
+                    if counts_last or (task.result_of == "best" and state.best(task) in (-1, epoch)):
+                        state.best_model = {name: t.clone() for name, t in tested.state_dict().items()}
                     loss_sum.zero_()
                     if journal:
                         journal.note(metrics)
@@ -278,7 +287,10 @@ def steps_of_epoch(
         factor = setup.schedule(Moment(step, setup.steps, epoch, config.epochs, scores, setup.task.higher_is_better))
         set_rates(setup.optimizer, factor)
         batch = order[i * config.batch : (i + 1) * config.batch]
-        yield setup.stepper(batch, epoch=epoch, step=step), config.lr * factor
+        stepper = setup.stepper
+        if setup.rest_stepper is not None and i == setup.per_epoch - 1:
+            batch, stepper = batch[: setup.rest], setup.rest_stepper
+        yield stepper(batch, epoch=epoch, step=step), config.lr * factor
 
 
 class Journal:

@@ -20,6 +20,7 @@ from .compiled_step import NotCompiled, compiled
 from .config import RunConfig
 from .data_loading import Resident, Streamed, to_device
 from .gradient_sum import GradientSum
+from .heartbeat import Heartbeat
 from .recurrent_state import RecurrentState
 
 
@@ -50,6 +51,11 @@ def worker_passes_of(
     return [WorkerPasses(mine.start, plan.merged(mine, most))]
 
 
+def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
+    """Return the parts of the batch of all passes, in order."""
+    return [piece for own in worker_passes for piece in own.passes]
+
+
 class Stepper:
     """The training step of a run. Its state is in model, optimizer and `recurrent_state`."""
 
@@ -76,6 +82,7 @@ class Stepper:
         self.optimizer, self.plan, self.device = optimizer, plan, device
         self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
         self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
+        self.heartbeat = Heartbeat()  # `prepare` sets that of the processes
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         several = plan.ranks > 1 and not isinstance(optimizer, ExtrapSGD)  # which sums gradients itself
         self.gradient_sum = GradientSum(self.params, plan.ranks) if several else None
@@ -163,6 +170,7 @@ class Stepper:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise UsageError(f"task {self.config.task}: loss() must return one number, as a tensor, got {got}")
+        self.heartbeat.advance()
         if update_state:
             self.recurrent_state.update(piece, after)
         return loss

@@ -59,7 +59,7 @@ class MLflow:
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any], group: str | None = None) -> None:
         self.mlflow = _import("mlflow")
-        self.mlflow.set_experiment("sngm" if group is None else f"sngm {group}")
+        self.mlflow.set_experiment(_experiment(group))
         kept = folder / "mlflow_run"  # MLflow's run id, to resume the same run
         if not kept.exists():
             write_atomically(kept, self.mlflow.start_run(run_name=name).info.run_id.encode())
@@ -101,6 +101,19 @@ def open_tracker(
     """
     check_tracker(tracker)
     return None if tracker is None else TRACKERS[tracker](folder, name, config, group)
+
+
+def prepare_group(tracker: str | None, group: str) -> None:
+    """Check that a tracker is installed, and create what the runs of a study share, before several begin at once."""
+    check_tracker(tracker)
+    if tracker is not None:
+        module = _import(tracker)
+        if tracker == "mlflow":  # which creates its database with the first experiment
+            module.set_experiment(_experiment(group))
+
+
+def _experiment(group: str | None) -> str:
+    return "sngm" if group is None else f"sngm {group}"
 
 
 def _import(name: str) -> Any:

@@ -1,0 +1,307 @@
+"""Check a training set-up: take one step of the user's own code, and report what the optimizer saw."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .integrations import unwrap
+from .optim import SNGM
+from .optim.sharded_norms import is_dtensor
+
+TOLERANCE = 1e-3  # relative difference of norms that float32 and bfloat16 gradients may have
+
+
+class Finding(NamedTuple):
+    """One result of a check: its name, whether it is right, and a sentence about it."""
+
+    name: str
+    ok: bool
+    text: str
+
+
+@dataclass
+class Checkup:
+    """The findings of :func:`check`. Printing it shows one line for each."""
+
+    findings: list[Finding]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no faults."""
+        return not self.faults
+
+    @property
+    def faults(self) -> list[Finding]:
+        """The findings that are wrong."""
+        return [finding for finding in self.findings if not finding.ok]
+
+    def __str__(self) -> str:
+        return "\n".join(f"{'ok   ' if ok else 'FAULT'} {name}: {text}" for name, ok, text in self.findings)
+
+    __repr__ = __str__
+
+
+@dataclass
+class _Watch:
+    """What was seen during one step."""
+
+    squares: list[float] = field(default_factory=list)  # of the whole gradient of each optimizer
+    strangers: int = 0  # parameters of the model with a gradient that no optimizer has
+    scaled: list[bool] = field(default_factory=list)  # for each `backward`: whether its loss is a multiple of another
+    clips: list[tuple[float, float]] = field(default_factory=list)  # limit and norm
+
+
+def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
+    """Take one step of your own training code and report whether the optimizer did what its method says.
+
+    Found by name: a norm that is not that of the whole gradient or differs between ranks, state of parameters that
+    are gone, clipping, gradients summed over micro-batches, a scheduler that changes the momentum, parameters without
+    an optimizer; and how the step was computed. Call it on all ranks. The step is a real one: it changes the model.
+
+    Args:
+        model: the model, as your code trains it.
+        optimizer: an optimizer of sngm, a wrapper of one, or a container or list of several.
+        step_fn: takes one optimizer step, with all its micro-batches.
+
+    Example:
+        >>> import torch, sngm
+        >>> model = torch.nn.Linear(3, 1)
+        >>> optimizer = sngm.SNGM(model.parameters(), lr=0.1, weight_decay=0.1)
+        >>> def step():
+        ...     for _ in range(2):
+        ...         model(torch.ones(4, 3)).square().mean().backward()
+        ...     optimizer.step()
+        >>> print(sngm.check(model, optimizer, step).faults[0].name)
+        accumulation
+    """
+    inner = unwrap(optimizer)
+    watch = _Watch()
+    try:
+        with _watching(watch, model, inner):
+            step_fn()
+    except (KeyError, RuntimeError, TypeError, ValueError) as error:
+        return Checkup([Finding("step", False, f"{type(error).__name__}: {error}")])
+    if not watch.squares:
+        return Checkup([Finding("step", False, "step_fn did not call the optimizer's step()")])
+    zero = _zero_wrapper(optimizer)
+    if zero is not None and zero.clip_grad > 0:
+        watch.clips.append((float(zero.clip_grad), float(zero._global_grad_norm)))
+    return Checkup(
+        [
+            *_norms(inner, watch, zero is not None),
+            _state(model, inner, zero is not None),
+            _clipping(inner, watch),
+            _accumulation(inner, watch),
+            _momentum(inner),
+            _parameters(watch),
+            Finding("path", True, "; ".join(dict.fromkeys(map(_path, inner)))),
+        ]
+    )
+
+
+@contextlib.contextmanager
+def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[None]:
+    """Note what happens during a step, in `watch`."""
+    backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
+    clip_value = torch.nn.utils.clip_grad_value_
+
+    def watched_backward(tensors: Any, *rest: Any, **options: Any) -> None:
+        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        watch.scaled.append(all(type(root.grad_fn).__name__.startswith(("Div", "Mul")) for root in roots))
+        backward(tensors, *rest, **options)
+
+    def watched_clip(parameters: Any, max_norm: float, *rest: Any, **options: Any) -> Tensor:
+        norm = clip(parameters, max_norm, *rest, **options)
+        watch.clips.append((float(max_norm), float(_whole(norm))))
+        return norm
+
+    def watched_value(parameters: Any, clip_to: float, *rest: Any, **options: Any) -> None:
+        watch.clips.append((float(clip_to), math.nan))
+        clip_value(parameters, clip_to, *rest, **options)
+
+    def watched_step(taken: Callable[..., None]) -> Callable[..., None]:
+        def take(*given: Any) -> None:
+            if not watch.squares:
+                watch.squares = [_square(optimizer) for optimizer in inner]
+                owned = {id(p) for optimizer in inner for group in optimizer.param_groups for p in group["params"]}
+                watch.strangers = sum(p.grad is not None and id(p) not in owned for p in model.parameters())
+            taken(*given)
+
+        return take
+
+    torch.autograd.backward = watched_backward
+    torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = watched_clip, watched_value  # type: ignore[assignment]
+    for optimizer in inner:
+        optimizer._take_step = watched_step(optimizer._take_step)
+    try:
+        yield
+    finally:
+        torch.autograd.backward = backward
+        torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = clip, clip_value
+        for optimizer in inner:
+            del optimizer._take_step
+
+
+@torch.no_grad()
+def _square(optimizer: Any) -> float:
+    """Return the square of what `grad_norm` should be, from whole tensors in float64."""
+    scale = float(getattr(optimizer, "grad_scale", None) or 1.0)
+    total = 0.0
+    for group in optimizer.param_groups:
+        coupled = isinstance(optimizer, SNGM) and group["weight_decay_mode"] == "coupled"
+        decay = group["weight_decay"] if coupled else 0.0
+        for p in group["params"]:
+            if p.grad is not None:
+                grad, w = (_whole(t).double() if not t.is_complex() else _whole(t) for t in (p.grad, p))
+                total += (
+                    float(torch.linalg.vector_norm(grad / scale + (-decay if group["maximize"] else decay) * w)) ** 2
+                )
+    return total
+
+
+def _whole(tensor: Any) -> Tensor:
+    whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
+    return whole.to_dense() if whole.layout != torch.strided else whole
+
+
+def _zero_wrapper(optimizer: Any) -> Any:
+    """Return DeepSpeed's ZeRO optimizer if it is what wraps the optimizer, else None."""
+    while optimizer is not None and not hasattr(optimizer, "unscale_and_clip_grads"):
+        optimizer = getattr(optimizer, "optimizer", None)
+    return optimizer
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return the values of all ranks."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _norms(inner: list[Any], watch: _Watch, zero: bool) -> list[Finding]:
+    spanning = [o for o in inner if o._norm_spans() == "global"]
+    if not spanning:
+        return [Finding("norm", True, "each tensor or group has its own norm")]
+    norms = [float(o.grad_norm) for o in spanning]
+    ranks = _gathered(norms[0])
+    same = all(math.isclose(norm, ranks[0], rel_tol=TOLERANCE) for norm in ranks)
+    shown = ", ".join(f"{norm:.6g}" for norm in ranks)
+    remedy = "pass norm_group, or use sngm.optim.SharedNorm"
+    between = Finding(
+        "ranks",
+        same,
+        f"all {len(ranks)} ranks divide by the same norm" if same else f"ranks divide by {shown}; {remedy}",
+    )
+    if zero:  # the optimizer sees one part at a time
+        return [Finding("norm", True, f"{norms[0]:.6g}, over all groups, by share_norm"), between]
+    square = sum(s for s, o in zip(watch.squares, inner, strict=True) if o in spanning)
+    group = next((o.norm_group or getattr(o.shared_norm, "norm_group", None) for o in spanning), None)
+    if group is not None:
+        if _replicated(spanning, group):
+            return [
+                Finding("norm", False, "norm_group adds up copies of one gradient: leave it out, as with DDP"),
+                between,
+            ]
+        parts: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(parts, square, group=group)
+        square = sum(parts)
+    whole = math.sqrt(square)
+    wrong = [norm for norm in norms if not math.isclose(norm, whole, rel_tol=TOLERANCE)]
+    if wrong:
+        text = f"the step divides by {wrong[0]:.6g}, but the norm of the whole gradient is {whole:.6g}; {remedy}"
+        return [Finding("norm", False, text), between]
+    return [Finding("norm", True, f"{whole:.6g}, that of the whole gradient"), between]
+
+
+def _replicated(optimizers: list[Any], group: Any) -> bool:
+    """Return whether all ranks of a group hold the same plain parameters."""
+    plain = [p for o in optimizers for g in o.param_groups for p in g["params"] if not is_dtensor(p)]
+    prints = [(tuple(p.shape), float(p.detach().double().abs().sum())) for p in plain]
+    parts: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(parts, prints, group=group)
+    return len(parts) > 1 and bool(prints) and all(part == parts[0] for part in parts)
+
+
+def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
+    live = {id(p) for p in model.parameters()}
+    params = [p for o in inner for g in o.param_groups for p in g["params"]]
+    strange = 0 if zero else sum(id(p) not in live for p in params)
+    if strange:
+        text = (
+            f"{strange} parameters in the groups are not the model's; build the optimizer from the model that you train"
+        )
+        return Finding("state", False, text)
+    owned = {id(p) for p in params}
+    stale = 0 if zero else sum(isinstance(p, Tensor) and id(p) not in owned for o in inner for p in o.state)
+    if stale:
+        return Finding("state", False, f"state of {stale} parameters that are in no group; delete optimizer.state[p]")
+    return Finding("state", True, "belongs to the parameters of the model")
+
+
+def _coupled(inner: list[Any]) -> bool:
+    """Return whether the scale of the gradient matters."""
+    groups = [(o, group) for o in inner for group in o.param_groups]
+    return any(
+        not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups
+    )
+
+
+def _clipping(inner: list[Any], watch: _Watch) -> Finding:
+    if not watch.clips:
+        return Finding("clipping", True, "off")
+    limit, norm = watch.clips[-1]
+    if not _coupled(inner):
+        return Finding("clipping", True, f"on, at {limit:g}; without effect, because the step is normalised")
+    factor = f"multiplied this gradient by {min(1.0, limit / norm):.3g} and " if norm > 0 else ""
+    return Finding("clipping", False, f"on, at {limit:g}; it {factor}shifts the balance with weight decay; turn it off")
+
+
+def _accumulation(inner: list[Any], watch: _Watch) -> Finding:
+    count = len(watch.scaled)
+    if count < 2:
+        return Finding("accumulation", True, "one backward per step")
+    if all(watch.scaled):
+        return Finding("accumulation", True, f"mean over {count} micro-batches: each loss is multiplied or divided")
+    text = f"the gradient is the sum over {count} micro-batches: no loss was divided by {count}"
+    if not _coupled(inner):
+        return Finding("accumulation", True, text + "; without effect, because the step is normalised")
+    remedy = "divide it (in Hugging Face's Trainer: set accepts_loss_kwargs = False on the model)"
+    return Finding("accumulation", False, f"{text}, so weight decay is {count} times too weak; {remedy}")
+
+
+def _momentum(inner: list[Any]) -> Finding:
+    for optimizer in inner:
+        for group in optimizer.param_groups:
+            if "max_momentum" in group and "momentum" in group:
+                now, built = group["momentum"], optimizer.defaults["momentum"]
+                text = f"a scheduler cycles it ({now:g} now, {built:g} when built), which changes the longest step"
+                return Finding("momentum", False, f"{text}; pass cycle_momentum=False to OneCycleLR or CyclicLR")
+    return Finding("momentum", True, "not changed by a scheduler")
+
+
+def _parameters(watch: _Watch) -> Finding:
+    if watch.strangers:
+        text = f"{watch.strangers} parameters of the model have a gradient but are in none of these optimizers"
+        return Finding("parameters", False, f"{text}; if another optimizer steps them, this is as intended")
+    return Finding("parameters", True, "every parameter with a gradient is in an optimizer")
+
+
+def _path(optimizer: Any) -> str:
+    """Return how the last step was computed."""
+    if optimizer._layout is not None:
+        return "Triton kernels"
+    (foreach, fused), *_ = [(group["foreach"], group["fused"]) for group in optimizer.param_groups]
+    device = optimizer._grad_norm.device.type
+    if device == "cpu" and (fused or (fused is None and foreach is None)):
+        return "fused on the CPU where it applies, else foreach"
+    return f"{'single-tensor' if foreach is False else 'foreach'} on {device}"

@@ -1,0 +1,131 @@
+"""The command `sngm doctor`: check the installation, or one step of the user's own training code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .exit_codes import FAILED
+from .options import JSON
+
+EXAMPLES = (
+    "sngm doctor",
+    "sngm doctor --script train.py:set_up",
+    "torchrun --nproc-per-node 2 -m sngm doctor --script train.py:set_up",
+)
+FRAMEWORKS = ("accelerate", "deepspeed", "lightning", "timm", "torchtitan", "transformers")
+
+
+def doctor(
+    script: Annotated[
+        str | None,
+        typer.Option(help="file.py:function, which returns your model, optimizer and a function that takes one step."),
+    ] = None,
+    as_json: JSON = False,
+) -> None:
+    """Print versions and hardware, and train one epoch of digits as a test of the installation. With --script, take one
+    step of your own training code instead, and report whether the norm is that of the whole gradient, the same on all
+    ranks, and what else could spoil it; the exit code is 1 if there is a fault. It does what sngm.check does.
+    """
+    if script is not None:
+        return _check_script(script, as_json)
+    found = _provenance() | {name: check() for name, check in CHECKS.items()}
+    if as_json:
+        print(json.dumps(found, indent=2))
+        return
+    for key, value in found.items():
+        text = ", ".join(f"{k} {v}" for k, v in value.items()) or "none" if isinstance(value, dict) else value
+        print(f"{key.replace('_', ' ')}: {', '.join(text) or 'none' if isinstance(text, list) else text}")
+
+
+def _check_script(script: str, as_json: bool) -> None:
+    from ..checkup import check
+    from ..environment import is_first
+    from ..errors import UsageError
+    from ..optim.external import load_file
+
+    place, _, name = script.rpartition(":")
+    if not place.endswith(".py"):
+        raise UsageError(f"--script must be file.py:function, got {script!r}")
+    try:
+        function = getattr(load_file(Path(place)), name)
+    except (AttributeError, ImportError, OSError, SyntaxError) as error:
+        raise UsageError(f"--script {script}: {error}") from error
+    made = function()
+    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[2])):
+        raise UsageError(f"--script {script}: the function must return (model, optimizer, step), got {made!r}")
+    found = check(*made)
+    if is_first():
+        print(json.dumps([finding._asdict() for finding in found.findings], indent=2) if as_json else found)
+    if not found.ok:
+        sys.exit(FAILED)
+
+
+def _provenance() -> dict[str, Any]:
+    import torch
+
+    from ..training.run_folder import provenance
+
+    found = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+    found.pop("command")
+    return found
+
+
+def _disk_free_gb() -> float:
+    import shutil
+
+    return round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
+
+
+def _gpu_kernels() -> str:
+    """Return whether steps on a GPU can use the Triton kernels."""
+    from ..optim import kernels
+
+    return "Triton" if kernels.installed() else "none: Triton is not installed"
+
+
+def _trackers() -> list[str]:
+    import importlib.util
+
+    from ..training.trackers import TRACKERS
+
+    return [name for name in TRACKERS if importlib.util.find_spec(name) is not None]
+
+
+def _frameworks() -> dict[str, str]:
+    """Return the training frameworks that are installed, with their versions."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    found = {}
+    for name in FRAMEWORKS:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _trains() -> bool:
+    """Return whether one epoch of digits can be trained."""
+    import tempfile
+
+    from ..training import resolve, train
+
+    with tempfile.TemporaryDirectory() as folder:
+        record = train(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
+    return bool(record["status"] == "finished")
+
+
+# the checks of an installation, by the name under which they are printed
+CHECKS: dict[str, Callable[[], Any]] = {
+    "disk_free_gb": _disk_free_gb,
+    "gpu_kernels": _gpu_kernels,
+    "trackers": _trackers,
+    "frameworks": _frameworks,
+    "trains": _trains,
+}

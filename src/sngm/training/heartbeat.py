@@ -1,0 +1,87 @@
+"""Detection of a process that hangs while the other processes of a run wait for it."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ..progress import note
+
+EVERY = 5.0  # seconds between exchanges, at most
+
+
+@dataclass(slots=True)
+class Sign:
+    """What a process has told of itself: its progress, and when that changed last."""
+
+    progress: int = 0
+    activity: int = 0
+    who: str = ""
+    since: float = 0.0
+
+
+class Heartbeat:
+    """Counts the progress of this process, and ends the job if another makes none for `timeout` seconds.
+
+    Every process publishes its counts in the store of the launcher. The first process watches all others, and the
+    second one watches the first. A process hangs if its counts stay the same while its progress is behind that of
+    others, which wait for it.
+    """
+
+    def __init__(self, rank: int = 0, ranks: int = 1, timeout: float = 0.0, store: Any = None) -> None:
+        self.rank, self.ranks, self.timeout, self.store = rank, ranks, timeout, store
+        self.progress = 0  # passes and other things that all processes do equally often
+        self.activity = 0  # anything else, such as batches evaluated by one process
+        self.ended = threading.Event()
+        if store is not None:
+            threading.Thread(target=self._run, daemon=True).start()
+
+    def advance(self) -> None:
+        """Count a step on a way that all processes go together."""
+        self.progress += 1
+
+    def act(self) -> None:
+        """Count a sign of life of this process alone."""
+        self.activity += 1
+
+    def end(self) -> None:
+        """Stop to watch."""
+        self.ended.set()
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except RuntimeError:  # the store is gone: the job is ending
+            return
+
+    def _watch(self) -> None:
+        store = self.store
+        others = {0: range(1, self.ranks), 1: range(1)}.get(self.rank, range(0))
+        signs = {rank: Sign(since=time.monotonic()) for rank in others}
+        me = f"{socket.gethostname()} {os.getpid()}"
+        while not self.ended.wait(min(EVERY, self.timeout / 4)):
+            store.set(str(self.rank), f"{self.progress} {self.activity} {me}")
+            for rank, sign in signs.items():
+                if not store.check([str(rank)]):
+                    continue
+                progress, activity, who = store.get(str(rank)).decode().split(" ", 2)
+                if (int(progress), int(activity), who) != (sign.progress, sign.activity, sign.who):
+                    signs[rank] = Sign(int(progress), int(activity), who, time.monotonic())
+            self._judge(signs)
+
+    def _judge(self, signs: dict[int, Sign]) -> None:
+        most = max([self.progress, *(sign.progress for sign in signs.values())])
+        for rank, sign in signs.items():
+            silent = time.monotonic() - sign.since
+            if sign.progress < most and silent > self.timeout and not self.ended.is_set():
+                host, _, pid = sign.who.partition(" ")
+                note(
+                    f"sngm: process {rank} of {self.ranks} hangs (process id {pid or 'unknown'} on "
+                    f"{host or 'an unknown host'}): it has made no progress for {silent:.0f} s, and the others wait "
+                    "for it. The job ends; the same command resumes, as torchrun --max-restarts does by itself"
+                )
+                os._exit(1)

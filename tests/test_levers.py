@@ -1,0 +1,155 @@
+"""What is the same for every method besides the optimizer: averaged weights, BatchNorm statistics, label smoothing."""
+
+import copy
+import json
+
+import pytest
+import torch
+from console import OWN_TASK, refused, sngm
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+import sngm as package
+from sngm.errors import Interrupted
+from sngm.training import Options, resolve, rng, train
+from sngm.training.build import prepare
+from sngm.training.config import RunConfig
+from sngm.training.distributed import Processes
+from sngm.training.evaluate import order_of
+from sngm.training.loop import steps_of_epoch
+from sngm.training.scored_model import ScoredModel
+
+SMALL = {"lr": 0.1, "batch": 128, "epochs": 2, "task_settings": {"width": 2}}
+ONE = Processes(0, 1, torch.device("cpu"))
+
+
+def config(method="sngm", **more):
+    return resolve("digits", method, **{**SMALL, **more})
+
+
+def steps(setup, made, scored=None):
+    """Take the steps of the first epoch; yield after each."""
+    order = order_of(setup.training, made.seed, rng.ORDER, 0)
+    for number, _ in enumerate(steps_of_epoch(made, setup, order, 0, 0, []), 1):
+        if scored is not None:
+            scored.follow(number)
+        yield number
+
+
+def test_averaged_weights_are_those_of_the_recurrence():
+    made = config(ema=0.6)
+    setup = prepare(made, ONE)
+    scored = ScoredModel(made, setup)
+    expected = [p.detach().double() for p in setup.model.parameters()]
+    for number in steps(setup, made, scored):
+        keep = min(0.6, number / (number + 10))
+        expected = [
+            keep * e + (1 - keep) * p.detach().double() for e, p in zip(expected, setup.model.parameters(), strict=True)
+        ]
+    assert number > 5
+    for ours, there in zip(scored.averages, expected, strict=True):
+        torch.testing.assert_close(ours.double(), there, rtol=1e-5, atol=1e-6)
+
+
+def test_new_statistics_are_the_means_over_training_batches():
+    made = config(bn_samples=512, part="full")
+    setup = prepare(made, ONE)
+    scored = ScoredModel(made, setup)
+    list(steps(setup, made))
+    trained = copy.deepcopy(setup.model.state_dict())
+    tested = scored.prepare(0)
+    assert tested is not setup.model
+    assert all(torch.equal(trained[name], t) for name, t in setup.model.state_dict().items())
+    order = order_of(setup.training, made.seed, rng.ORDER, 0)[:512]
+    twin = copy.deepcopy(setup.model).eval()
+    norm = next(m for m in twin.modules() if isinstance(m, nn.BatchNorm2d))
+    seen = []
+    norm.register_forward_hook(lambda _, given, __: seen.append(given[0]))
+    for indices in torch.split(order, 128):
+        twin(setup.training[indices][0])
+    means = torch.stack([x.mean((0, 2, 3)) for x in seen]).mean(0)
+    variances = torch.stack([x.var((0, 2, 3)) for x in seen]).mean(0)
+    ours = next(m for m in tested.modules() if isinstance(m, nn.BatchNorm2d))
+    torch.testing.assert_close(ours.running_mean, means, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(ours.running_var, variances, rtol=1e-4, atol=1e-5)
+    assert not ours.training
+
+
+@pytest.mark.parametrize("more", [{"ema": 0.5}, {"bn_samples": 256}, {"label_smoothing": 0.1}], ids=str)
+def test_a_resumed_run_ends_as_an_unbroken_one_and_keeps_what_was_scored(more, tmp_path):
+    made = config(**more)
+    whole = train(made, tmp_path / "whole")
+    calls = iter(range(100))
+    with pytest.raises(Interrupted):
+        train(made, tmp_path / "cut", Options(should_stop=lambda: next(calls) == 12, checkpoint_every=1))
+    resumed = train(made, tmp_path / "cut")
+    assert resumed["result"] == whole["result"]
+    assert whole["config"] | more == whole["config"]
+    score = sngm(f"eval {tmp_path / 'whole'} --json")
+    assert score.json["scores"]["test_accuracy"] == pytest.approx(whole["result"]["test_accuracy"]), score.err
+    plain = train(config(), tmp_path / "plain")
+    assert plain["result"] != whole["result"]
+
+
+def test_averaging_brings_new_statistics_unless_told_otherwise():
+    assert config(ema=0.9).bn_samples == 10_000
+    assert config(ema=0.9, bn_samples=0).bn_samples == 0
+    assert config().bn_samples is None
+
+
+def test_older_records_have_the_same_hash():
+    values = config().as_dict()
+    for name in ("ema", "bn_samples", "label_smoothing"):
+        del values[name]
+    assert RunConfig.from_dict(values).hash == config().hash
+
+
+def test_label_smoothing_reaches_the_loss_and_leaves_the_scores():
+    made = config(label_smoothing=0.2)
+    task = made.build_task()
+    setup = prepare(made, ONE)
+    batch = setup.training[torch.arange(16)]
+    outputs = setup.model.eval()(batch[0])
+    assert task.loss(setup.model, batch) == cross_entropy(outputs, batch[1], label_smoothing=0.2)
+    torch.testing.assert_close(task.scores(setup.model, batch)["loss"].mean(), cross_entropy(outputs, batch[1]))
+
+
+@pytest.mark.parametrize(
+    ("more", "word"),
+    [
+        ("--ema 1", "`ema`|--ema"),
+        ("--ema -0.5", "--ema"),
+        ("--bn-samples -1", "--bn-samples"),
+        ("--label-smoothing 1", "--label-smoothing"),
+        ("--label-smoothing -0.1", "--label-smoothing"),
+    ],
+)
+def test_values_out_of_range_are_refused(more, word, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(sngm(f"train digits {more} --dry-run"), word.split("|")[-1])
+
+
+def test_a_task_with_a_loss_of_its_own_has_no_label_smoothing(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text(OWN_TASK)
+    refused(sngm("train own.py:Line --label-smoothing 0.1 --dry-run"), "label-smoothing", "has none")
+
+
+def test_schedule_free_is_scored_at_its_averaged_weights(tmp_path):
+    pytest.importorskip("schedulefree")
+    made = resolve("digits", "schedule-free", **SMALL)
+    assert made.schedule == "constant"
+    assert made.bn_samples == 10_000
+    setup = prepare(made, ONE)
+    scored = ScoredModel(made, setup)
+    list(steps(setup, made))
+    weight = next(setup.model.parameters())
+    trained = weight.detach().clone()
+    z = setup.optimizer.state[weight]["z"]
+    package.optim.external.set_mode(setup.optimizer, training=False)
+    beta = setup.optimizer.param_groups[0]["betas"][0]
+    expected = (trained - (1 - beta) * z) / beta  # y = (1 - beta) z + beta x
+    torch.testing.assert_close(next(scored.prepare(0).parameters()).detach(), expected, rtol=1e-4, atol=1e-6)
+    record = train(made, tmp_path / "run")
+    assert record["status"] == "finished"
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["schedule"] == "constant"
