@@ -30,7 +30,7 @@ def doctor(
 ) -> None:
     """Print versions and hardware, and train one epoch of digits as a test of the installation. With --script, take one
     step of your own training code instead, and report whether the norm is that of the whole gradient, the same on all
-    ranks, and what else could spoil it; the exit code is 1 if there is a fault. It does what sngm.check does.
+    ranks, and what else could fail; the exit code is 1 if there is a fault. It does what sngm.check does.
     """
     if script is not None:
         return _check_script(script, as_json)
