@@ -153,3 +153,47 @@ def test_schedule_free_is_scored_at_its_averaged_weights(tmp_path):
     record = train(made, tmp_path / "run")
     assert record["status"] == "finished"
     assert json.loads((tmp_path / "run" / "run.json").read_text())["config"]["schedule"] == "constant"
+
+
+def test_the_last_batch_of_an_epoch_is_a_step_of_its_own(tmp_path):
+    """1280 training samples of digits at batch 512: two whole batches, and one of 256."""
+    kept, dropped = config(batch=512, last_batch="keep"), config(batch=512)
+    setup = prepare(kept, ONE)
+    assert (setup.per_epoch, setup.rest) == (3, 256)
+    assert prepare(dropped, ONE).per_epoch == 2
+    twin = prepare(kept, ONE)
+    list(steps(setup, kept))
+    order = order_of(twin.training, kept.seed, rng.ORDER, 0)
+    inputs = [order[:512], order[512:1024], order[1024:]]
+    for indices in inputs:  # the loop that a reader would write
+        twin.optimizer.zero_grad()
+        twin.task.loss(twin.model, twin.training[indices]).backward()
+        twin.optimizer.step()
+    for ours, there in zip(setup.model.parameters(), twin.model.parameters(), strict=True):
+        torch.testing.assert_close(ours, there)
+    whole = train(kept, tmp_path / "whole")
+    assert whole["status"] == "finished"
+    assert kept.hash != dropped.hash
+    calls = iter(range(100))
+    with pytest.raises(Interrupted):
+        train(kept, tmp_path / "cut", Options(should_stop=lambda: next(calls) == 2, checkpoint_every=1))
+    assert train(kept, tmp_path / "cut")["result"] == whole["result"]
+
+
+def test_a_last_batch_in_merged_passes_has_the_groups_of_its_own():
+    """ResNet20's GhostBatchNorm computes several groups in a pass."""
+    made = resolve("cifar10-resnet20", "sngm", lr=0.1, batch=64, epochs=1, workers=2, micro=16, last_batch="keep")
+    data = package.tasks.Splits(*(tensors(count) for count in (96, 8)))
+    setup = prepare(made, ONE, splits=data)
+    assert (setup.per_epoch, setup.rest) == (2, 32)
+    list(steps(setup, made))
+    apart = prepare(made, ONE, execution=package.options.Execution(pass_size=16), splits=data)
+    list(steps(apart, made))
+    for ours, there in zip(setup.model.state_dict().values(), apart.model.state_dict().values(), strict=True):
+        torch.testing.assert_close(ours, there, rtol=1e-4, atol=1e-5)
+
+
+def tensors(count):
+    generator = torch.Generator().manual_seed(count)
+    images = torch.randint(0, 255, (count, 3, 32, 32), dtype=torch.uint8, generator=generator)
+    return package.tasks.Tensors(images.contiguous(memory_format=torch.channels_last), torch.arange(count) % 10)
