@@ -50,6 +50,13 @@ def console() -> Console:
     return Console(stderr=True)
 
 
+def _is_live(shown: Console) -> bool:
+    """Return whether a console can redraw lines: a terminal, or a notebook with ipywidgets, which rich needs there."""
+    from importlib.util import find_spec
+
+    return shown.is_terminal or (shown.is_jupyter and find_spec("ipywidgets") is not None)
+
+
 class Pace:
     """The time that the rest of a run takes, at the pace of its last two minutes or so."""
 
@@ -87,7 +94,7 @@ def step_progress(
         yield lambda step, steps, metrics: None
         return
     pace, told, shown, last = Pace(clock), not on_cpu, console(), clock()
-    live = shown.is_terminal or shown.is_jupyter
+    live = _is_live(shown)
     with _bar(shown) if live else contextlib.nullcontext(lambda step, steps, text: note(text)) as show:
 
         def update(step: int, steps: int, metrics: dict[str, Any]) -> None:
@@ -132,7 +139,7 @@ def study_progress(wanted: bool = True) -> Iterator[Callable[[Progress], None]]:
         yield lambda progress: None
         return
     shown = console()
-    if not (shown.is_terminal or shown.is_jupyter):
+    if not _is_live(shown):
         yield _lines()
         return
     from rich.live import Live

@@ -5,7 +5,7 @@ allows, `page` writes the result. Every number has its source: given, measured, 
 docs/advise.md for the derivation.
 """
 
-from .budget import Constants, bearable
+from .budget import Constants, budget_curves
 from .recipe import Recipe, carry_over, carry_recipe
 
-__all__ = ["Constants", "Recipe", "bearable", "carry_over", "carry_recipe"]
+__all__ = ["Constants", "Recipe", "budget_curves", "carry_over", "carry_recipe"]

@@ -128,7 +128,7 @@ class Curve(NamedTuple):
         return all(mine < (1 - ROUNDING) * its for mine, its in pairs)
 
 
-def bearable(gradients: float, constants: Constants) -> list[Curve]:
+def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
     """Return the bound of each method for a budget, at batches that are powers of two, at its best learning rate.
 
     All methods have the same target: 1.1 times the lowest bound of any method. With a target of its own, a method that
@@ -139,7 +139,7 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
         gradients: the budget: gradients of single samples, epochs times samples.
         constants: of the problem.
 
-    >>> for curve in bearable(2**20, Constants(gap=1, sigma=1, beta=0, L=1)):
+    >>> for curve in budget_curves(2**20, Constants(gap=1, sigma=1, beta=0, L=1)):
     ...     print(curve.method, curve.largest if curve.largest is None else curve.batches[curve.largest])
     msgd 64
     sngm None
@@ -178,7 +178,7 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
 
 def advise_budget(gradients: float, constants: Constants, measured: bool) -> Record:
     """Return the advice for a budget, as a record for text and page."""
-    curves = bearable(gradients, constants)
+    curves = budget_curves(gradients, constants)
     rows = [_row(curve, gradients) for curve in curves]
     return {
         "format": 1,

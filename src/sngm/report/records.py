@@ -11,13 +11,14 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
+from ..options import RecipeOptions, RunOptions
 from ..parsing import format_call
 
 
@@ -202,10 +203,7 @@ def _run(place: Path, folder: Path) -> tuple[Run, bool]:
     return run, whole
 
 
-FLAGS = [
-    "method", "lr", "batch", "seed", "part", "epochs", "workers", "micro", "bn_group", "running_stats", "schedule",
-    "warmup", "clip", "precision", "decay_on", "bias_lr",
-]  # fmt: skip
+FLAGS = ("method", *(field.name for group in (RunOptions, RecipeOptions) for field in fields(group)))
 
 
 def _again(config: Mapping[str, Any]) -> str:
@@ -216,9 +214,10 @@ def _again(config: Mapping[str, Any]) -> str:
     """
     words = ["sngm", "train", str(config["task"])]
     for name in FLAGS:
-        if name in config:
-            value = "inf" if name == "clip" and config[name] is None else str(config[name])
-            words += [f"--{name.replace('_', '-')}", value]
+        if name == "clip" and config.get("clip", 0.0) is None:
+            words += ["--clip", "inf"]
+        elif config.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(config[name])]
     for group in ("method_settings", "task_settings"):
         for key, value in (config.get(group) or {}).items():
             words += ["--set", f"{key}={value}"]
