@@ -143,9 +143,9 @@ def _foreach(bucket: Bucket, rule: Rule) -> None:
 def _fused(bucket: Bucket, rule: Rule) -> None:
     """Step with torch's fused CPU kernel for SGD where it computes the same update, else with foreach.
 
-    The kernel goes through memory in order and does not check that all tensors have the same layout, so this function
-    does. Its nesterov step uses the gradient without the gain, and its gain is 1 - dampening (see LEAST_FUSED_GAIN).
-    It adds decay / gain * w to the gradient, which overflows for a small gain.
+    The kernel reads memory in order without checking that all tensors have the same layout, so this function checks it.
+    foreach is used for Nesterov steps, because the kernel ignores the gain there, and for gains below LEAST_FUSED_GAIN: the
+    kernel takes the gain as 1 - dampening, and adds decay / gain * w to the gradient, which overflows for small gains.
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
