@@ -1,4 +1,4 @@
-"""Random crops and flips of small images on their device, as a function of seed, epoch and sample alone."""
+"""Random crops and flips of small images on their device; they depend only on seed, epoch and sample index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..triton_support import kernels_support
 from .hashing import random_bits
 
-PAD = 4  # black pixels around an image, from which a crop of its own size is taken
+PAD = 4  # black pixels added on each side, before a crop of the original size
 
 
 def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, pad: int = PAD) -> Tensor:

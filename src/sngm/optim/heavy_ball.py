@@ -144,8 +144,8 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
     """Step with torch's fused CPU kernel for SGD where it computes the same update, else with foreach.
 
     The kernel reads memory in order without checking that all tensors have the same layout, so this function checks it.
-    foreach is used for Nesterov steps, because the kernel ignores the gain there, and for gains below LEAST_FUSED_GAIN: the
-    kernel takes the gain as 1 - dampening, and adds decay / gain * w to the gradient, which overflows for small gains.
+    Nesterov steps use foreach, because the kernel ignores their gain. So do gains below LEAST_FUSED_GAIN: the kernel
+    takes the gain as 1 - dampening, and adds decay / gain * w to the gradient, which overflows for small gains.
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
