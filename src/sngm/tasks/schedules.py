@@ -1,7 +1,7 @@
-"""Learning rate schedules: the factor of the base learning rate, as a function of the step.
+"""Learning rate schedules: functions from the step to a factor that multiplies the base learning rate.
 
-`plateau` also depends on the recorded validation scores. Schedules have no other state, so that a resumed run has the
-same learning rates.
+`plateau` also depends on the recorded validation scores. Schedules have no other state, so a resumed run has the same
+learning rates.
 """
 
 from __future__ import annotations
