@@ -54,7 +54,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, float]:
-        """Scores of the trained model, such as ``run.result["test_accuracy"]``; empty if it did not finish."""
+        """Scores of the trained model, such as ``run.result["test_accuracy"]``; empty if the run did not finish."""
         return dict(self.record["result"])
 
     @property
@@ -190,12 +190,12 @@ def plan_run(
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a run, runs/<task>-<method>-<hash of the config>."""
     return Path("runs") / f"{file_name(config.task)}-{config.method.replace(':', '-')}-{config.hash}"
 
 
 def file_name(task: str) -> str:
-    """Return the name of a task for a folder.
+    """Return the name of a task as it is used in folder names.
 
     >>> file_name("/home/me/my_task.py:MyTask")
     'my_task.py-MyTask'
@@ -226,7 +226,7 @@ def train(
             ``(params, lr) -> optimizer``.
         (options)
         settings: settings of the method or the task, by name.
-        out: folder for the records. Default: runs/ and a name made of the task, the method and the config's hash.
+        out: folder for the records. Default: runs/<task>-<method>-<hash of the config>.
         restart: delete the results of this run in the folder, and train from the start.
         checkpoint_every: steps between checkpoints. Default: about once a minute.
         track: also write to "tensorboard", "wandb" or "mlflow".
@@ -318,7 +318,7 @@ def plan_study(
 
 
 def study_folder(config: StudyConfig) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a study, runs/compare-<task>-<hash of the config>."""
     return Path("runs") / f"compare-{file_name(config.task)}-{short_hash(config.identity())}"
 
 
@@ -364,7 +364,7 @@ def compare(
         seeds: number of runs, with different seeds, over which each result is averaged.
         (options)
         settings: settings of the methods or the task, by name.
-        out: folder for the records. Default: a folder in runs/ whose name begins with "compare-".
+        out: folder for the records. Default: runs/compare-<task>-<hash of the config>.
         jobs: number of runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
             Multi-Process Service is running.
         track: also write to "tensorboard", "wandb" or "mlflow", as one group.

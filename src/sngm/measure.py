@@ -73,7 +73,7 @@ def plan_pilot(
 
 
 def probe_folder(config: RunConfig, probe: ProbeOptions) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a probe, runs/probe-<task>-<hash of config and options>."""
     return Path("runs") / f"probe-{file_name(config.task)}-{short_hash([config.hash, as_dict(probe)])}"
 
 

@@ -43,7 +43,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = to
 def training_batch(
     images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return `normalise` of `crop_flip`; on a GPU in one kernel."""
+    """Return images cropped and flipped by `crop_flip`, then normalised by `normalise`; on a GPU in one kernel."""
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     if kernels_support(images) and channels_last and isinstance(epoch, Tensor):
         from .augment_kernel import crop_flip_normalise

@@ -25,7 +25,7 @@ FINDERS: dict[str, Callable[[Path | None], Path]] = {
     "criteo": lambda root: find_criteo(root)[0].parent,
 }
 NAMES = tuple(FINDERS)
-OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # if it exists, it must hold the dataset
+OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # if it exists, it is meant to hold the dataset
 CRITEO_ROWS = 80_000  # rows of the default sample
 
 # First bytes of an image file, and bytes near its end. One of the official .JPEG files is a PNG.

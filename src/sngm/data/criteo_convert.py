@@ -224,7 +224,7 @@ def _numbers(keys: Array, known: Array) -> Array:
 
 
 def _throttled(show: Show) -> Show:
-    """Return a function that passes on a line of progress every few seconds."""
+    """Return a function that calls `show` with a line of progress at most every few seconds."""
     last = time.monotonic()
 
     def progress(text: str) -> None:

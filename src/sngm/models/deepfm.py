@@ -89,7 +89,8 @@ def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
     """Return rows of concatenated tables, in the shape of `rows` with the width of the tables appended.
 
     On a GPU this uses `index_select`, whose gradient is summed by atomics: `embedding` sorts its gradient first, which
-    is deterministic, but takes a dozen kernels and is slower. On a CPU this uses `embedding`, which runs on every core.
+    is deterministic, but takes a dozen kernels and is slower. On a CPU, where it runs on every core, and with torch's
+    deterministic algorithms, this uses `embedding`.
     """
     table = torch.cat(list(tables))
     if table.is_cuda and not torch.are_deterministic_algorithms_enabled():

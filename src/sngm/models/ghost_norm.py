@@ -124,7 +124,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _follow(self, means: Tensor, variances: Tensor, count: int) -> None:
-        """Update the running statistics by those of the groups, with unbiased variances."""
+        """Update the running statistics with the statistics of the groups, using unbiased variances."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

@@ -45,7 +45,7 @@ class Rule:
     skip: Tensor | None = None  # 0-d bool tensor on the device: the step must be skipped
 
     def with_skip(self, skip: Tensor, dtype: torch.dtype) -> Rule:
-        """Return this rule with coefficients on the device of `skip`; it changes nothing if `skip` is true."""
+        """Return this rule with coefficients on the device of `skip`; if `skip` is true, its step changes nothing."""
 
         def there(value: Any) -> Any:
             return value.to(skip.device) if isinstance(value, Tensor) else value
@@ -110,7 +110,7 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
 
 
 def one_by_one(bucket: Bucket) -> bool:
-    """Return whether the group asks for one tensor after the other."""
+    """Return whether the group updates one tensor at a time: foreach=False and not fused."""
     return bucket.group["foreach"] is False and not bucket.group["fused"]
 
 

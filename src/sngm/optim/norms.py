@@ -46,7 +46,7 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
 
 
 def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
-    """Return the sum of `squares`, as a 0-d tensor.
+    """Return the squared norm of all tensors together, the sum of `squares`, as a 0-d tensor.
 
     >>> round(square([torch.tensor([3.0, 4.0]), torch.ones(2, 2)]).item(), 9)
     29.0

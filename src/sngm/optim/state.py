@@ -20,7 +20,7 @@ SETTINGS: set[str] = set()  # setting names of all methods
 
 
 class StatefulOptimizer(Optimizer):
-    """An optimizer with state buffers of the parameters' shapes, and checkpoints of them."""
+    """Base class with the state of an optimizer: buffers of the parameters' shapes, and their checkpoints."""
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element state tensors
@@ -194,7 +194,7 @@ class StatefulOptimizer(Optimizer):
         return redistribute_like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the parameters that are in the groups, as torch does.
+        """Return the checkpoint: parameter groups, and the state of the parameters in them, as in torch.
 
         Process groups that wrappers put into the parameter groups are left out.
         """

@@ -83,7 +83,7 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
 
 
 def _shown(value: float, metric: str) -> float:
-    """Return a value to five digits, an accuracy in %."""
+    """Return a value rounded to five digits; an accuracy as a percentage."""
     return float(f"{100 * value if metric.endswith('accuracy') else value:.5g}")
 
 

@@ -153,7 +153,7 @@ def between(known: Rates, batch: int) -> float:
 
 
 def _by_batch(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of experiments.toml with its batches, which are keys there, as integers."""
+    """Return a table of experiments.toml with its keys, the batches, converted to integers."""
     return {
         key: {int(batch): value for batch, value in values.items()} if key in ("rates", "seconds") else values
         for key, values in given.items()

@@ -159,7 +159,7 @@ def explain(error: Exception) -> str:
 
 
 def validated(line: Line) -> Line:
-    """Return the line if it is complete and consistent; raise ValueError, or another of BROKEN, if not."""
+    """Return the line if it is complete and consistent; else raise ValueError or another exception of BROKEN."""
     for wrong, why in _checks(line):
         if wrong:
             raise ValueError(why)

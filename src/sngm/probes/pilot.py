@@ -220,7 +220,7 @@ def _spent(sample: Sample, found: list[Point]) -> int:
 
 
 def probe_device(device: str | None) -> torch.device:
-    """Return the device of a probe and set its numerics; raise UsageError under torchrun."""
+    """Return the device of a probe, and set torch's numerical options for it; raise UsageError under torchrun."""
     if ranks() != 1:
         raise UsageError("a probe is made by one process; start it without torchrun")
     where = choose_device(device)

@@ -59,7 +59,7 @@ class Run:
     """Why the run failed; empty if it did not fail."""
 
     def score(self, metric: str) -> float | None:
-        """Return the run's result: NaN if the run diverged, None if it has no result (yet)."""
+        """Return the run's value of a metric: NaN if the run diverged, None if it has no result (yet)."""
         if self.status == "diverged":
             return math.nan
         return self.result.get(self.key(metric)) if self.status == "finished" else None

@@ -104,7 +104,7 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
 
 
 def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Raise UsageError if any cell cannot be run; return the data description of each part of the runs."""
+    """Raise UsageError if any cell cannot be run; return a description of the data for each `part` of the runs."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:

@@ -53,7 +53,7 @@ def pack_local() -> bytes | None:
 
 
 def warm_up(local: bytes | None = None) -> None:
-    """Prepare a new worker process: tasks and methods of the parent, one torch thread, signal handlers."""
+    """Prepare a new worker process: register the parent's tasks and methods, use one thread, set signal handlers."""
     if local is not None:
         found, methods = pickle.loads(local)
         tasks.LOCAL.update(found)

@@ -216,7 +216,7 @@ class Task:
         return mean_scores([self.score_sums(model, batch) for batch in batches])
 
     def score_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return the sums of `scores` over a batch, and its number of samples as "", as float64 tensors."""
+        """Return the sums of `scores` over a batch, and the number of samples under the key "", as float64 tensors."""
         scores = self.scores(model, batch)
         values_of = scores.values() if isinstance(scores, Mapping) else [scores]
         if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):

@@ -71,7 +71,7 @@ LIMITS = {"power": (0.0, math.inf), "factor": (1.0, math.inf), "patience": (0, m
 
 
 class Schedule:
-    """A schedule by name, after a linear warm-up over the first `warmup` epochs.
+    """A schedule given by name, with a linear warm-up over the first `warmup` epochs.
 
     >>> Schedule("cosine", warmup=2)(Moment(step=0, steps=100, epoch=0, epochs=10))
     0.05

@@ -211,7 +211,8 @@ def lars_best(
 ) -> Best:  # fmt: skip
     """Return the learning rate with the lowest `lars_bound`, and that bound.
 
-    The learning rate is that of Theorem 3 without its limit, divided by gamma_u, but at most what the condition allows.
+    The learning rate is the smaller of ``sqrt((1-beta) gap / (4 L kappa T S)) / gamma_u`` and the largest one that the
+    condition of `lars_bound` allows.
 
     >>> lars_best(1, 100, 16, 1, 1, 0, 0, 4, 0.5, gamma_l=1, gamma_u=2)
     Best(eta=0.0125, bound=3.1)

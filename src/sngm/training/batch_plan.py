@@ -16,12 +16,12 @@ class BatchPlan:
     """How one step splits the global batch.
 
     Attributes:
-        batch: samples of the global batch, over all workers.
-        workers: data-parallel workers, real or virtual. Each has a contiguous part of the batch.
-        micro: samples of a micro-batch.
-        bn_group: samples that BatchNorm normalises together. A pass through the model is one such group, or several if
-            the task sets `pass_size`.
-        ranks: processes. Each computes ``workers / ranks`` consecutive workers, one after another.
+        batch: number of samples of the global batch, over all workers.
+        workers: number of data-parallel workers, real or virtual. Each has a contiguous part of the batch.
+        micro: number of samples of a micro-batch.
+        bn_group: number of samples that BatchNorm normalises together. A pass through the model is one such group, or
+            several if the task sets `pass_size`.
+        ranks: number of processes. Each computes ``workers / ranks`` consecutive workers, one after another.
 
     >>> plan = BatchPlan.of(batch=1024, workers=8, micro=64)
     >>> plan.share, plan.bn_group, len(plan.pieces(0)), plan.pieces(1)[0]

@@ -61,7 +61,7 @@ class PerGroupStatistics:
             self.kept.append(self._copies())
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch of the next pass: nothing to do here."""
+        """Set the part of the batch that the next pass processes. Do nothing: these statistics do not need it."""
 
     def end(self) -> None:
         """End a step: with the policy "mean", set the statistics to their mean over workers."""
@@ -134,7 +134,7 @@ class GhostStatistics:
         return shares
 
     def begin(self) -> None:
-        """Start a step: nothing to do here."""
+        """Start a step. Do nothing: these statistics need no preparation."""
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
@@ -146,7 +146,7 @@ class GhostStatistics:
             track(self.tracked, True)
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch of the next pass."""
+        """Set the part of the batch that the next pass processes."""
         for norm in self.norms:
             norm.group = self.plan.bn_group
         for norm in self.tracked:

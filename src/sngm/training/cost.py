@@ -51,7 +51,7 @@ class Measured:
 
 
 def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int | None = None) -> Measured:
-    """Measure a pass of a prepared run on a copy of its model."""
+    """Measure time and memory of a pass and an optimizer step of a prepared run, on a copy of its model."""
     set_numerics(device)
     model = copy.deepcopy(setup.model).train()
     optimizer = build_optimizer(config, model)

@@ -2,7 +2,7 @@
 
 ``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a pass. `indices` is an int64 tensor on the device of
 the samples; worker processes make batches on the host. `seed` and `epoch` are ints in eager steps. Captured steps
-pass `epoch` as a 0-d int64 tensor, and compiled steps pass both so, because an int would be a constant of the graph.
+pass `epoch`, and compiled steps pass both, as 0-d int64 tensors, because an int would be a constant of the graph.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Cut(NamedTuple):
 
 # Block sizes for elements of 2 and 4 bytes. In the forward pass, a block of weights has depth x 1024 elements, and four
 # sums of 16 x 256 take 64 registers of each thread of 8 warps. In the backward pass there is one sum, and a block of
-# weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched only if it has 4 bytes per thread.
+# weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched if each thread has >= 4 bytes of it.
 FORWARD = {2: Cut(16, 32, 8, 3), 4: Cut(16, 16, 8, 2)}
 BACKWARD = {2: Cut(16, 64, 8, 4), 4: Cut(16, 16, 8, 4)}
 PRECISION = "ieee"  # of float32 products; other dtypes ignore it

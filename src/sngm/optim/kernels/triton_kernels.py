@@ -144,7 +144,7 @@ def measure(
 
 @triton.jit
 def _finite(numbers, spans):
-    """Return whether the step is taken: a finite norm, no overflow, and a loss scale that is neither 0 nor NaN."""
+    """Return whether the step is taken: the norm is finite, nothing overflowed, and the loss scale is above 0."""
     return (tl.load(spans) < float("inf")) & (tl.load(numbers + FOUND_INF) == 0.0) & (tl.load(numbers + SCALE) > 0.0)
 
 

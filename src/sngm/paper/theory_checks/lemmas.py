@@ -68,7 +68,7 @@ def noisy(problem: Problem) -> Callable[[Array], Array]:
 
 
 def points(values: Array, first: int = 0) -> list[tuple[float, float]]:
-    """Return the values against the step."""
+    """Return (step, value) points of a line in a plot."""
     return [(float(t), float(x)) for t, x in enumerate(values, first)]
 
 

@@ -70,7 +70,7 @@ class Problem:
         return float(np.linalg.norm(self.noise))
 
     def diverges(self, norm: Any) -> Any:
-        """Return whether a mean gradient norm is so far above the start's that the run must have diverged."""
+        """Return whether a mean gradient norm is so far above the norm at the start that the run must have diverged."""
         return np.greater(norm, DIVERGED * np.linalg.norm(self.gradient(self.start)))
 
     def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
