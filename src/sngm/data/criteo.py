@@ -86,7 +86,7 @@ class Criteo:
 
     @property
     def spans(self) -> list[float]:
-        """Divisor of each integer column: its maximum minus its minimum, or 1 where that is 0."""
+        """Divisor of each integer column: its maximum minus its minimum, or 1 if the column is constant."""
         return [float(most - least) or 1.0 for least, most in zip(self.facts["least"], self.facts["most"], strict=True)]
 
 
@@ -153,7 +153,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
-    """Open the converted form; convert the text first if there is none that is complete and up to date."""
+    """Open the converted form; if it is missing, incomplete or outdated, convert the text first."""
     parent = paths[0].parent.resolve()
     names = [os.path.relpath(path.resolve(), parent) for path in paths]
     beside, cache = parent / ".sngm", Path.home() / ".cache" / "sngm" / "criteo" / ".sngm"
@@ -184,7 +184,7 @@ def _writable(folder: Path, key: str) -> bool:
 
 
 def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
-    """Return the facts of a converted form; None if there is none, it is incomplete, or the text has changed."""
+    """Return the facts of a converted form; None if it is missing or incomplete, or if the text has changed."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
         if any((folder / name).stat().st_size != array["bytes"] for name, array in facts["arrays"].items()):

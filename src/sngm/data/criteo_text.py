@@ -22,8 +22,8 @@ INTEGERS, CATEGORIES = 13, 26
 FIELDS = 1 + INTEGERS + CATEGORIES
 
 CHUNK = 1 << 23  # bytes of text that are read at once; the arrays parsed from them take about 10 times as many
-DIGITS = 18  # a number of so many digits always fits 64 bits
-KEY = 8  # bytes of a category: these fit 64 bits, and Criteo's hashes have as many
+DIGITS = 18  # a number of this many digits always fits 64 bits
+KEY = 8  # most bytes of a category: they fit 64 bits, and Criteo's hashes have 8
 PADDING = bytes(32)  # after the text, so that reading ahead stays in the array
 TAB, NEWLINE, RETURN, ZERO, MINUS = b"\t\n\r0-"
 HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)  # first n bytes

@@ -127,7 +127,7 @@ def streams(tokens: Tensor, batch: int) -> Tensor:
 
 
 class Text(Tensors):
-    """A text that is read in windows of `bptt` tokens, by as many streams as a batch has samples."""
+    """A text that is read in windows of `bptt` tokens; the number of parallel streams is the batch size."""
 
     def __init__(self, tokens: Tensor, bptt: int = BPTT) -> None:
         super().__init__(tokens)

@@ -31,15 +31,15 @@ def vocabulary_loss(
     Gradients are computed together with the loss, chunk by chunk, so that `backward` needs no logits: only tensors of
     the sizes of features, weight and bias are saved. Gradients that are not required are not computed.
 
-    Products are in the dtype of autocast if that is enabled, else in that of the arguments. Softmax, the loss and sums
-    over chunks are in float32, or in float64 if `weight` is.
+    Products are in the dtype of autocast if it is enabled, else in the dtype of the arguments. Softmax, the loss and
+    sums over chunks are in float32, or in float64 if `weight` is float64.
 
     Args:
         features: of shape (N, H).
         weight: of shape (V, H).
         bias: of shape (V,).
         targets: of shape (N,), integers from 0 to V - 1. Rows with a negative target are ignored: they have no loss and
-            no gradient. Larger ones are an error, which on a GPU may give a loss of NaN.
+            no gradient. A target of V or more is an error, which on a GPU may give a loss of NaN.
         reduction: "mean" over the rows that are not ignored, or "sum". The loss is 0 if all rows are ignored.
         chunk: rows per chunk. None: as many rows as have 2**26 logits, or on a GPU 2**28 (512 MiB in bfloat16).
     """

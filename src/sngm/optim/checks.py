@@ -119,7 +119,7 @@ def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> N
 
 
 def parameters(params: list[Any]) -> None:
-    """Raise an error for duplicate or unsupported parameters. torch itself rejects what is not a tensor."""
+    """Raise an error for duplicate or unsupported parameters. torch itself rejects values that are not tensors."""
     seen: set[int] = set()
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):

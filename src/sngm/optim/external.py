@@ -114,7 +114,7 @@ def load_file(path: Path) -> Any:
 
 
 def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer built anew, with the `state_dict` of another, takes the same next step.
+    """Return whether a new optimizer that loads the `state_dict` of another one takes the same next step.
 
     Return True also if a step without arguments is impossible, for example if it needs a closure: nothing is compared.
     """

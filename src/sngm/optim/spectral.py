@@ -272,7 +272,7 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
 
 
 def at_least(least: float | Tensor, values: Tensor) -> Tensor:
-    """Return the values, or `least` where it is larger; a tensor if there is a loss scale on the device."""
+    """Return each value, but at least `least`, which is a tensor if the loss scale is on the device."""
     return values.clamp_min(least) if not isinstance(least, Tensor) else values.maximum(least.to(values))
 
 

@@ -144,7 +144,7 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
 
 
 def theory() -> str:
-    """Return Table 1, which has nothing to train."""
+    """Return the section on the paper's Table 1, which needs no training runs."""
     rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
     return (
         "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all\n\n"

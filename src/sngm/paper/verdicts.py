@@ -65,7 +65,7 @@ def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
 
 
 def values_of(lines: Iterable[Line], metric: str) -> list[float]:
-    """Return the values of a metric, of the runs that did not diverge."""
+    """Return the values of a metric for the runs that did not diverge."""
     return [value for line in lines if (value := line.value(metric)) is not None]
 
 

@@ -100,7 +100,7 @@ def run_forward(
     for t in range(steps):
         i, f = plus(none, given_i, PRECISION), plus(none, given_f, PRECISION)
         g, o = plus(none, given_g, PRECISION), plus(none, given_o, PRECISION)
-        # those of the next step are loaded before the product, and used after it; the last step has no next
+        # values of the next step are loaded before the product and used after it; the last step has no next step
         to = tl.minimum(t + 1, steps - 1) * streams
         given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
         before = outputs + t * streams * H + row[:, None] * H
@@ -157,7 +157,7 @@ def run_backward(
         tl.debug_barrier()  # the product reads the stores of all threads
         dc *= f
         c = c_before
-        # those of the next step are loaded before the product, and used after it; the last step has no next
+        # values of the next step are loaded before the product and used after it; the last step has no next step
         to = tl.maximum(t - 1, 0) * streams
         given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
         given = tl.load(grad + to * H + at, mask=inside, other=0.0)

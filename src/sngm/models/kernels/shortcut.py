@@ -43,7 +43,7 @@ def _launch(x: Tensor, y: Tensor, back: bool) -> None:
 
 
 class Subsample(torch.autograd.Function):
-    """Halve height and width, both even, of channels_last activations, and pad them to `channels`."""
+    """Halve the (even) height and width of channels_last activations, and pad channels with zeros up to `channels`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channels: int) -> Tensor:

@@ -151,7 +151,7 @@ class Kind(NamedTuple):
     aligned: bool
 
     def constants(self) -> dict[str, Any]:
-        """Return what the kernels are compiled for."""
+        """Return the compile-time constants of the kernels for this kind of tensors."""
         return {
             "P": TRITON_DTYPES[self.param],
             "G": TRITON_DTYPES[self.grad],
