@@ -116,3 +116,9 @@ def test_every_method_has_a_page_the_index_leads_to():
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "index.md" or f"({page.name})" in index, f"docs/index.md does not mention {page.name}"
+
+
+def test_the_site_leads_to_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notebooks").glob("*.py")):
+        assert f": {page.relative_to(ROOT).as_posix()}\n" in site, f"mkdocs.yml does not mention {page.name}"
