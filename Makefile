@@ -61,11 +61,12 @@ $(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
 	@$(call new_venv,$(STACKS))
 	@DS_BUILD_OPS=0 $(STACKS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e . pytest pytest-xdist hypothesis -r tests/integrations/requirements.txt
+	@$(STACKS)/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0
 	@touch $@
 
 test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, Lightning, timm, DeepSpeed and torchtitan
 	@echo "==> tests with training frameworks"
-	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py
+	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py tests/test_docs.py
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"

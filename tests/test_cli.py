@@ -292,7 +292,9 @@ def test_the_lists_name_every_task_and_method():
     assert {entry["name"] for entry in sngm("methods --json").json} == {*registry.names()}
     assert [entry["name"] for entry in sngm("tasks --json").json] == tasks.names()
     assert {"task": "digits", "ready": True, "train": 1280, "test": 517} in sngm("data --json").json
-    assert sngm("doctor --json").json["trains"] is True
+    found = sngm("doctor --json").json
+    assert found["trains"] is True
+    assert list(found["executors"]) == ["local", "ray", "slurm"]
 
 
 def test_doctor_checks_one_step_of_a_script(tmp_path):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,16 +16,18 @@ import torch
 import torch.distributed as dist
 from filelock import FileLock
 from harness import pairwise
-from runs import assert_near, assert_near_end, assert_same_end, config, record, run, state
+from runs import assert_near, assert_near_end, assert_same_end, config, metrics, record, run, state
 from test_study import linux, living
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 from waiting import PATIENCE, launch, wait_for
 
+from sngm.errors import UsageError
+from sngm.files import write_record
 from sngm.models.resnet_cifar import CifarResNet
 from sngm.tasks.digits import Digits
-from sngm.training import gradient_sum, rng
+from sngm.training import gradient_sum, load_model, rng
 from sngm.training.build import build_optimizer
 from sngm.training.distributed import Processes
 from sngm.training.evaluate import evaluate
@@ -344,7 +347,7 @@ class Hangs(runs.Blobs):
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # torchrun waits 30 s before it kills a process that hangs
 @pytest.mark.parametrize(("hung", "how"), [(1, "asleep"), (0, "asleep"), (1, "stopped")])
 def test_a_process_that_hangs_is_named_and_the_job_restarts_from_its_checkpoint(hung, how, tmp_path, monkeypatch):
     (tmp_path / "task.py").write_text(HANGS)
@@ -360,6 +363,7 @@ def test_a_process_that_hangs_is_named_and_the_job_restarts_from_its_checkpoint(
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_two_jobs_in_one_folder_are_refused_in_every_process(tmp_path):
     (tmp_path / "run").mkdir()
     with FileLock(tmp_path / "run" / ".lock"):
@@ -403,3 +407,32 @@ def environment_of(pid: int) -> bytes:
         return Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:
         return b""
+
+
+# ---------------------------------------------------------------- sharded models
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sngm", "lamb", "adam", "msgd"])
+def test_a_sharded_model_trains_as_a_whole_one_and_resumes_on_other_numbers_of_processes(method, tmp_path):
+    usual = [runs.TASK, "--method", method, "--lr", 0.05, "--batch", 16, "--precision", "float64", "--clip", 1.0]
+    usual += ["--set", "norm=true", "--checkpoint-every", 4]
+    train_in(1, tmp_path / "whole", *usual)
+    train_in(2, tmp_path / "two", *usual, "--shard")
+    assert_near(load_model(tmp_path / "two").state_dict(), load_model(tmp_path / "whole").state_dict(), 1e-10)
+    for mine, other in zip(metrics(tmp_path / "two"), metrics(tmp_path / "whole"), strict=True):
+        assert mine == pytest.approx(other, rel=1e-9)
+    for count in (1, 4):  # break the last checkpoint, and go on from the one before it
+        folder = tmp_path / str(count)
+        shutil.copytree(tmp_path / "two", folder)
+        record_without_end = {**record(folder), "status": "running"}
+        write_record(folder / "run.json", {k: v for k, v in record_without_end.items() if k != "digest"})
+        max(folder.glob("shards-*/*.distcp")).write_bytes(b"")
+        train_in(count, folder, *usual, *(["--shard"] if count > 1 else []))
+        assert_near(load_model(folder).state_dict(), load_model(tmp_path / "whole").state_dict(), 1e-10)
+
+
+@pytest.mark.parametrize("method", ["clars", "extrap-sgd"])
+def test_methods_that_need_the_gradient_of_each_worker_cannot_be_sharded(method, tmp_path):
+    with pytest.raises(UsageError, match=r"`shard`: .* needs the gradient of each worker"):
+        run(tmp_path / "run", config(method, workers=2), shard=True)

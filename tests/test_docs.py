@@ -14,7 +14,7 @@ from waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-FRAMEWORKS = ("transformers", "lightning", "accelerate")
+FRAMEWORKS = ("transformers", "lightning", "accelerate", "timm", "torchtitan")
 
 
 def frameworks(code: str) -> list[str]:
@@ -40,8 +40,12 @@ def for_many_processes(code: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # from inductor's imports
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")  # torch's own, from Lightning
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if not for_many_processes(s.values[0])])
 def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
+    if frameworks(code):
+        monkeypatch.syspath_prepend(ROOT / "tests" / "integrations")
+        import common  # noqa: F401  # so that torchvision can be imported
     for framework in frameworks(code):
         pytest.importorskip(framework)
     if "torch.compile(" in code and shutil.which(os.environ.get("CXX", "g++")) is None:

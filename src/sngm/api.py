@@ -23,6 +23,7 @@ from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_
 from .parsing import parse_call
 from .progress import in_words, interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
 from .study import StudyConfig, launch
+from .study.executors import device_of_runs
 from .study.grid import split_settings
 from .study.search import check_search
 from .tasks import Task
@@ -54,7 +55,7 @@ class Run:
 
     @property
     def result(self) -> dict[str, float]:
-        """Scores of the trained model, such as ``run.result["test_accuracy"]``; empty if it did not finish."""
+        """Scores of the trained model, such as ``run.result["test_accuracy"]``; empty if the run did not finish."""
         return dict(self.record["result"])
 
     @property
@@ -116,7 +117,7 @@ class Study:
         return report.table(self.summary)
 
     def answer(self) -> str:
-        """Which method is best at the largest batch, and how surely."""
+        """Which method is best at the largest batch size, and how significant the difference is."""
         return self.summary.answer()
 
     def best(self, batch: int | None = None) -> Best:
@@ -190,12 +191,12 @@ def plan_run(
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a run, runs/<task>-<method>-<hash of the config>."""
     return Path("runs") / f"{file_name(config.task)}-{config.method.replace(':', '-')}-{config.hash}"
 
 
 def file_name(task: str) -> str:
-    """Return the name of a task for a folder.
+    """Return the name of a task as it is used in folder names.
 
     >>> file_name("/home/me/my_task.py:MyTask")
     'my_task.py-MyTask'
@@ -226,8 +227,8 @@ def train(
             ``(params, lr) -> optimizer``.
         (options)
         settings: settings of the method or the task, by name.
-        out: folder for the records. Default: runs/ and a name made of the task, the method and the config's hash.
-        restart: discard what the folder holds of this run, and train from the start.
+        out: folder for the records. Default: runs/<task>-<method>-<hash of the config>.
+        restart: delete the results of this run in the folder, and train from the start.
         checkpoint_every: steps between checkpoints. Default: about once a minute.
         track: also write to "tensorboard", "wandb" or "mlflow".
         progress: show a progress bar.
@@ -245,7 +246,7 @@ def train(
 
 
 def run_config(config: RunConfig, folder: Path, options: Options, progress: bool) -> Run:
-    """Train as a config says, with progress on stderr and a clean stop on Ctrl-C."""
+    """Train the run of a config, with progress on stderr; Ctrl-C stops it and keeps its progress."""
     on_cpu = choose_device(options.device).type == "cpu"
     with step_progress(progress, on_cpu=on_cpu) as show, stop_on_signal() as should_stop:
         record = run_training(config, folder, replace(options, progress=show, should_stop=should_stop))
@@ -256,8 +257,8 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
     """Load a run from its folder.
 
     Args:
-        folder: where ``sngm.train`` or ``sngm train`` put it.
-        task: the task it was trained on, where that is not in a file or package: for ``run.model``.
+        folder: the folder that ``sngm.train`` or ``sngm train`` wrote.
+        task: the task of the run, if it is not in a file or package; only ``run.model`` needs it.
         data_dir: the folder that holds datasets, for a task whose model depends on them.
     """
     if task is not None:
@@ -282,7 +283,7 @@ def plan_study(
     search: Search | None = None,
     trials: int | None = None,
 ) -> StudyConfig:
-    """Return what a study compares, with every default filled in. A torch.device need not be on this machine."""
+    """Return the config of a study, with every default filled in. A torch.device may be one of another machine."""
     by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
     grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
     for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):
@@ -318,14 +319,8 @@ def plan_study(
 
 
 def study_folder(config: StudyConfig) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a study, runs/compare-<task>-<hash of the config>."""
     return Path("runs") / f"compare-{file_name(config.task)}-{short_hash(config.identity())}"
-
-
-def study_device(execution: Execution, cluster: Cluster) -> str | torch.device | None:
-    """Return the device of a study's runs, for `plan_study`."""
-    device = cluster.there(execution).device
-    return torch.device(device) if cluster.remote and device else device
 
 
 @takes(RecipeOptions, Execution, Cluster)
@@ -349,23 +344,23 @@ def compare(
 ) -> Study:
     """Compare methods across batch sizes. The same call resumes a study, and repeats no finished run.
 
-    Each method at each batch size gets as many learning rates to try on a validation split. The best is trained on the
-    whole training set with every seed, and tested.
+    For each method and batch size, the same number of learning rates is tried, and the best is chosen on a validation
+    split. With the best one, a model is trained on the whole training set for every seed, and tested.
 
     Args:
         task: a name, a :class:`sngm.Task` class or instance, or "file.py:Class".
         methods: names, names with settings such as "sngm(weight_decay=8e-4)", optimizer classes, or functions
             ``(params, lr) -> optimizer``.
         batches: global batch sizes. Default: the task's.
-        lrs: learning rates to try, for all methods, or a dict of them by method. Default: the task's for each method.
+        lrs: learning rates to try: a list for all methods, or a dict of lists by method. Default: the task's for each.
         search: settings to search in place of a grid of learning rates: a list of "lr", "weight_decay", "momentum" and
             "warmup", or a dict with their ranges, as in ``{"lr": (0.01, 1), "weight_decay": None}``.
-        trials: quasi-random points of the search, the same number for every method at every batch size.
-        seeds: number of runs that a result is the mean of.
+        trials: number of quasi-random points of the search, the same for every method at every batch size.
+        seeds: number of runs, with different seeds, over which each result is averaged.
         (options)
         settings: settings of the methods or the task, by name.
-        out: folder for the records. Default: runs/compare- and a name.
-        jobs: runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
+        out: folder for the records. Default: runs/compare-<task>-<hash of the config>.
+        jobs: number of runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
             Multi-Process Service is running.
         track: also write to "tensorboard", "wandb" or "mlflow", as one group.
         progress: show a table of the runs as they finish.
@@ -374,7 +369,7 @@ def compare(
         sngm.errors.Failed: some runs failed. The others are finished; the same call repeats only the failed ones.
         sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
     """
-    device = study_device(execution, cluster)
+    device = device_of_runs(execution, cluster)
     config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
     folder = study_folder(config) if out is None else Path(out)
     options = Options(**as_dict(execution), tracker=track)
@@ -390,7 +385,7 @@ Failures = list[tuple[RunConfig, dict[str, Any]]]
 def run_study(
     config: StudyConfig, folder: Path, options: Options, *, jobs: int | None, progress: bool, cluster: Cluster
 ) -> tuple[Study, Failures]:
-    """Run those runs of a study that have no result yet; return the study, and (config, record) of each failed run."""
+    """Train the unfinished runs of a study; return the study, and (config, record) of each failed run."""
     check_writable(folder)
     with study_progress(progress) as show, interrupt_on_signal():
         try:

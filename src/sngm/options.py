@@ -107,6 +107,9 @@ class Execution:
     )
     loaders: int | None = option("Data-loading processes, like num_workers of a DataLoader. Default: the task's.")
     pass_size: int | None = option("Maximum samples per forward pass. Default: the task's.")
+    shard: bool = option(
+        "Under torchrun: shard the model over the processes with FSDP2, for models too large for one.", False
+    )
     hang_timeout: float = option(
         "Under torchrun: end the job when a process makes no progress for this many seconds while others wait for it.",
         1800.0,

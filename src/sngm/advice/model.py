@@ -1,4 +1,4 @@
-"""Advice on the batch size of a model in one's own training loop, without a task."""
+"""Advice on the batch size of a model in the user's own training loop, without a task."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def carry_model(
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings of a recipe, of the first parameter group."""
+    """Return the settings of the first parameter group, as a recipe."""
     group = optimizer.param_groups[0]
     known = {"lr": float(group["lr"]), "weight_decay": float(group.get("weight_decay", 0.0))}
     if isinstance(optimizer, torch.optim.SGD):

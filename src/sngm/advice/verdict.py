@@ -39,7 +39,7 @@ CLASSES = {"msgd": "torch.optim.SGD", "adamw": "torch.optim.AdamW", "sngm": "sng
 
 
 class Settings(NamedTuple):
-    """What a loop sets: optimizer, batch and the optimizer's arguments."""
+    """The settings of a training loop: optimizer, batch size and the optimizer's arguments."""
 
     method: str
     batch: int
@@ -53,7 +53,7 @@ class Settings(NamedTuple):
 
 
 def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
-    """Return the largest doubling of a batch that is at most the gradient noise scale; at least the batch itself.
+    """Return the largest batch * 2**k that is at most the gradient noise scale; at least the batch itself.
 
     >>> lossless_batch(500, 32), lossless_batch(20, 32), lossless_batch(math.inf, 32, most=1000)
     (256, 32, 512)
@@ -71,13 +71,13 @@ def has_normalisation(model: nn.Module) -> bool:
 def conclude(
     before: Settings, after: Settings, scales: Sequence[float], normalised: bool, samples: float
 ) -> dict[str, Any]:
-    """Return the facts, the answer in one sentence, the diff of one's own loop, and the evidence behind the rule.
+    """Return facts, the answer in one sentence, a diff for the user's training loop, and the evidence for the rule.
 
     Args:
         before, after: the recipe and the advised settings.
-        scales: gradient noise scales measured along the pilot, NaN where a gradient without noise is zero.
+        scales: gradient noise scales measured along the pilot, NaN where both gradient and noise are zero.
         normalised: whether the model has normalisation layers.
-        samples: of the training set: the largest batch.
+        samples: number of training samples; no batch is larger.
     """
     known = [scale for scale in scales if scale == scale]
     scale = math.exp(sum(map(math.log, known)) / len(known)) if known and min(known) > 0 else 0.0

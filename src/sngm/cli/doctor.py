@@ -28,9 +28,10 @@ def doctor(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Print versions and hardware, and train one epoch of digits as a test of the installation. With --script, take one
-    step of your own training code instead, and report whether the norm is that of the whole gradient, the same on all
-    ranks, and what else could fail; the exit code is 1 if there is a fault. It does what sngm.check does.
+    """Print versions and hardware, and train one epoch of the digits task as a test of the installation. With --script,
+    take one step of your own training code instead, and check that the norm is computed over the whole gradient, that
+    it is the same on all ranks, and which other mistakes are made; the exit code is 1 if a check fails. These are the
+    checks of sngm.check.
     """
     if script is not None:
         return _check_script(script, as_json)
@@ -97,6 +98,13 @@ def _trackers() -> list[str]:
     return [name for name in TRACKERS if importlib.util.find_spec(name) is not None]
 
 
+def _executors() -> dict[str, str]:
+    """Return where studies can be executed, and why not elsewhere."""
+    from ..study.executors import executors_usable
+
+    return {name: why if usable else f"unusable: {why}" for name, usable, why in executors_usable()}
+
+
 def _frameworks() -> dict[str, str]:
     """Return the training frameworks that are installed, with their versions."""
     from importlib.metadata import PackageNotFoundError, version
@@ -127,5 +135,6 @@ CHECKS: dict[str, Callable[[], Any]] = {
     "gpu_kernels": _gpu_kernels,
     "trackers": _trackers,
     "frameworks": _frameworks,
+    "executors": _executors,
     "trains": _trains,
 }

@@ -35,7 +35,7 @@ PANELS = {  # of the help pages of commands that train, in this order
     "Measurement": "points steps lambdas samples iterations",
     "Recipe": "schedule warmup clip decay_on bias_lr ema bn_samples label_smoothing precision settings",
     "Batch split": "workers micro bn_group last_batch running_stats pass_size",
-    "Execution": "device data_dir step loaders deterministic jobs hang_timeout",
+    "Execution": "device data_dir step loaders deterministic jobs shard hang_timeout",
     "Cluster": "executor cpus gpus ray_address slurm_partition slurm_time slurm_options",
     "Output": "out as_json dry_run track checkpoint_every restart",
 }

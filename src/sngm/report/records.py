@@ -24,7 +24,7 @@ from ..parsing import format_call
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. A value that was NaN or infinite, null in the record, is NaN here."""
+    """One run. Values that are null in the record, because they were NaN or infinite, are NaN in this object."""
 
     name: str
     status: str
@@ -37,7 +37,7 @@ class Run:
     epochs: int | None
     hash: str
     metric: str
-    """The task's; empty in records of older versions."""
+    """The name of the task's metric; empty in records of older versions."""
     result: dict[str, float]
     result_of: str
     curve: list[dict[str, float]]
@@ -47,9 +47,9 @@ class Run:
     commit: str | None
     command: str | None
     link: str
-    """The run's folder, relative to that of the records, quoted for a page."""
+    """The run's folder, relative to the folder of all records, quoted for a link."""
     settings: dict[str, str | float]
-    """Of the config: schedule, warm-up, and the method's, such as weight decay."""
+    """Settings from the config: schedule, warm-up, and the method's settings, such as weight decay."""
     again: str
     """The command that trains this run alone, with every setting."""
     parameters: int | None
@@ -57,10 +57,10 @@ class Run:
     peak_memory: float | None
     """Bytes allocated on the GPU at most; None on a CPU."""
     error: str
-    """Why it failed, or empty."""
+    """Why the run failed; empty if it did not fail."""
 
     def score(self, metric: str) -> float | None:
-        """Return the result: NaN if the run diverged, None if there is none (yet)."""
+        """Return the run's value of a metric: NaN if the run diverged, None if it has no result (yet)."""
         if self.status == "diverged":
             return math.nan
         return self.result.get(self.key(metric)) if self.status == "finished" else None
@@ -165,7 +165,7 @@ def clean(value: object) -> str:
 
 
 def _run(place: Path, folder: Path) -> tuple[Run, bool]:
-    """Return a run, and whether its metrics.jsonl is unchanged; a changed one is left out."""
+    """Return a run, and whether its metrics.jsonl is unchanged; a changed metrics.jsonl is not read."""
     record = read_record(place / "run.json")
     whole = not metrics_changed(place, record)
     config = record["config"]

@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import UsageError
 from ..memory import MemoryLimit
-from . import checkpoint
+from . import checkpoint, sharding
 from .batch_plan import BatchPlan
 from .config import RunConfig, resolve
 from .distributed import set_numerics
@@ -86,7 +86,11 @@ def load_model_and_config(
     with MemoryLimit(f"{run.file}: {config.task_in_words}"):
         model = config.build_task(data_dir).model().to(dtype=config.dtype)
     try:
-        model.load_state_dict(state.get("best_model") or state["model"])
+        if "shards" in state:
+            weights = sharding.load_weights(folder / state["shards"], model, state["has_best"])
+        else:
+            weights = state.get("best_model") or state["model"]
+        model.load_state_dict(weights)
     except RuntimeError as error:  # one line for each tensor that does not fit
         why = str(error).splitlines()[-1].strip()
         raise UsageError(

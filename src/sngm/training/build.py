@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -22,7 +23,7 @@ from ..optim.registry import BUILT_IN, builder
 from ..optim.state import EXECUTION_FLAGS
 from ..options import Execution
 from ..tasks import Samples, Schedule, Splits, Task
-from . import rng
+from . import rng, sharding
 from .batch_plan import BatchPlan
 from .batchnorm_stats import GhostStatistics, PerGroupStatistics, may_merge
 from .config import RunConfig
@@ -80,7 +81,10 @@ def prepare(
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
-    model = build_model(config, task, processes.device)
+    shards = execution.shard and processes.ranks > 1 and dist.is_initialized()  # not in a plan
+    model = build_model(config, task, torch.device("cpu") if shards else processes.device)
+    if shards:
+        sharding.shard(model, processes.device, processes.ranks)
     if plan.bn_group == 1 and any(isinstance(m, _BatchNorm) and m.training for m in model.modules()):
         raise UsageError(
             "BatchNorm over a single sample: use a larger `batch`, fewer `workers`, or a larger `bn_group`"
@@ -96,6 +100,8 @@ def prepare(
             raise UsageError(f"`step` {step}: {config.method} cannot be captured in a CUDA graph")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
+    if execution.shard:
+        sharding.check(config, optimizer)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)
     source: Resident | Streamed = Resident(training, processes.device)
     if streams:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import io
 import re
+import shutil
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,13 +34,32 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     for old in _files(folder):
         if old.name not in kept:
             old.unlink(missing_ok=True)
+    remove_shards(folder, keep=[Path(name).stem.replace("checkpoint", "shards") for name in kept])
     return path
+
+
+def shards_of(step: int) -> str:
+    """Return the name of the folder that holds the model and optimizer of a sharded checkpoint."""
+    return f"shards-{step:08d}"
+
+
+def sizes_of(shards: Path) -> dict[str, int]:
+    """Return the size of each file of a sharded checkpoint."""
+    return {path.name: path.stat().st_size for path in sorted(shards.glob("*")) if path.is_file()}
+
+
+def remove_shards(folder: Path, keep: Sequence[str] = ()) -> None:
+    """Delete the folders of sharded checkpoints, except those named."""
+    for old in folder.glob("shards-*"):
+        if re.fullmatch(r"shards-\d{8,}", old.name) and old.name not in keep:
+            shutil.rmtree(old, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
     """Delete all checkpoints of a folder, then their index."""
     for path in [*_files(folder), folder / INDEX]:
         path.unlink(missing_ok=True)
+    remove_shards(folder)
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
@@ -47,7 +67,9 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
     for content in _whole(folder):
         # weights_only: a checkpoint must not be able to run code
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
-        return state
+        if "shards" not in state or sizes_of(folder / state["shards"]) == state["shard_sizes"]:
+            return state
+        warnings.warn(f"{folder / state['shards']} is incomplete; taking an older one, or beginning anew", stacklevel=2)
     return None
 
 

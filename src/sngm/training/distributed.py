@@ -18,6 +18,7 @@ from ..errors import Failed, UsageError
 from .heartbeat import Heartbeat
 
 EXCHANGE_EVERY = 10  # steps between exchanges of flags
+LONGEST_WAIT = timedelta(hours=2)  # the others may wait while the first one evaluates; `Heartbeat` finds who hangs
 
 
 def cores() -> int:
@@ -110,15 +111,15 @@ def join(device: str | None = None, hang_timeout: float = 1800.0) -> Iterator[Pr
         chosen = torch.device("cuda", local)
         torch.cuda.set_device(chosen)
     own = chosen if chosen.type == "cuda" else None
-    try:  # a long timeout: the others may wait while the first one evaluates; `Heartbeat` finds who hangs
-        how: dict[str, Any] = {"device_id": own, "timeout": timedelta(hours=2)}
+    try:
+        how: dict[str, Any] = {"device_id": own, "timeout": LONGEST_WAIT}
         if _restarts_here(ranks):
-            how |= {"store": _open_store("group"), "rank": rank, "world_size": ranks}
+            how |= {"store": _open_store("group", LONGEST_WAIT), "rank": rank, "world_size": ranks}
         dist.init_process_group("nccl" if own else "gloo", **how)
     except (ValueError, RuntimeError) as error:
         why = str(error).partition("\n")[0]
         raise Failed(f"process {rank} of {ranks} could not join the others: {why}; start them with torchrun") from error
-    heartbeat = Heartbeat(rank, ranks, hang_timeout, _open_store("heartbeat"))
+    heartbeat = Heartbeat(rank, ranks, hang_timeout, _open_store("heartbeat", timedelta(minutes=1)))
     try:
         yield Processes(rank, ranks, chosen, heartbeat)
     finally:
@@ -131,7 +132,7 @@ def _restarts_here(ranks: int) -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.local_ranks() == ranks
 
 
-def _open_store(name: str) -> Any:
+def _open_store(name: str, timeout: timedelta) -> Any:
     """Return a new connection to the launcher's store, with keys of its own for each restart of the job.
 
     torchrun keeps its store when it restarts a job; in it, gloo and NCCL would find addresses of ended processes.
@@ -140,7 +141,7 @@ def _open_store(name: str) -> Any:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # on several machines each has its own count
     prefix = f"sngm/{name}/{restart if _restarts_here(environment.ranks()) else ''}"
-    return stores.PrefixStore(prefix, stores.TCPStore(address, port, is_master=False))
+    return stores.PrefixStore(prefix, stores.TCPStore(address, port, is_master=False, timeout=timeout))
 
 
 def choose_device(name: str | None) -> torch.device:

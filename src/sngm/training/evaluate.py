@@ -16,6 +16,7 @@ from . import rng
 from .config import RunConfig
 from .data_loading import Loader, loaders_of, to_device
 from .distributed import Processes
+from .sharding import is_sharded
 
 EVAL_BATCH = 1024
 LOADED_BATCH = 128
@@ -161,6 +162,7 @@ def evaluate(
         size = max(size, 1 << (task.pass_size or 1).bit_length() - 1)
     size = size if pass_size is None else min(size, pass_size)
     count = loaders_of(task, loaders) if task.loaders or loaders else 0
+    sharded, shared = is_sharded(model), type(task).evaluate is Task.evaluate
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -170,7 +172,9 @@ def evaluate(
             with config.autocast(device):
                 if processes is None or processes.ranks == 1:
                     found = task.evaluate(model, batches(samples, *how))
-                elif type(task).evaluate is Task.evaluate:
+                elif sharded and not shared:  # by all processes: every forward is a collective
+                    found = task.evaluate(model, _alive(batches(samples, *how), processes))
+                elif shared:
                     found = _evaluate_together(task, model, samples, how, processes)
                 else:
                     own = task.evaluate(model, _alive(batches(samples, *how), processes)) if processes.first else None
@@ -195,9 +199,12 @@ def _evaluate_together(
     """Evaluate every `ranks`-th batch in this process, and return the scores over all batches."""
     own = batches(samples, *how, processes.rank, processes.ranks)
     mine = [task.score_sums(model, batch) for batch in _alive(own, processes)]
+    total = len(batch_indices(samples, how[2], how[3]))
+    if is_sharded(model) and len(mine) < -(-total // processes.ranks):
+        for batch in batches(samples, *how, 0, total):  # the others have one batch more, whose forward is a collective
+            task.score_sums(model, batch)
     processes.heartbeat.advance()
     names: list[str] = processes.broadcast(list(mine[0]) if mine else [])  # the first process has the first batch
-    total = len(batch_indices(samples, how[2], how[3]))
     sums = torch.zeros(total, len(names), dtype=torch.float64, device=processes.device)
     for i, found in enumerate(mine):
         sums[processes.rank + i * processes.ranks] = torch.stack([found[name].to(sums.device) for name in names])

@@ -37,8 +37,9 @@ class Heartbeat:
         self.progress = 0  # passes and other things that all processes do equally often
         self.activity = 0  # anything else, such as batches evaluated by one process
         self.ended = threading.Event()
+        self.thread = threading.Thread(target=self._run, daemon=True)
         if store is not None:
-            threading.Thread(target=self._run, daemon=True).start()
+            self.thread.start()
 
     def advance(self) -> None:
         """Count a step on a way that all processes go together."""
@@ -49,8 +50,10 @@ class Heartbeat:
         self.activity += 1
 
     def end(self) -> None:
-        """Stop to watch."""
+        """Stop to watch; a thread that uses the store while Python exits would crash it."""
         self.ended.set()
+        if self.store is not None:
+            self.thread.join(2 * EVERY)
 
     def _run(self) -> None:
         try:

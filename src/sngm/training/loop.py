@@ -23,7 +23,7 @@ from ..optim.external import set_mode
 from ..options import Execution, at_least
 from ..progress import note
 from ..tasks import Moment, Task
-from . import checkpoint, rng
+from . import checkpoint, rng, sharding
 from .build import Setup, prepare, set_rates
 from .config import RunConfig
 from .data_loading import to_device_if_fits
@@ -79,21 +79,34 @@ class State:
         known = [s for s in scores if not math.isnan(s)]
         return scores.index(order(known)) if known else -1
 
-    def pack(self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor]) -> Record:
+    def pack(
+        self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor], folder: Path, first: bool
+    ) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
-        lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict(), "carried": carried}
         # JSON types only: torch.load(weights_only=True) rejects others
         whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
-        return {"run": own, **lasting, "best_model": self.best_model, "averages": averages, **whose}
+        packed: Record = {"run": own, "carried": carried, "averages": averages, **whose}
+        if not sharding.is_sharded(setup.model):
+            lasting = {"model": setup.model.state_dict(), "optimizer": setup.optimizer.state_dict()}
+            return {**packed, **lasting, "best_model": self.best_model}
+        shards = checkpoint.shards_of(self.step)
+        sharding.save(folder / shards, setup.model, setup.optimizer, self.best_model, first)
+        whole = {"shards": shards, "shard_sizes": checkpoint.sizes_of(folder / shards)}
+        return {**packed, "model": {}, "optimizer": {}, **whole, "has_best": self.best_model is not None}
 
     @classmethod
-    def unpack(cls, packed: Record | None, setup: Setup) -> State:
+    def unpack(cls, packed: Record | None, setup: Setup, folder: Path) -> State:
         """Load a checkpoint into `setup` and return the progress of the run; without one, that of its start."""
         if packed is None:
             return cls()
+        setup.recurrent_state.load(packed["carried"])
+        if "shards" in packed:
+            best = sharding.load(folder / packed["shards"], setup.model, setup.optimizer, packed["has_best"])
+            return cls(**packed["run"], best_model=best)
+        if sharding.is_sharded(setup.model):
+            raise UsageError(f"{folder} holds a run that was begun without --shard; continue it without, or restart it")
         setup.model.load_state_dict(packed["model"])
         setup.optimizer.load_state_dict(packed["optimizer"])
-        setup.recurrent_state.load(packed["carried"])
         return cls(**packed["run"], best_model=packed.get("best_model"))
 
 
@@ -165,9 +178,10 @@ def _run(
     config: RunConfig, setup: Setup, folder: RunFolder, options: Options, processes: Processes, restart: bool
 ) -> Record:
     task, model, per_epoch = setup.task, setup.model, setup.per_epoch
-    processes.broadcast_model(model)
+    if not sharding.is_sharded(model):
+        processes.broadcast_model(model)
     before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
-    state = State.unpack(packed, setup)
+    state = State.unpack(packed, setup, folder.path)
     scored = ScoredModel(config, setup)
     if packed is not None:
         scored.load(packed.get("averages", []))
@@ -190,8 +204,12 @@ def _run(
         clock.trained()
         state.seconds = clock.pack()
         carried = setup.recurrent_state.gather()
-        if journal:
-            checkpoint.save(folder.path, state.step, state.pack(record, setup, carried, scored.averages))
+        if sharding.is_sharded(model):
+            processes.broadcast_buffers(model)  # any process may write them
+        if processes.first or sharding.is_sharded(model):
+            packed = state.pack(record, setup, carried, scored.averages, folder.path, processes.first)
+            if processes.first:
+                checkpoint.save(folder.path, state.step, packed)
         clock.wrote()
 
     def due() -> bool:

@@ -22,6 +22,7 @@ from .data_loading import Resident, Streamed, to_device
 from .gradient_sum import GradientSum
 from .heartbeat import Heartbeat
 from .recurrent_state import RecurrentState
+from .sharding import is_sharded
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,10 +85,13 @@ class Stepper:
         self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
         self.heartbeat = Heartbeat()  # `prepare` sets that of the processes
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        several = plan.ranks > 1 and not isinstance(optimizer, ExtrapSGD)  # which sums gradients itself
+        self.sharded = is_sharded(model)
+        several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)  # which sum themselves
         self.gradient_sum = GradientSum(self.params, plan.ranks) if several else None
         self.draws = draws(task, model)
         self.scale = task.scale(config.batch)  # scales the gradients, not the recorded loss
+        if self.sharded:  # FSDP2 divides the sum over processes by their number
+            self.scale *= plan.ranks
 
     def __call__(self, indices: Tensor, *, epoch: int | Tensor, step: int) -> Tensor:
         """Train on the samples of the global batch and return their mean loss."""
@@ -204,6 +208,8 @@ class Stepper:
 
     def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:
         """Sum gradients, loss and norms over processes; each is already weighted by its part of the batch."""
+        if self.sharded:
+            dist.all_reduce(loss)
         if self.gradient_sum is None:
             return
         self.gradient_sum.finish(loss)

@@ -11,8 +11,10 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
+
 from ...errors import UsageError
-from ...options import EXECUTORS, Cluster
+from ...options import EXECUTORS, Cluster, Execution
 from ...training.config import RunConfig
 from ...training.distributed import cores
 from .. import worker
@@ -32,6 +34,12 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release processes and connections; after `stop`, also wait for the runs."""
+
+
+def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:
+    """Return the device of a study's runs; a torch.device if it is that of a cluster, not of this machine."""
+    device = cluster.there(execution).device
+    return torch.device(device) if cluster.remote and device else device
 
 
 def open_remote(cluster: Cluster, folder: Path, command: str) -> Executor:
