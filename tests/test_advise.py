@@ -152,6 +152,11 @@ def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, 
     assert len(found["diff"]) == 3
 
 
+def test_adamw_stays_further_below_the_noise_scale():
+    before, after = (Settings("adamw", batch, {"lr": 0.1}) for batch in (32, 256))
+    assert "up to batch 128" in conclude(before, after, [600.0], True, 1000)["answer"].lower()
+
+
 def test_without_a_batch_the_question_is_whether_to_double():
     found = advice("own.py:Line --from-sgd lr=0.01,batch=8 --device cpu")
     assert facts(found)["batch"] == 16

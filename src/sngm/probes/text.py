@@ -90,7 +90,7 @@ def _follows(found: dict[str, Any]) -> str:
         return ""
     largest = float(format(sorted(scales)[len(scales) // 2], ".1g"))
     size = "any batch of this size" if math.isinf(largest) else f"a batch up to about {largest:,.0f}"
-    return f"\nWhat follows: {size} loses nothing measurable; sngm advise converts your recipe to a larger one.\n"
+    return f"\nWhat follows: with SGD or SNGM {size} loses nothing measurable; sngm advise converts your recipe.\n"
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:
