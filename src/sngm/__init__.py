@@ -16,11 +16,12 @@ __all__ = [
 if TYPE_CHECKING:
     from . import integrations, optim
     from .advising import advise, advise_model
-    from .api import Run, Study, compare, load_run, load_study, train
+    from .api import compare, load_run, load_study, train
     from .checkup import check
     from .measure import probe
     from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
+    from .results import Run, Study
     from .tasks import Task
     from .training import load_model as load
 
@@ -29,7 +30,8 @@ _HOMES = {
     ".optim": ("CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "SpectralSNGM"),
     ".optim.registry": ("register",),
     ".tasks": ("Task",),
-    ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
+    ".api": ("compare", "load_run", "load_study", "train"),
+    ".results": ("Run", "Study"),
     ".advising": ("advise", "advise_model"),
     ".checkup": ("check",),
     ".measure": ("probe",),

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from . import tasks
-from .api import Folder, MethodLike, TaskLike, file_name, plan_run
+from .api import MethodLike, TaskLike, file_name, plan_run
 from .errors import UsageError
 from .files import check_folder, finite, results_in, short_hash, write_atomically, write_json
 from .options import Execution, ProbeOptions, RecipeOptions, RunOptions, as_dict, takes
 from .progress import note, step_progress
+from .results import Folder
 from .training import RunConfig
 from .training.distributed import choose_device
 
