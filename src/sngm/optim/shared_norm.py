@@ -25,7 +25,7 @@ class SharedNorm:
         optimizers: SNGM optimizers with scope "global" and without a `norm_group`.
         norm_group: process group whose ranks hold other parts; norms are summed over it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from sngm import SNGM
         >>> parts = [torch.nn.Parameter(torch.tensor([3.0])), torch.nn.Parameter(torch.tensor([4.0]))]

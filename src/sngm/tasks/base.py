@@ -142,7 +142,7 @@ class Task:
             train_dataset, test_dataset: any datasets with ``__len__`` and ``__getitem__``. Random transforms are
                 seeded by run, epoch and sample, so a resumed run sees the same samples.
             validation_dataset: dataset to choose learning rates with. Default: a fifth of the training samples
-            (`holdout`).
+                (`holdout`).
             loss: function of (outputs, target) that returns the mean over the batch.
             metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or their
                 mean. Its name is the name of the score. Pass ``higher_is_better=False`` for an error.
