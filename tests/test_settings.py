@@ -11,8 +11,9 @@ import torch
 from console import refused, sngm
 from runs import Blobs, config, record, run, state
 from torch import nn
+from torch.utils.data import TensorDataset
 
-from sngm import progress
+from sngm import Task, api, progress
 from sngm.errors import UsageError
 from sngm.study import StudyConfig, launch
 from sngm.study.executors.local import InThread
@@ -641,3 +642,17 @@ def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
     assert train(
         study.cells()[0].config(0.1, "full", 0), tmp_path / "run", Options(**{**given, "deterministic": False})
     )
+
+
+def test_a_model_without_weights_to_decay_trains(tmp_path):
+    class Scale(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.factors = nn.Parameter(torch.ones(2))
+
+        def forward(self, x):
+            return x * self.factors
+
+    samples = TensorDataset(torch.randn(64, 2), torch.arange(64) % 2)
+    task = Task.from_torch(Scale, samples, samples, epochs=1)
+    assert api.train(task, "sngm", lr=0.1, batch=16, out=tmp_path / "run", progress=False).status == "finished"

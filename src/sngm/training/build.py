@@ -191,6 +191,8 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
         groups = decay_groups(model, settings.get("weight_decay", 0.0))
         if config.decay_on == "all":
             groups = [{**group, "weight_decay": settings.get("weight_decay", 0.0)} for group in groups]
+        if not any(group["weight_decay"] for group in groups):  # a model of vectors only
+            settings |= dict.fromkeys(settings.keys() & {"weight_decay"}, 0.0)
         if "weight_decay" not in settings:
             groups = [{"params": group["params"]} for group in groups]
         build = builder(config.method, settings)
