@@ -254,6 +254,7 @@ def test_a_function_that_is_not_as_smooth_as_it_claims_makes_lemma_1_fail(monkey
 
 
 @pytest.mark.parametrize(("name", "optimizer"), [("lemma-2", Growing), ("lemma-3", Decaying), ("lars", Decaying)])
+@pytest.mark.slow
 def test_an_optimizer_that_is_not_the_papers_makes_the_check_fail(name, optimizer, monkeypatch):
     monkeypatch.setattr(lemmas, "LEMMA_BETAS", (0.9,))
     monkeypatch.setattr(lemmas, "SNGM", optimizer)

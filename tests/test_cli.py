@@ -688,6 +688,7 @@ def test_ctrl_c_anywhere_else_is_one_line(monkeypatch):
     refused(sngm("tasks"), "interrupted", code=130)
 
 
+@pytest.mark.slow
 def test_a_reader_that_goes_away_is_no_traceback():
     reader, writer = os.pipe()
     os.close(reader)

@@ -132,6 +132,7 @@ def test_values_that_contain_themselves_end():
     assert digest_of(deep)
 
 
+@pytest.mark.slow
 def test_a_set_has_the_same_checksum_in_every_process():
     code = "from sngm.optim.digest import digest_of; print(digest_of({'a', 'b', 'c'}))"
     found = {

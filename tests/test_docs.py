@@ -25,7 +25,7 @@ def tier(code: str) -> list[pytest.MarkDecorator]:
     """Return the marks of a code block: nightly with another library, slow if it compiles or compares many runs."""
     if frameworks(code):
         return [pytest.mark.nightly]
-    return [pytest.mark.slow] if re.search(r"torch\.compile\(|compare\(\"digits\"", code) else []
+    return [pytest.mark.slow] if re.search(r"torch\.compile\(|sngm\.compare\(", code) else []
 
 
 SNIPPETS = [

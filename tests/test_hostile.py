@@ -49,6 +49,7 @@ def study(tmp_path):
     return tmp_path / "study"
 
 
+@pytest.mark.slow
 def test_a_report_is_written_and_shown_where_stdout_is_ascii(study):
     (study / "report.html").unlink()
     done = in_a_shell("report study", PYTHONIOENCODING="ascii")
@@ -60,6 +61,7 @@ def test_a_report_is_written_and_shown_where_stdout_is_ascii(study):
     assert plain.stdout.decode().replace("±", "+-") == done.stdout.decode()
 
 
+@pytest.mark.slow
 def test_a_name_that_is_not_utf_8_is_printed():
     done = in_a_shell(f"train digits {QUICK} --out \"$(printf 'r\\377n')\"", PYTHONIOENCODING="utf-8")
     assert done.returncode == 0
@@ -73,6 +75,7 @@ RUN = f"train digits {QUICK} --out run"
     ("words", "code", "closed"),
     [("--version", 0, ">&-"), ("trian digits", 2, "2>&-"), ("trian digits", 2, ">&- 2>&-"), (RUN, 0, "<&- >&- 2>&-")],
 )
+@pytest.mark.slow
 def test_closed_descriptors_end_quietly_with_the_usual_code(words, code, closed):
     done = in_a_shell(f"{words} {closed}")
     assert done.returncode == code
@@ -285,6 +288,7 @@ def test_a_field_of_the_wrong_type_in_a_record_is_no_traceback(key, value, finis
     assert sngm("report run").code in (0, 2)
 
 
+@pytest.mark.slow
 def test_a_field_of_the_wrong_type_in_a_config_is_named(finished):
     record = without_digest(finished)
     kept = dict(record["config"])

@@ -180,6 +180,7 @@ def test_the_last_batch_of_an_epoch_is_a_step_of_its_own(tmp_path):
     assert train(kept, tmp_path / "cut")["result"] == whole["result"]
 
 
+@pytest.mark.slow
 def test_a_last_batch_in_merged_passes_has_the_groups_of_its_own():
     """ResNet20's GhostBatchNorm computes several groups in a pass."""
     made = resolve("cifar10-resnet20", "sngm", lr=0.1, batch=64, epochs=1, workers=2, micro=16, last_batch="keep")

@@ -126,6 +126,7 @@ def test_merged_passes_serve_every_method(method, stats, tmp_path):
         pytest.param("extrap-sgd", "mean", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
     usual = ["train", TASK, "--method", method, "--lr", 0.05, "--batch", 32, "--workers", 4, "--micro", 4, "--device"]
     usual += ["cpu", "--precision", "float64", "--running-stats", stats, "--out"]
@@ -208,6 +209,7 @@ def endless(folder: str) -> None:
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_an_interrupt_of_a_whole_terminal_stops_the_run_and_its_loaders(tmp_path):
     process = runs.SERVER.Process(target=in_a_group, args=(str(tmp_path),))  # daemons cannot have loaders
     process.start()
@@ -274,6 +276,7 @@ def compilations() -> int:
         pytest.param("test_passes:Streaming", "first", marks=pytest.mark.slow),
     ],
 )
+@pytest.mark.slow
 def test_compiled_steps_equal_eager_ones_and_a_second_run_compiles_nothing(task, stats, tmp_path):
     usual = {"workers": 2, "running_stats": stats, "task": task}
     for step in ("eager", "compiled"):
@@ -287,6 +290,7 @@ def test_compiled_steps_equal_eager_ones_and_a_second_run_compiles_nothing(task,
 
 
 @pytest.mark.usefixtures("_traced")
+@pytest.mark.slow
 def test_compiled_steps_draw_the_random_numbers_of_eager_ones(tmp_path):
     for step in ("eager", "compiled"):
         made(tmp_path / step, wanted(settings={"dropout": 0.3}, batch=8), step=step)

@@ -489,6 +489,7 @@ def test_restart_discards_what_trackers_kept(tmp_path):
     assert not before & set((tmp_path / "run" / "tensorboard").iterdir())
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_progress_where_nobody_reads_the_messages(tmp_path):
     """As with `2>&1 | tee log`: Ctrl-C ends tee too."""
     words = ["train", "digits", "--epochs", 2000, "--set", "width=2", "--checkpoint-every", 10**6]

@@ -579,6 +579,7 @@ class Mine(Task):
 '''
 
 
+@pytest.mark.slow
 def test_a_task_of_the_users_own_file_is_found_from_anywhere(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     (tmp_path / "there").mkdir()

@@ -228,6 +228,7 @@ def test_hidden_states_matter_and_begin_anew_with_each_epoch(tmp_path, monkeypat
     assert [i for i, most in enumerate(seen) if most == 0] == [0, each]
 
 
+@pytest.mark.slow
 def test_an_extrapolation_without_length_is_msgd(tmp_path):
     """Both gradients start from the same recurrent state and dropout; the state of the second is kept."""
     made(tmp_path / "msgd", config(workers=2, clip=math.inf), data_dir=tmp_path / "data")
@@ -310,6 +311,7 @@ def test_only_msgd_is_clipped_unless_asked():
     assert resolve("wikitext2-lstm", "msgd", lr=1.0, clip=math.inf).clip is None
 
 
+@pytest.mark.slow
 def test_a_study_chooses_rates_by_perplexity_and_reports(tmp_path):
     line = "compare wikitext2-lstm --methods msgd,sngm --batches 4 --lrs 0.01,0.3 --epochs 2 --seeds 2 --device cpu"
     assert sngm(f"{line} --data-dir data --set width=6 --set bptt=7 --out study").code == 0
