@@ -61,11 +61,12 @@ $(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
 	@$(call new_venv,$(STACKS))
 	@DS_BUILD_OPS=0 $(STACKS)/bin/pip install --quiet --disable-pip-version-check -c constraints.txt \
 		-e . pytest pytest-xdist hypothesis -r tests/integrations/requirements.txt
+	@$(STACKS)/bin/pip install --quiet --disable-pip-version-check --no-deps torchtitan==0.3.0
 	@touch $@
 
 test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, Lightning, timm, DeepSpeed and torchtitan
 	@echo "==> tests with training frameworks"
-	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py
+	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py tests/test_docs.py
 
 lint: $(READY)  ## ruff and mypy --strict
 	@echo "==> ruff and mypy"
@@ -95,7 +96,7 @@ $(DOCS)/.ready: Makefile pyproject.toml constraints.txt
 
 docs: $(DOCS)/.ready  ## build the site into build/site: pages, API reference, executed notebooks; a broken link is an error
 	@$(DOCS)/bin/python tools/docs.py
-	@NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(DOCS)/bin/mkdocs build --quiet --strict
+	@cd build && NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 docs/bin/mkdocs build --quiet --strict -f ../mkdocs.yml
 	@echo "==> build/site/index.html"
 
 dist: $(TOOLS)/.ready  ## build sdist and wheel, and try each in an empty environment
@@ -111,4 +112,4 @@ resolve: $(TOOLS)/.ready  ## resolve constraints.txt from PyPI for every platfor
 	@tools/resolve.sh $(TOOLS)/bin/uv
 
 clean:  ## remove everything make created
-	rm -rf $(VENV) dist build .cache .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis

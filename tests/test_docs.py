@@ -14,7 +14,7 @@ from waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-FRAMEWORKS = ("transformers", "lightning", "accelerate")
+FRAMEWORKS = ("transformers", "lightning", "accelerate", "timm", "torchtitan")
 
 
 def frameworks(code: str) -> list[str]:
@@ -40,8 +40,12 @@ def for_many_processes(code: str) -> bool:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # from inductor's imports
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")  # torch's own, from Lightning
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if not for_many_processes(s.values[0])])
 def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
+    if frameworks(code):
+        monkeypatch.syspath_prepend(ROOT / "tests" / "integrations")
+        import common  # noqa: F401  # so that torchvision can be imported
     for framework in frameworks(code):
         pytest.importorskip(framework)
     if "torch.compile(" in code and shutil.which(os.environ.get("CXX", "g++")) is None:
@@ -112,3 +116,9 @@ def test_every_method_has_a_page_the_index_leads_to():
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):
         assert page.name == "index.md" or f"({page.name})" in index, f"docs/index.md does not mention {page.name}"
+
+
+def test_the_site_leads_to_every_page():
+    site = (ROOT / "mkdocs.yml").read_text()
+    for page in (*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "notebooks").glob("*.py")):
+        assert f": {page.relative_to(ROOT).as_posix()}\n" in site, f"mkdocs.yml does not mention {page.name}"

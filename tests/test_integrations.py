@@ -28,7 +28,7 @@ EXACT = {
     ("torchtitan", 1): dict.fromkeys(["steps", "resumed"], FLOAT64),
     ("torchtitan", 2): {"pipeline": FLOAT64},
     **{
-        ("deepspeed", 2, stage): dict.fromkeys(["steps", "decoupled", "clipped", "resumed"], FLOAT32)
+        ("deepspeed", 2, stage): dict.fromkeys(["steps", "decoupled", "offloaded", "clipped", "resumed"], FLOAT32)
         for stage in ("1", "2", "3")
     },
 }
@@ -94,6 +94,8 @@ def test_check_finds_the_faults_of_distributed_set_ups():
     assert results("accelerate", 2)["check_sharded"] == []
     (text,) = results("accelerate", 2)["check_copies"]
     assert "copies of one gradient" in text
+    assert results("huggingface", 1)["check_summed"] == ["accumulation"]
+    assert results("huggingface", 1)["check_averaged"] == []
     assert results("torchtitan", 2)["check_pipeline"] == ["ranks"]
     for stage in ("1", "2", "3"):
         assert results("deepspeed", 2, stage)["check"] == ["clipping"]

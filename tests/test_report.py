@@ -510,7 +510,8 @@ def test_tables_are_written_as_csv_and_json(folder):
 def test_the_command_of_a_run_trains_the_same_run(tmp_path):
     from sngm.training import resolve
 
-    config = resolve("digits", "sngm", lr=0.3, batch=512, seed=1, part="select", method_settings={"momentum": 0.8})
+    own = {"method_settings": {"momentum": 0.8}, "ema": 0.9, "last_batch": "keep"}
+    config = resolve("digits", "sngm", lr=0.3, batch=512, seed=1, part="select", **own)
     place = Folder(tmp_path).run("sngm", 512, 0.9, part="select", config=config.as_dict())
     (run,) = read(tmp_path).runs
     assert run.link == f"runs/{place.name}/"

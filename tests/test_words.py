@@ -13,6 +13,9 @@ RETIRED = {
     r"\blies? alike\b|how (it|they) lie\b": "memory layout",
     r"nobody (watches|behind)|before it speaks|\bspoils?\b": "say what the code does",
     "one small step ahead": "an extrapolated point",
+    r"\bborne\b|\bbears\b|\bbearable\b": "allowed, allows",
+    "is no search|all noise over B|of lr, by step|of four, the third": "say it in plain words",
+    "give the samples at a tensor of indices|look-ups in C": "name the method or the cost",
 }
 PAGES = [*(ROOT / "src" / "sngm").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]
 

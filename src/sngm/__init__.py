@@ -9,17 +9,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise",
-    "advise_model", "check", "compare", "load", "load_run", "load_study", "optim", "probe", "register", "train",
+    "advise_model", "check", "compare", "integrations", "load", "load_run", "load_study", "optim", "probe", "register",
+    "train",
 ]  # fmt: skip
 
 if TYPE_CHECKING:
-    from . import optim
+    from . import integrations, optim
     from .advising import advise, advise_model
-    from .api import Run, Study, compare, load_run, load_study, train
+    from .api import compare, load_run, load_study, train
     from .checkup import check
     from .measure import probe
     from .optim import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
     from .optim.registry import register
+    from .results import Run, Study
     from .tasks import Task
     from .training import load_model as load
 
@@ -28,7 +30,8 @@ _HOMES = {
     ".optim": ("CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "SpectralSNGM"),
     ".optim.registry": ("register",),
     ".tasks": ("Task",),
-    ".api": ("Run", "Study", "compare", "load_run", "load_study", "train"),
+    ".api": ("compare", "load_run", "load_study", "train"),
+    ".results": ("Run", "Study"),
     ".advising": ("advise", "advise_model"),
     ".checkup": ("check",),
     ".measure": ("probe",),
@@ -36,8 +39,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name == "optim":
-        return importlib.import_module(".optim", __name__)
+    if name in ("integrations", "optim"):
+        return importlib.import_module(f".{name}", __name__)
     if name == "load":  # the older name of load_run(...).model
         return importlib.import_module(".training", __name__).load_model
     for home, names in _HOMES.items():

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor, nn
 
 from . import tasks
-from .api import Folder, TaskLike, run_config
+from .api import TaskLike, run_config
 from .errors import UsageError
 from .files import check_folder, read_json
 from .measure import Measurement, teller
 from .options import BudgetOptions, Execution, as_dict, takes
 from .progress import note, step_progress
+from .results import Folder
 from .training import Options, RunConfig
 from .training.distributed import choose_device
 

@@ -2,167 +2,36 @@
 
 from __future__ import annotations
 
-import functools
-import html
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
 
-from . import report, tasks
+from . import tasks
 from .environment import ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable, short_hash
 from .optim import registry
 from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
 from .parsing import parse_call
-from .progress import in_words, interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
+from .progress import interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
+from .results import Folder, Run, Study
 from .study import StudyConfig, launch
 from .study.executors import device_of_runs
 from .study.grid import split_settings
 from .study.search import check_search
 from .tasks import Task
-from .training import Options, RunConfig, RunFolder, load_model, resolve
+from .training import Options, RunConfig, resolve
 from .training import train as run_training
 from .training.config import usual_precision
 from .training.distributed import choose_device
-from .training.validation import config_of
 
-Folder = str | PathLike[str]
 TaskLike = str | type[Task] | Task
 MethodLike = str | Callable[..., torch.optim.Optimizer]
 Rates = Sequence[float] | Mapping[Any, Sequence[float]]  # by method
 Search = Sequence[str] | Mapping[str, tuple[float, float] | None]
-
-
-class Run:
-    """One training: its folder, its result and its model."""
-
-    def __init__(self, folder: Folder, record: dict[str, Any] | None = None, data_dir: Path | None = None) -> None:
-        self.folder = Path(folder)
-        self.record = RunFolder(self.folder).read() if record is None else record
-        self._data_dir = data_dir
-
-    @property
-    def status(self) -> str:
-        """ "finished", "diverged", "interrupted", "failed" or "running"."""
-        return str(self.record["status"])
-
-    @property
-    def result(self) -> dict[str, float]:
-        """Scores of the trained model, such as ``run.result["test_accuracy"]``; empty if it did not finish."""
-        return dict(self.record["result"])
-
-    @property
-    def config(self) -> RunConfig:
-        return config_of(self.record, self.folder / "run.json")
-
-    @property
-    def history(self) -> list[dict[str, Any]]:
-        """The metrics of each epoch."""
-        try:
-            lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
-        except FileNotFoundError:
-            return []
-        return [json.loads(line) for line in lines]
-
-    @functools.cached_property
-    def model(self) -> nn.Module:
-        """The trained model, in evaluation mode on the CPU."""
-        return load_model(self.folder, data_dir=self._data_dir)
-
-    def __repr__(self) -> str:
-        config = self.record["config"]
-        scores = in_words(self.result) or self.status
-        return f"Run({self.record['label']}, batch {config['batch']}, lr {config['lr']:g}: {scores}; {self.folder})"
-
-    def _repr_html_(self) -> str:
-        config = self.record["config"]
-        rows = {"task": config["task"], "method": self.record["label"], "status": self.status}
-        rows |= {key: config[key] for key in ("lr", "batch", "epochs", "seed")}
-        rows |= {key.replace("_", " "): f"{value:.4g}" for key, value in self.result.items() if value is not None}
-        return _table([[key, str(value)] for key, value in {**rows, "folder": self.folder}.items()])
-
-
-class Best(NamedTuple):
-    """The best method at a batch size: `mean` of the metric over `n` seeds, give or take `half_width` (95 %)."""
-
-    method: str
-    batch: int
-    lr: float | None
-    mean: float | None
-    half_width: float | None
-    n: int
-
-
-class Study:
-    """A comparison: its folder, its runs and its table."""
-
-    def __init__(self, folder: Folder) -> None:
-        self.folder = Path(folder)
-        self.summary = report.summarise(self.folder)
-
-    @functools.cached_property
-    def runs(self) -> list[Run]:
-        """All runs, also those that chose learning rates."""
-        return [Run(path.parent) for path in sorted((self.folder / "runs").glob("*/run.json"))]
-
-    def table(self) -> str:
-        """The results as a Markdown table, with mean and 95 % interval over seeds."""
-        return report.table(self.summary)
-
-    def answer(self) -> str:
-        """Which method is best at the largest batch, and how surely."""
-        return self.summary.answer()
-
-    def best(self, batch: int | None = None) -> Best:
-        """The method with the best mean at a batch size, by default the largest."""
-        batch = self.summary.batches[-1] if batch is None else batch
-        if batch not in self.summary.batches:
-            raise ValueError(f"batch must be one of {', '.join(map(str, self.summary.batches))}, got {batch!r}")
-        ranking = self.summary.ranking(batch)
-        if not ranking:
-            raise ValueError(f"no method has a result at batch {batch}: every run failed or diverged")
-        cell = ranking[0]
-        return Best(cell.method, cell.batch, cell.lr, cell.mean, cell.half_width, cell.n)
-
-    def to_frame(self) -> Any:
-        """A pandas DataFrame with a row for each run."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise ImportError("to_frame() needs pandas: pip install pandas") from error
-        keys = ("task", "method", "batch", "lr", "seed", "part", "epochs")
-        rows = [
-            {**{key: run.record["config"][key] for key in keys}, "method": run.record["label"], "status": run.status}
-            | run.result
-            | {"seconds": run.record.get("timing", {}).get("seconds"), "folder": str(run.folder)}
-            for run in self.runs
-        ]
-        return pandas.DataFrame(rows)
-
-    def report(self, path: Folder | None = None) -> Path:
-        """Write the report, one HTML page that opens offline; by default report.html in the study's folder."""
-        return report.write(self.folder, None if path is None else Path(path))
-
-    def __repr__(self) -> str:
-        return f"Study({self.folder}): {self.answer()}\n\n{self.table()}"
-
-    def _repr_html_(self) -> str:
-        return f"<p>{html.escape(self.answer())}</p>" + _table(report.rows(self.summary), header=True)
-
-
-def _table(rows: list[list[str]], header: bool = False) -> str:
-    lines = []
-    for i, row in enumerate(rows):
-        cell = "th" if header and i == 0 else "td"
-        lines.append("<tr>" + "".join(f"<{cell}>{html.escape(text)}</{cell}>" for text in row) + "</tr>")
-    return f"<table>{''.join(lines)}</table>"
 
 
 # ---------------------------------------------------------------- one run
@@ -191,12 +60,12 @@ def plan_run(
 
 
 def default_folder(config: RunConfig) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a run, runs/<task>-<method>-<hash of the config>."""
     return Path("runs") / f"{file_name(config.task)}-{config.method.replace(':', '-')}-{config.hash}"
 
 
 def file_name(task: str) -> str:
-    """Return the name of a task for a folder.
+    """Return the name of a task as it is used in folder names.
 
     >>> file_name("/home/me/my_task.py:MyTask")
     'my_task.py-MyTask'
@@ -227,8 +96,8 @@ def train(
             ``(params, lr) -> optimizer``.
         (options)
         settings: settings of the method or the task, by name.
-        out: folder for the records. Default: runs/ and a name made of the task, the method and the config's hash.
-        restart: discard what the folder holds of this run, and train from the start.
+        out: folder for the records. Default: runs/<task>-<method>-<hash of the config>.
+        restart: delete the results of this run in the folder, and train from the start.
         checkpoint_every: steps between checkpoints. Default: about once a minute.
         track: also write to "tensorboard", "wandb" or "mlflow".
         progress: show a progress bar.
@@ -246,7 +115,7 @@ def train(
 
 
 def run_config(config: RunConfig, folder: Path, options: Options, progress: bool) -> Run:
-    """Train as a config says, with progress on stderr and a clean stop on Ctrl-C."""
+    """Train the run of a config, with progress on stderr; Ctrl-C stops it and keeps its progress."""
     on_cpu = choose_device(options.device).type == "cpu"
     with step_progress(progress, on_cpu=on_cpu) as show, stop_on_signal() as should_stop:
         record = run_training(config, folder, replace(options, progress=show, should_stop=should_stop))
@@ -257,8 +126,8 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
     """Load a run from its folder.
 
     Args:
-        folder: where ``sngm.train`` or ``sngm train`` put it.
-        task: the task it was trained on, where that is not in a file or package: for ``run.model``.
+        folder: the folder that ``sngm.train`` or ``sngm train`` wrote.
+        task: the task of the run, if it is not in a file or package; only ``run.model`` needs it.
         data_dir: the folder that holds datasets, for a task whose model depends on them.
     """
     if task is not None:
@@ -283,7 +152,7 @@ def plan_study(
     search: Search | None = None,
     trials: int | None = None,
 ) -> StudyConfig:
-    """Return what a study compares, with every default filled in. A torch.device need not be on this machine."""
+    """Return the config of a study, with every default filled in. A torch.device may be one of another machine."""
     by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
     grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
     for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):
@@ -319,7 +188,7 @@ def plan_study(
 
 
 def study_folder(config: StudyConfig) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a study, runs/compare-<task>-<hash of the config>."""
     return Path("runs") / f"compare-{file_name(config.task)}-{short_hash(config.identity())}"
 
 
@@ -344,23 +213,23 @@ def compare(
 ) -> Study:
     """Compare methods across batch sizes. The same call resumes a study, and repeats no finished run.
 
-    Each method at each batch size gets as many learning rates to try on a validation split. The best is trained on the
-    whole training set with every seed, and tested.
+    For each method and batch size, the same number of learning rates is tried, and the best is chosen on a validation
+    split. With the best one, a model is trained on the whole training set for every seed, and tested.
 
     Args:
         task: a name, a :class:`sngm.Task` class or instance, or "file.py:Class".
         methods: names, names with settings such as "sngm(weight_decay=8e-4)", optimizer classes, or functions
             ``(params, lr) -> optimizer``.
         batches: global batch sizes. Default: the task's.
-        lrs: learning rates to try, for all methods, or a dict of them by method. Default: the task's for each method.
+        lrs: learning rates to try: a list for all methods, or a dict of lists by method. Default: the task's for each.
         search: settings to search in place of a grid of learning rates: a list of "lr", "weight_decay", "momentum" and
             "warmup", or a dict with their ranges, as in ``{"lr": (0.01, 1), "weight_decay": None}``.
-        trials: quasi-random points of the search, the same number for every method at every batch size.
-        seeds: number of runs that a result is the mean of.
+        trials: number of quasi-random points of the search, the same for every method at every batch size.
+        seeds: number of runs, with different seeds, over which each result is averaged.
         (options)
         settings: settings of the methods or the task, by name.
-        out: folder for the records. Default: runs/compare- and a name.
-        jobs: runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
+        out: folder for the records. Default: runs/compare-<task>-<hash of the config>.
+        jobs: number of runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
             Multi-Process Service is running.
         track: also write to "tensorboard", "wandb" or "mlflow", as one group.
         progress: show a table of the runs as they finish.
@@ -385,7 +254,7 @@ Failures = list[tuple[RunConfig, dict[str, Any]]]
 def run_study(
     config: StudyConfig, folder: Path, options: Options, *, jobs: int | None, progress: bool, cluster: Cluster
 ) -> tuple[Study, Failures]:
-    """Run those runs of a study that have no result yet; return the study, and (config, record) of each failed run."""
+    """Train the unfinished runs of a study; return the study, and (config, record) of each failed run."""
     check_writable(folder)
     with study_progress(progress) as show, interrupt_on_signal():
         try:

@@ -115,12 +115,13 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
 
     def watched_backward(tensors: Any, *rest: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        watch.scaled.append(all(type(root.grad_fn).__name__.startswith(("Div", "Mul")) for root in roots))
+        watch.scaled.append(all(_is_scaled(root.grad_fn) for root in roots))
         backward(tensors, *rest, **options)
 
     def watched_clip(parameters: Any, max_norm: float, *rest: Any, **options: Any) -> Tensor:
         norm = clip(parameters, max_norm, *rest, **options)
-        watch.clips.append((float(max_norm), float(_whole(norm))))
+        if math.isfinite(max_norm):  # trainers measure the norm with an infinite limit
+            watch.clips.append((float(max_norm), float(_whole(norm))))
         return norm
 
     def watched_value(parameters: Any, clip_to: float, *rest: Any, **options: Any) -> None:
@@ -148,6 +149,16 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
         torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = clip, clip_value
         for optimizer in inner:
             del optimizer._take_step
+
+
+def _is_scaled(function: Any) -> bool:
+    """Return whether a loss is another one times or divided by numbers other than 1, from its graph."""
+    while type(function).__name__ in ("DivBackward0", "MulBackward0"):
+        factor = function._saved_other
+        if not isinstance(factor, Tensor) or factor.numel() != 1 or float(factor) != 1.0:
+            return True
+        function = function.next_functions[0][0]
+    return False
 
 
 @torch.no_grad()

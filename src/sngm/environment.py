@@ -21,7 +21,7 @@ class Launch(NamedTuple):
 
 
 def is_first() -> bool:
-    """Return whether this process has rank 0 or is the only one, and prints messages."""
+    """Return whether this process has rank 0 or is the only one; only this process prints messages."""
     return os.environ.get("RANK", "0") == "0"
 
 

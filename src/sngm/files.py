@@ -54,7 +54,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: the file is not a JSON object.
-        BrokenRecord: the file is not JSON, or does not match its digest; the second argument is then its content.
+        BrokenRecord: the file is not JSON, or does not match its digest; then the second argument is its content.
     """
     record = read_json(path)
     if not isinstance(record, dict):
@@ -109,7 +109,8 @@ def remove_leftovers(folder: Path) -> None:
 def check_folder(folder: Path, mark: str) -> None:
     """Raise UsageError if results cannot be written to a folder. Nothing is created.
 
-    The folder must be writable, and empty or missing or hold the file `mark`, which marks such results.
+    The folder must be writable. It must be missing, be empty, or hold the file `mark`, by which earlier results of the
+    same kind are recognised.
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
         raise UsageError(f"{folder} holds other things than a {mark}; name another folder with --out")
@@ -128,7 +129,7 @@ def check_writable(folder: Path, option: str = "--out") -> None:
         raise UsageError(f"{there}: {error.strerror}; name another folder with {option}") from error
 
 
-MOST_LEVELS = 100  # nesting of a JSON file; records have five
+MOST_LEVELS = 100  # the deepest nesting of a JSON file; records have five levels
 
 
 def read_json(path: Path) -> Any:

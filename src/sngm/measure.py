@@ -10,17 +10,18 @@ from pathlib import Path
 from typing import Any
 
 from . import tasks
-from .api import Folder, MethodLike, TaskLike, file_name, plan_run
+from .api import MethodLike, TaskLike, file_name, plan_run
 from .errors import UsageError
 from .files import check_folder, finite, results_in, short_hash, write_atomically, write_json
 from .options import Execution, ProbeOptions, RecipeOptions, RunOptions, as_dict, takes
 from .progress import note, step_progress
+from .results import Folder
 from .training import RunConfig
 from .training.distributed import choose_device
 
 
 class Measurement(Mapping[str, Any]):
-    """What `probe` or `advise` found: a mapping that is shown as a table."""
+    """The result of `probe` or `advise`: a mapping that is displayed as a table."""
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
         self._values, self._text = values, text
@@ -42,7 +43,7 @@ class Measurement(Mapping[str, Any]):
 
 
 def are_runs(what: Sequence[Any]) -> bool:
-    """Return whether folders of runs are named, and not a task; refuse what is neither."""
+    """Return whether `what` is folders of runs, not a task; raise UsageError if it is neither."""
     if len(what) == 1 and not isinstance(what[0], (str, Path)):
         return False
     words = [str(word) for word in what]
@@ -55,7 +56,7 @@ def are_runs(what: Sequence[Any]) -> bool:
             raise UsageError(
                 f"{word} is not a folder of a run" + ("; only one task at a time" if len(words) > 1 else "")
             )
-        tasks.find(word)  # refuses it with the names that there are
+        tasks.find(word)  # raises an error that lists the known names
     return True
 
 
@@ -67,13 +68,13 @@ def plan_pilot(
     recipe: RecipeOptions,
     device: str | None,
 ) -> RunConfig:
-    """Return the config of a pilot run: as that of a run, but one epoch by default."""
+    """Return the config of a pilot run: the config of a run, but with one epoch by default."""
     once = recipe if recipe.epochs is not None else RecipeOptions(**{**as_dict(recipe), "epochs": 1})
     return plan_run(task, method, settings, run, once, device)
 
 
 def probe_folder(config: RunConfig, probe: ProbeOptions) -> Path:
-    """Return runs/ and a name that says what is in it."""
+    """Return the default folder of a probe, runs/probe-<task>-<hash of config and options>."""
     return Path("runs") / f"probe-{file_name(config.task)}-{short_hash([config.hash, as_dict(probe)])}"
 
 
@@ -99,7 +100,7 @@ def probe_runs(
     execution: Execution,
     progress: bool,
 ) -> Measurement:
-    """Measure the last checkpoints of runs; refuse options that only a pilot has."""
+    """Measure the last checkpoints of runs; raise UsageError for options that only apply to a pilot."""
     from .probes import pilot
     from .probes.text import in_words
 
@@ -116,12 +117,12 @@ def probe_runs(
 
 
 def teller(wanted: bool) -> Any:
-    """Return a function that prints messages to stderr, or one that prints none."""
+    """Return a function that prints messages to stderr, or, if not `wanted`, does nothing."""
     return note if wanted else lambda text: None
 
 
 def write_probe(folder: Path, found: dict[str, Any]) -> None:
-    """Write probe.json; of a pilot, also a line per step in steps.jsonl."""
+    """Write probe.json; for a pilot, also steps.jsonl with a line per step."""
     with results_in(folder):
         if "steps" in found:
             lines = [json.dumps(finite(step), allow_nan=False) + "\n" for step in found["steps"]]
@@ -147,11 +148,11 @@ def probe(
     Args:
         what: a task, which is measured along a short pilot run; or a list of folders of runs, which are measured at
             their last checkpoints.
-        method: of the pilot run. Default: "msgd".
+        method: method of the pilot run. Default: "msgd".
         (options)
         settings: settings of the method or the task, by name.
         out: folder for probe.json. Default: none is written.
-        progress: print what it costs, and each point.
+        progress: print the expected number of gradients, and the results of each point.
 
     Returns:
         A mapping; docs/probes.md lists its keys.

@@ -1,4 +1,4 @@
-"""Memory limit while a model is built: raises before a tensor that cannot fit is allocated."""
+"""Memory limit while a model is built: raises an error before a tensor is allocated that does not fit in memory."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def total_bytes() -> float:
     with contextlib.suppress(ValueError, OSError, AttributeError):
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in CGROUP:
-        with contextlib.suppress(ValueError, OSError):  # "max" if there is no limit
+        with contextlib.suppress(ValueError, OSError):  # the file contains "max" if there is no limit
             found = min(found, int(path.read_text()))
     return found
 
@@ -46,7 +46,7 @@ class MemoryLimit(TorchFunctionMode):
 
     Args:
         what: the name of the model in the message, with the settings that make it large.
-        copies: copies of each tensor that are needed: 2 for weights and their gradients.
+        copies: number of copies of each tensor that are needed: 2 for weights and their gradients.
 
     Raises:
         UsageError: a tensor, or the model in `check`, is larger than the memory divided by `copies`.
@@ -69,7 +69,7 @@ class MemoryLimit(TorchFunctionMode):
         if len(size) == 1 and isinstance(size[0], (tuple, list)):
             (size,) = size
         if not all(isinstance(length, int) and length >= 0 for length in size):
-            return  # torch raises for these
+            return  # torch raises an error for these itself
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         self._refuse_beyond(math.prod(size) * dtype.itemsize)
 

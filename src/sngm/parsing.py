@@ -32,7 +32,7 @@ def value_of(text: str) -> Any:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON can hold a value: no sets, bytes, complex numbers or Ellipsis."""
+    """Return whether JSON can represent a value: it contains no sets, bytes, complex numbers or Ellipsis."""
     if isinstance(value, (list, tuple)):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

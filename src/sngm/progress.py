@@ -1,4 +1,4 @@
-"""Progress on stderr: a bar in a terminal or a notebook, a line now and then in a log file. Stopping on signals."""
+"""Progress on stderr (a bar in a terminal or notebook, a line every few seconds in a log file), and signal handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Steps = Callable[[int, int, dict[str, Any]], None]
 
 
 def duration(seconds: float) -> str:
-    """Return a duration in the unit one would use.
+    """Return a duration as text, in a suitable unit.
 
     >>> duration(0.43), duration(7), duration(200), duration(9000)
     ('0.43 s', '7 s', '3 min', '2.5 h')
@@ -38,7 +38,7 @@ def duration(seconds: float) -> str:
 
 
 def note(text: str) -> None:
-    """Print a message to stderr, so that stdout stays machine-readable; one that cannot be written is dropped."""
+    """Print a message to stderr, so that stdout stays machine-readable; errors in writing it are ignored."""
     with contextlib.suppress(OSError):
         print(text, file=sys.stderr, flush=True)
 
@@ -50,10 +50,17 @@ def console() -> Console:
     return Console(stderr=True)
 
 
-class Pace:
-    """The time that the rest of a run takes, at the pace of its last two minutes or so."""
+def _is_live(shown: Console) -> bool:
+    """Return whether a console can redraw lines: a terminal, or a notebook with ipywidgets, which rich needs there."""
+    from importlib.util import find_spec
 
-    WARM_UP = 3  # steps that also compile, and are left out
+    return shown.is_terminal or (shown.is_jupyter and find_spec("ipywidgets") is not None)
+
+
+class Pace:
+    """Estimate of the time left in a run, from the speed of about the last two minutes."""
+
+    WARM_UP = 3  # first steps, which may compile code, are left out
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -62,12 +69,12 @@ class Pace:
         self.marks: collections.deque[tuple[float, int]] = collections.deque(maxlen=240)
 
     def left(self, step: int, steps: int) -> float | None:
-        """Seconds, once there is something to go by. To be called after every step."""
+        """Return the estimated seconds left, or None before there is an estimate. Call it after every step."""
         now = self.clock()
-        if self.first is None:  # what came before, such as reading data, says nothing about the pace
+        if self.first is None:  # time before the first call, such as loading data, is not counted
             self.first, self.began = step, now
         if step - self.first < self.WARM_UP:
-            slow = now - self.began > 10.0  # better a rough word than none
+            slow = now - self.began > 10.0  # a rough estimate is better than none
             return (now - self.began) / (step - self.first) * (steps - step) if slow else None
         if not self.marks or now - self.marks[-1][0] >= 0.5:
             self.marks.append((now, step))
@@ -81,13 +88,13 @@ def step_progress(
 ) -> Iterator[Steps]:
     """Yield a function to call after each step of a run; only the first process shows anything.
 
-    A run that will take long on a CPU says so as soon as that is known.
+    If a run on a CPU is estimated to take long, a message says so as soon as possible.
     """
     if not wanted or not is_first():
         yield lambda step, steps, metrics: None
         return
     pace, told, shown, last = Pace(clock), not on_cpu, console(), clock()
-    live = shown.is_terminal or shown.is_jupyter
+    live = _is_live(shown)
     with _bar(shown) if live else contextlib.nullcontext(lambda step, steps, text: note(text)) as show:
 
         def update(step: int, steps: int, metrics: dict[str, Any]) -> None:
@@ -107,7 +114,7 @@ def step_progress(
 
 
 def in_words(metrics: dict[str, Any]) -> str:
-    """Return scores for people.
+    """Return scores as readable text.
 
     >>> in_words({"epoch": 3, "test_accuracy": 0.97512, "test_loss": None})
     'test accuracy 0.9751'
@@ -127,12 +134,12 @@ def _bar(shown: Console) -> Iterator[Callable[[int, int, str], None]]:
 
 @contextlib.contextmanager
 def study_progress(wanted: bool = True) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function to call with the progress of a study, as often as one likes."""
+    """Yield a function that displays the progress of a study; it may be called at any time."""
     if not wanted:
         yield lambda progress: None
         return
     shown = console()
-    if not (shown.is_terminal or shown.is_jupyter):
+    if not _is_live(shown):
         yield _lines()
         return
     from rich.live import Live
@@ -185,7 +192,7 @@ def _table(progress: Progress) -> Any:
 
 
 def stopping_signals() -> list[int]:
-    """Return the signals that end a run: Ctrl-C, SIGTERM, and that of a closed terminal unless nohup ignores it."""
+    """Return the signals that stop a run: SIGINT (Ctrl-C), SIGTERM, and unless ignored SIGHUP (closed terminal)."""
     hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
     ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if hang_up is None or ignored else [hang_up])]
@@ -193,7 +200,7 @@ def stopping_signals() -> list[int]:
 
 @contextlib.contextmanager
 def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle signals by a function within a ``with`` statement; threads other than the main one cannot."""
+    """Handle signals by a function within a ``with`` statement. Do nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -229,7 +236,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def interrupt_on_signal() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the first of the same signals; a second one ends the process at once."""
+    """Raise KeyboardInterrupt on the first signal of `stopping_signals`; a second one ends the process at once."""
     asked: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:

@@ -16,7 +16,7 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # it would be co
 dtype = torch.float32
 
 
-def engine(stage: int, *, cls=SNGM, one_group: bool = False, shared: bool = True, settings=None, **config):
+def engine(stage: int, *, cls=SNGM, one_group=False, shared=True, offload=False, settings=None, **config):
     network = model(dtype)
     params = network.parameters() if one_group else groups(network)
     optimizer = cls(params, **{"lr": 0.1, **(settings or {})})
@@ -24,7 +24,12 @@ def engine(stage: int, *, cls=SNGM, one_group: bool = False, shared: bool = True
     whole = {
         "train_batch_size": 8,
         "train_micro_batch_size_per_gpu": 8 // dist.get_world_size(),
-        "zero_optimization": {"stage": stage, **sub_group},
+        "zero_optimization": {
+            "stage": stage,
+            **sub_group,
+            **({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+        },
+        "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "gradient_clipping": 0.0,
         **config,
@@ -57,6 +62,12 @@ def decoupled(stage: int) -> float:
     made = engine(stage, settings=settings)
     train(made, range(STEPS))
     return off(made, plain(dtype=dtype, **settings))
+
+
+def offloaded(stage: int) -> float:
+    made = engine(stage, offload=True)
+    train(made, range(STEPS))
+    return off(made, plain(dtype=dtype))
 
 
 def clipped(stage: int) -> float:
@@ -107,5 +118,5 @@ def check(stage: int) -> list[str]:
 if __name__ == "__main__":
     deepspeed.init_distributed("gloo")
     stage = int(sys.argv[1])
-    cases = [steps, decoupled, clipped, resumed, hidden_groups, parts, layerwise, check]
+    cases = [steps, decoupled, offloaded, clipped, resumed, hidden_groups, parts, layerwise, check]
     report(dist.get_rank(), {case.__name__: (lambda case=case: case(stage)) for case in cases})

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
+import sngm
 from sngm import SNGM
 from sngm.integrations.huggingface import trainer_optimizer
 
@@ -33,7 +34,9 @@ class InOrder(Trainer):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
 
-def trainer(folder: str, *, steps: int = STEPS, optimizer, micro: int = BATCH, accumulate: int = 1, fsdp=False):
+def trainer(
+    folder: str, *, steps: int = STEPS, optimizer, micro: int = BATCH, accumulate: int = 1, fsdp=False, network=None
+):
     world = dist.get_world_size() if dist.is_initialized() else 1
     args = TrainingArguments(
         output_dir=folder,
@@ -50,7 +53,7 @@ def trainer(folder: str, *, steps: int = STEPS, optimizer, micro: int = BATCH, a
         dataloader_pin_memory=False,
         **({"fsdp": "full_shard", "fsdp_config": {"version": 2}} if fsdp else {}),
     )
-    return InOrder(Net(), args, train_dataset=samples(), optimizer_cls_and_kwargs=optimizer)
+    return InOrder(network or Net(), args, train_dataset=samples(), optimizer_cls_and_kwargs=optimizer)
 
 
 def expected() -> nn.Module:
@@ -96,6 +99,33 @@ def accumulated() -> float:
     return distance(found.model, expected())
 
 
+class Kwargs(Net):
+    """A model that takes, and ignores, what the Trainer expects losses to be divided by."""
+
+    def forward(self, x, labels, **_):
+        return super().forward(x, labels)
+
+
+class Mended(Kwargs):
+    accepts_loss_kwargs = False
+
+
+def check_of(cls: type[Net]) -> list[str]:
+    """Return the faults of a step of two micro-batches."""
+    asked = trainer_optimizer(SNGM, lr=0.1, weight_decay=0.1)
+    found = trainer(tempfile.mkdtemp(), steps=1, optimizer=asked, micro=BATCH // 2, accumulate=2, network=cls())
+    found.create_optimizer()
+    return [finding.name for finding in sngm.check(found.model, found.optimizer, found.train).faults]
+
+
+def check_summed() -> list[str]:
+    return check_of(Kwargs)
+
+
+def check_averaged() -> list[str]:
+    return check_of(Mended)
+
+
 def ignored_decay() -> str:
     return message(trainer(tempfile.mkdtemp(), optimizer=(SNGM, {"lr": 0.1, "weight_decay": 0.1})).train)
 
@@ -116,4 +146,4 @@ if __name__ == "__main__":
     else:
         for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
             del os.environ[name]
-        report(0, {case.__name__: case for case in (decay, accumulated, ignored_decay)})
+        report(0, {case.__name__: case for case in (decay, accumulated, check_summed, check_averaged, ignored_decay)})

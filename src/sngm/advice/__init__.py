@@ -1,11 +1,12 @@
-"""Advice on batch size and learning rate: SNGM settings from an SGD recipe, and bounds for a budget of gradients.
+"""Advice on batch size and learning rate: SNGM settings from those of SGD, and bounds for a number of gradients.
 
-`recipe` converts an SGD recipe to SNGM at a larger batch, `budget` finds the largest batch that each method's bound
-allows, `page` writes the result. Every number has its source: given, measured, theory or a rule of thumb. See
-docs/advise.md for the derivation.
+`recipe` converts an SGD recipe (learning rate, batch size, weight decay) to SNGM at a larger batch. `budget` finds the
+largest batch that each method's convergence bound allows for a fixed total of single-sample gradients. `page` writes
+the result. Every number has its source: given, measured, theory or a rule of thumb. See docs/advise.md for the
+derivation.
 """
 
-from .budget import Constants, bearable
+from .budget import Constants, budget_curves
 from .recipe import Recipe, carry_over, carry_recipe
 
-__all__ = ["Constants", "Recipe", "bearable", "carry_over", "carry_recipe"]
+__all__ = ["Constants", "Recipe", "budget_curves", "carry_over", "carry_recipe"]

@@ -1,4 +1,4 @@
-"""Largest batch and learning rate of each method for a budget of gradients, by the paper's bounds."""
+"""Largest batch and learning rate of each method for a fixed total of gradients (the budget), by the paper's bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..errors import UsageError
 from .facts import GIVEN, MEASURED, RULE, THEORY, Fact
 
 NEAR_LOWEST = 1.1  # a batch is allowed if its bound is at most this times the lowest of all methods
-ROUNDING = 1e-9  # relative difference of bounds that may be rounding
+ROUNDING = 1e-9  # relative difference of bounds that may be a rounding error
 NUMBERS = ("batch", "lr", "steps", "bound", "best_batch", "best_bound")
 Record = dict[str, Any]
 
@@ -28,8 +28,8 @@ class Constants(NamedTuple):
         L: the largest norm of the Hessian; None if only relaxed smoothness is known.
         relaxed: pairs (lambda, L) with ``||H|| <= L + lambda ||g||`` and lambda > 0.
         start: the norm of the gradient at the start, if measured.
-        flat_L: lower limit for L in `relaxed`, if measured: the norm of the Hessian where the gradient is smallest.
-        samples: the number of training samples, if known: the largest batch.
+        flat_L: lower limit of every L in `relaxed`, if measured: the Hessian's norm where the gradient is smallest.
+        samples: the number of training samples, if known; no batch is larger.
         doubts: warnings about constants that were not measured reliably.
     """
 
@@ -47,9 +47,10 @@ class Constants(NamedTuple):
     def of_probe(cls, found: Record) -> Constants:
         """Return the constants measured by a pilot: the result of :func:`sngm.probes.along`, or probe.json.
 
-        The minimum of the loss is assumed to be 0. Sigma is the upper end of its interval. A few points may satisfy
-        relaxed smoothness with L = 0, but at a minimum, where the gradient is zero, L must be at least the norm of the
-        Hessian. So every L is at least the norm of the Hessian at the point with the smallest gradient.
+        The minimum of the loss is assumed to be 0. Sigma is the upper end of its interval. The few points
+        of a pilot may satisfy relaxed smoothness with L = 0, but at a minimum, where the gradient is zero, L must be at
+        least the norm of the Hessian. So every L is raised to at least the norm of the Hessian at the point with the
+        smallest gradient.
         """
         try:
             if found["status"] != "finished":
@@ -128,18 +129,18 @@ class Curve(NamedTuple):
         return all(mine < (1 - ROUNDING) * its for mine, its in pairs)
 
 
-def bearable(gradients: float, constants: Constants) -> list[Curve]:
+def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
     """Return the bound of each method for a budget, at batches that are powers of two, at its best learning rate.
 
-    All methods have the same target: 1.1 times the lowest bound of any method. With a target of its own, a method that
-    is bad at small batches would seem to allow large ones. MSGD's bound is that with its third term divided by the
-    batch (slip 1 in docs/theory.md), which is valid and lower.
+    A batch is allowed if the bound is at most the target: 1.1 times the lowest bound of any method. If each method had
+    its own target, a method that is bad at small batches would seem to allow large ones. The third term of MSGD's bound
+    is divided by the batch (slip 1 in docs/theory.md), which is valid and gives a lower bound than the paper's.
 
     Args:
-        gradients: the budget: gradients of single samples, epochs times samples.
-        constants: of the problem.
+        gradients: the budget: the number of single-sample gradients, epochs times samples.
+        constants: constants of the problem.
 
-    >>> for curve in bearable(2**20, Constants(gap=1, sigma=1, beta=0, L=1)):
+    >>> for curve in budget_curves(2**20, Constants(gap=1, sigma=1, beta=0, L=1)):
     ...     print(curve.method, curve.largest if curve.largest is None else curve.batches[curve.largest])
     msgd 64
     sngm None
@@ -154,7 +155,7 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
     try:
         with np.errstate(over="ignore", invalid="ignore"):  # checked below
             if L is not None:
-                # a batch of B samples as one sample with noise sigma / sqrt(B)
+                # treat a batch of B samples as one sample with noise sigma / sqrt(B)
                 squared = theory.msgd_best(gap, steps, 1, L, sigma / np.sqrt(batches), beta)
                 found.append(("msgd", "Section 3", squared.eta, np.sqrt(squared.bound)))
                 found.append(("sngm", "Theorem 1", *theory.smooth_best(gap, steps, batches, L, sigma, beta)))
@@ -178,7 +179,7 @@ def bearable(gradients: float, constants: Constants) -> list[Curve]:
 
 def advise_budget(gradients: float, constants: Constants, measured: bool) -> Record:
     """Return the advice for a budget, as a record for text and page."""
-    curves = bearable(gradients, constants)
+    curves = budget_curves(gradients, constants)
     rows = [_row(curve, gradients) for curve in curves]
     return {
         "format": 1,

@@ -1,4 +1,4 @@
-"""Numbers of an advice, with their sources."""
+"""The numbers behind advice, with their sources."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ class Fact:
     """A number with its source: a row of the table.
 
     Attributes:
-        name: of the number.
+        name: name of the number.
         value: the number.
         source: "given" by the user or counted from given numbers; "measured" in the pilot; "theory"; "rule of thumb".
-        why: its derivation, in a few words.
+        why: how the number was obtained, in a few words.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""Advice on the batch size of a model in one's own training loop, without a task."""
+"""Advice on the batch size of a model in the user's own training loop, without a task."""
 
 from __future__ import annotations
 
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sized
 from typing import Any
 
 import torch
@@ -55,10 +55,11 @@ def carry_model(
     if to_batch < batch:
         raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
     recipe = Recipe(**given, batch=batch)
-    weighted = math.hypot(*(lr * length for lr, length in zip(rates, lengths, strict=True))) / math.hypot(*rates)
+    each = min(len(loader), len(lengths)) if isinstance(loader, Sized) else len(lengths)
+    longest, which = _longest_epoch(rates, lengths, each)
     samples = len(loader.dataset) if isinstance(loader, torch.utils.data.DataLoader) else math.inf  # type: ignore[arg-type]
     _, found = convert(
-        recipe, to_batch, recipe.weight_decay or 0.0, weighted, f"in the first {len(lengths)} steps", scales,
+        recipe, to_batch, recipe.weight_decay or 0.0, longest, which, scales,
         epochs=None, model=model, samples=samples,
     )  # fmt: skip
     bare = recipe.method == "msgd" and not has_normalisation(model)
@@ -74,11 +75,16 @@ def carry_model(
         "warnings": [WITHOUT_NORMALISATION] * bare,
         "notes": notes,
     }
-    return {**about, **found}
+    name = "from_sgd" if recipe.method == "msgd" else "from_adamw"
+    keys = ["lr", "batch", "weight_decay", *["momentum"] * (recipe.method == "msgd")]
+    own_recipe = ", ".join(f"{key}={getattr(recipe, key):g}" for key in keys)
+    task = "task = sngm.Task.from_torch(build_model, train_dataset, test_dataset, epochs=...)"
+    check = f"{task}\nsngm.advise(task, {name}=dict({own_recipe}), to_batch={to_batch}, verify=True)"
+    return {**about, **found, "check": check}
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings of a recipe, of the first parameter group."""
+    """Return the settings of the first parameter group, as a recipe."""
     group = optimizer.param_groups[0]
     known = {"lr": float(group["lr"]), "weight_decay": float(group.get("weight_decay", 0.0))}
     if isinstance(optimizer, torch.optim.SGD):
@@ -99,6 +105,14 @@ def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Opt
     length = float(torch.stack([norm(g) for g in grads]).norm())
     optimizer.step()
     return length
+
+
+def _longest_epoch(rates: list[float], norms: list[float], each: int) -> tuple[float, str]:
+    """Return the root mean square of the norms in the epoch with the longest steps, and which steps these are."""
+    steps = [lr * norm for lr, norm in zip(rates, norms, strict=True)]
+    start = max(range(0, len(steps) - each + 1, each), key=lambda i: math.hypot(*steps[i : i + each]))
+    weighted = math.hypot(*steps[start : start + each]) / math.hypot(*rates[start : start + each])
+    return weighted, f"in steps {start + 1} to {start + each}, the longest of an epoch"
 
 
 def _cycle(loader: Iterable[Any]) -> Iterator[Any]:

@@ -1,4 +1,4 @@
-"""Conversion of an SGD or AdamW recipe to a larger batch, by one rule for all tasks."""
+"""Conversion of the settings of SGD or AdamW (a recipe) to a larger batch, by one rule for all tasks."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
 from .verdict import WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
-GROWING = 1.05  # steps still grow if they are longer than in the epoch before by this factor
+GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 DIGITS = 3  # significant digits of advised numbers
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
-NOISE_SAMPLES = 1024  # that the noise scale is measured on, after each epoch of the pilot
+NOISE_SAMPLES = 1024  # samples for the noise scale, measured after each epoch of the pilot
 Record = dict[str, Any]
 
 
@@ -44,14 +44,16 @@ class Carried(NamedTuple):
 def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Carried:
     """Return SNGM's learning rate and coupled weight decay for a batch `growth` times that of an SGD recipe.
 
-    - An epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose length is its
-      lr. Steps in random directions cover a distance of the root of the sum of their squares, which is the same for
-      SNGM's lr ``lr * norm * sqrt(growth)``. Momentum and schedule have the same effect on both.
-    - A step of SGD shrinks the weights by the factor ``lr * weight_decay``, a step of SNGM by that divided by the norm
-      of the gradient. Over an epoch this is the same for ``weight_decay * sqrt(growth)``, if the norm is.
+    - Learning rate: an epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose
+      length is its learning rate. Steps in random directions cover a distance equal to the root of the sum of their
+      squared lengths. Both methods cover the same distance if SNGM's learning rate is ``lr * norm * sqrt(growth)``.
+      Momentum and schedule have the same effect on both.
+    - Weight decay: a step of SGD shrinks the weights by the factor ``lr * weight_decay``; a step of SNGM shrinks them
+      by its own ``lr * weight_decay`` divided by the norm of the gradient. Over an epoch both shrink the weights alike
+      if SNGM's weight decay is ``weight_decay * sqrt(growth)`` and the norm of the gradient is the same.
 
     Args:
-        lr, weight_decay: of the SGD recipe.
+        lr, weight_decay: learning rate and weight decay of the SGD recipe.
         norm: root mean square over an epoch of the norm of SGD's gradient, as the optimizer gets it.
         growth: the new batch divided by the old one.
 
@@ -64,9 +66,10 @@ def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Ca
 def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
     """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times as large.
 
-    - AdamW's steps have nearly the same length at every batch, so the same distance in an epoch of random steps needs
-      the square root of `growth`, as for SNGM. It is the scaling rule of Malladi et al. (arXiv 2205.10287).
-    - A step shrinks the weights by ``lr * weight_decay``: over an epoch this is the same for
+    - Learning rate: AdamW's steps have nearly the same length at every batch. So to cover the same distance in an epoch
+      of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM. This
+      is the scaling rule of Malladi et al. (arXiv 2205.10287).
+    - Weight decay: a step shrinks the weights by ``lr * weight_decay``. Over an epoch, the weights shrink equally with
       ``weight_decay * sqrt(growth)``.
 
     >>> carry_adamw(lr=1e-3, weight_decay=0.01, growth=16)
@@ -114,7 +117,7 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings of the method that differ from its defaults, which are the same for SGD and SNGM."""
+        """The settings that differ from the method's defaults; SGD and SNGM have the same defaults."""
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return decay if self.momentum == 0.9 else {"momentum": self.momentum, **decay}
 
@@ -144,16 +147,16 @@ def carry_recipe(
 
     Args:
         task: name of a task.
-        recipe: of SGD or AdamW.
-        to_batch: the larger batch. Default: twice the recipe's.
+        recipe: a recipe of SGD or AdamW.
+        to_batch: the larger batch. Default: twice the recipe's batch.
         task_settings: settings of the task that differ from its defaults.
-        pilot_steps: the most steps of the pilot.
+        pilot_steps: the most steps of the pilot, the short run of the recipe.
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
-        A dict with "answer", a sentence; "facts", the numbers with their sources; "diff", of one's own loop; "command",
-        to train with; "warnings"; "notes"; "norms", the gradient norm of each step of the pilot; "configs", of the
-        recipe and of the advised run.
+        A dict with "answer", a sentence; "facts", the numbers with their sources; "diff", what to change in one's own
+        training loop; "command", which trains with the advised settings; "warnings"; "notes"; "norms", the gradient
+        norm of each step of the pilot; "configs", the configs of the recipe and of the advised run.
     """
     to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
@@ -216,16 +219,16 @@ def convert(
     """Return the advised learning rate and weight decay, and the facts, answer, diff and evidence.
 
     Args:
-        recipe: of SGD or AdamW.
+        recipe: a recipe of SGD or AdamW.
         to_batch: the larger batch.
         decay: the recipe's weight decay.
-        norm: of SGD's gradient, as in `carry_over`.
-        which: of which steps the norm is, in words.
+        norm: norm of SGD's gradient, as in `carry_over`.
+        which: the steps over which `norm` was measured, in words.
         scales: gradient noise scales along the pilot.
-        epochs: of the recipe, if known.
-        model: to find whether it has normalisation layers.
-        samples: of the training set.
-        sums: how much a loss that is a sum over the batch grows.
+        epochs: number of epochs of the recipe, if known.
+        model: the model, to find whether it has normalisation layers.
+        samples: number of training samples.
+        sums: factor by which the loss grows with the batch if it is a sum over the batch; else 1.
     """
     growth = f"sqrt({to_batch} / {recipe.batch})"
     summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
@@ -262,10 +265,10 @@ def _pilot(
     say: Callable[[str], None],
     progress: Callable[[int, int, Record], None],
 ) -> tuple[list[float], list[Epoch], list[float]]:
-    """Train with `config` until steps stop growing from epoch to epoch; return gradient norms, epochs and noise scales.
+    """Train with `config` until steps stop getting longer; return gradient norms, epochs and noise scales.
 
-    Steps grow at first with warm-up, or until the model leaves a plateau. SNGM's learning rate, the peak of its
-    schedule, corresponds to the longest steps.
+    At first, steps get longer from epoch to epoch during warm-up, or until the model leaves a plateau. SNGM's learning
+    rate, the peak of its schedule, corresponds to the longest steps.
     """
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
@@ -316,7 +319,7 @@ def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data
 
 
 def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None) -> list[str]:
-    """Return warnings where the rule is known to fail, or its assumptions do not hold."""
+    """Return warnings for cases in which the rule is known to fail, or its assumptions do not hold."""
     found = []
     if small.method == "msgd" and not has_normalisation(setup.model):
         found.append(WITHOUT_NORMALISATION)

@@ -10,11 +10,11 @@ from ..report.summary import welch
 
 
 def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]:
-    """Return what the runs of two methods, each at its batch, show in a sentence, and the path of their report.
+    """Compare the runs of two methods, each at its batch; return the result as a sentence, and the path of the report.
 
     Args:
-        folder: of the folders of the runs.
-        sides: label and batch of the recipe, and of the advised settings.
+        folder: folder that contains the run folders.
+        sides: label and batch of the recipe, and label and batch of the advised settings.
     """
     page, summary = report.write(folder), report.summarise(folder)
     before, after = (summary.cells[side] for side in sides)

@@ -28,9 +28,10 @@ def doctor(
     ] = None,
     as_json: JSON = False,
 ) -> None:
-    """Print versions and hardware, and train one epoch of digits as a test of the installation. With --script, take one
-    step of your own training code instead, and report whether the norm is that of the whole gradient, the same on all
-    ranks, and what else is wrong; the exit code is 1 if there is a fault. It does what sngm.check does.
+    """Print versions and hardware, and train one epoch of the digits task as a test of the installation. With --script,
+    take one step of your own training code instead, and check that the norm is computed over the whole gradient, that
+    it is the same on all ranks, and which other mistakes are made; the exit code is 1 if a check fails. These are the
+    checks of sngm.check.
     """
     if script is not None:
         return _check_script(script, as_json)

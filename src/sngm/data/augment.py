@@ -1,4 +1,4 @@
-"""Random crops and flips of small images on their device, as a function of seed, epoch and sample alone."""
+"""Random crops and flips of small images on their device; they depend only on seed, epoch and sample index."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from ..triton_support import kernels_support
 from .hashing import random_bits
 
-PAD = 4  # black pixels around an image, from which a crop of its own size is taken
+PAD = 4  # black pixels added on each side, before a crop of the original size
 
 
 def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, pad: int = PAD) -> Tensor:
@@ -43,7 +43,7 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = to
 def training_batch(
     images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype
 ) -> Tensor:
-    """Return `normalise` of `crop_flip`; on a GPU in one kernel."""
+    """Return images cropped and flipped by `crop_flip`, then normalised by `normalise`; on a GPU in one kernel."""
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     if kernels_support(images) and channels_last and isinstance(epoch, Tensor):
         from .augment_kernel import crop_flip_normalise

@@ -54,7 +54,7 @@ def cut_out(
 
 
 def crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, pad):
-    """Do what `augment.training_batch` does."""
+    """Return the same batch as `augment.training_batch`."""
     _, channels, height, width = images.shape
     shape = (len(indices), channels, height, width)
     out = torch.empty(shape, dtype=dtype, device=images.device, memory_format=torch.channels_last)

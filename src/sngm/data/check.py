@@ -1,4 +1,4 @@
-"""Find datasets by name, and compare them with what was published."""
+"""Find datasets by name, and compare them with the published sizes and checksums."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ FINDERS: dict[str, Callable[[Path | None], Path]] = {
 }
 NAMES = tuple(FINDERS)
 OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # if it exists, it is meant to hold the dataset
-CRITEO_ROWS = 80_000  # of the default sample
+CRITEO_ROWS = 80_000  # rows of the default sample
 
 # First bytes of an image file, and bytes near its end. One of the official .JPEG files is a PNG.
 SIGNATURES = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND"}
 TAIL = 64  # bytes at the end that are searched: some programs append a few after the end of the image
-THREADS = 16  # parallel reads, which a disk, above all a network one, answers faster
+THREADS = 16  # parallel reads are faster, above all on network disks
 SLICE = 500  # files per task of a thread, and per progress report
 
 
 @dataclass(slots=True)
 class Finding:
-    """Result of checking a dataset in one folder: all that is wrong, else a summary in `seen`.
+    """Result of checking a dataset in one folder: errors in `wrong`, else a summary in `seen`.
 
-    `doubtful` lists image files that may be truncated: the mark of the end is not among their last bytes.
+    `doubtful` lists image files that may be truncated: their last bytes do not contain the end marker.
     """
 
     dataset: str
@@ -57,10 +57,10 @@ def find(dataset: str, root: Path | None) -> Path:
 
 
 def check(dataset: str, root: Path | None, show: Show = lambda done, total: None) -> list[Finding]:
-    """Read a whole dataset, in each form that is present, and compare it with what was published.
+    """Read a whole dataset, in each form that is present, and compare it with the published sizes and checksums.
 
     Args:
-        show: called with the number of files read so far and the total, where there are many.
+        show: called with the number of files read so far and the total, for datasets of many files.
     """
     if dataset in ("cifar10", "cifar100"):
         forms = [
@@ -83,7 +83,7 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
 
 
 def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) -> Finding:
-    """Return what `inspect` finds, with an error of reading as one of its findings."""
+    """Return the finding that `inspect` fills in; an error in reading a file is added to it."""
     finding = Finding(dataset, str(folder))
     try:
         with warnings.catch_warnings():
@@ -122,7 +122,7 @@ def _cifar(layout: Layout, finding: Finding, folder: Path) -> str:
 
 
 def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
-    """Check the default sample by its converted form; no checksum of it was published."""
+    """Check the converted form of the default sample; no checksum of the sample was published."""
     found = load_criteo(root)
     finding.wrong = verify(found.folder)
     rows, bad = sum(found.facts["rows"].values()), found.facts["malformed"]

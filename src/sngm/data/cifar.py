@@ -26,10 +26,10 @@ COARSE = 20  # superclasses of CIFAR-100; in the binary form their label precede
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(Archive):
-    """One published form; the last of its files is the test set.
+    """One published form of the dataset, binary or Python; the last of its files is the test set.
 
     Attributes:
-        checksums: of the files, in their order, separated by spaces: SHA256 of the binary form, MD5 of the Python one.
+        checksums: of the files, in their order, separated by spaces: SHA256 (binary form) or MD5 (Python form).
     """
 
     classes: int
@@ -93,7 +93,7 @@ def archive_of(dataset: str, form: str) -> Layout:
 
 
 def find_cifar(root: Path | None, classes: int = 10) -> tuple[Layout, Path]:
-    """Return the form that is present, and its folder; raise :class:`DataMissing` if none is. No file is read."""
+    """Return the published form that is present, and its folder; raise :class:`DataMissing` if none is."""
     known = layouts(classes)
     forms = [(layout.folder, layout.files) for layout in known]
     title, command = f"CIFAR-{classes}", f"sngm data get cifar{classes}"

@@ -3,9 +3,9 @@
 The rules are those of DeepCTR-Torch's ``run_classification_criteo.py``, which the paper seems to have followed: a
 missing integer is 0, integers are scaled to [0, 1] by their minimum and maximum, a missing category is a category of
 its own, and the split is random, 64 % training, 16 % validation and 20 % test. With the default seed the rows of each
-split are those of that script. There is one difference: the script takes scales and categories from all rows, this
-from the training rows alone. So a value of the other splits may lie outside [0, 1], and a category may be unseen in
-training; the unseen ones of a field share one number.
+split are those of that script. There is one difference: the script takes scales and categories from all rows,
+this module takes them from the training rows alone. So in the other splits a value may be outside [0, 1], and a
+category may be unseen in training; all unseen categories of a field share one number.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ from .fetch import digest
 from .tensors import Tensors
 
 DEFAULT = ("dac_sample_80k.tsv",)
-SEED = 2020  # of the split in DeepCTR-Torch's example
+SEED = 2020  # seed of the split in DeepCTR-Torch's example
 
 
 class Rows(Tensors):
     """Samples of integers, categories and labels, which may be memory-mapped.
 
-    Mapped rows are read from disk when they are indexed, and are pickled as the name of their folder.
+    Memory-mapped rows are read from disk when they are indexed. Pickling stores only the name of their folder.
 
     Attributes:
-        tensors: float32 of shape (n, 13), int32 of shape (n, 26), and float32 of shape (n,).
+        tensors: integers, float32 of shape (n, 13); categories, int32 of shape (n, 26); labels, float32 of shape (n,).
     """
 
     def __init__(self, tensors: tuple[Tensor, Tensor, Tensor], mapped: tuple[Path, str] | None = None) -> None:
@@ -64,11 +64,11 @@ class Criteo:
     """The converted rows.
 
     Attributes:
-        field_sizes: number of category numbers of each field: 0 is a missing category, 1 one that is unseen in
-            training, then follow those of the training rows in the order of their bytes.
+        field_sizes: number of category numbers of each field: 0 stands for a missing category and 1 for one that is
+            unseen in training; the categories of the training rows follow, in the order of their bytes.
         facts: facts.json of the conversion: sources with checksums, rows, malformed rows, missing and unseen values,
             scales, and the checksums of the arrays.
-        folder: folder of all this; its vocabulary.npy has the categories of one field after the other, as 8 bytes.
+        folder: folder of these files; its vocabulary.npy lists the categories field by field, 8 bytes each.
     """
 
     train: Rows
@@ -86,12 +86,12 @@ class Criteo:
 
     @property
     def spans(self) -> list[float]:
-        """Divisor of each integer column: its maximum minus its minimum, or 1 where that is 0."""
+        """Divisor of each integer column: its maximum minus its minimum, or 1 if the column is constant."""
         return [float(most - least) or 1.0 for least, most in zip(self.facts["least"], self.facts["most"], strict=True)]
 
 
 def find_criteo(root: Path | None = None, files: Sequence[str | Path] | None = None) -> list[Path]:
-    """Return the paths of text files, which are searched for in criteo in the data folder, and in that itself."""
+    """Return the paths of text files, searched for in the folder "criteo" of a data folder, then in the data folder."""
     if files is not None and (isinstance(files, (str, Path)) or not files):
         raise UsageError(f"files must be a list of at least one name, got {files!r}")
     folders = [folder for parent in data_roots(root) for folder in (parent / "criteo", parent)]
@@ -115,14 +115,15 @@ def load_criteo(
     """Return training, validation and test rows. The first call converts the text, later ones reuse the result.
 
     The result is written to ``.sngm`` beside the first file, or below ``~/.cache/sngm`` if that is not writable. It is
-    made again when the content of a file changes. A second process waits for the first. Malformed lines are left out,
-    with a warning; a file with more malformed than good lines is an error.
+    converted again when the content of a file changes. A second process waits for the first. Malformed lines are left
+    out, with a warning; a file with more malformed than good lines is an error.
 
     Args:
         root: data folder; None: see :func:`sngm.data.data_dirs.data_roots`.
-        files: names of files, plain or gzip, in the folder criteo there, or paths; None: the sample of 80,000 rows.
-        split_seed: of the random split; the default gives the rows of DeepCTR-Torch's example.
-        show: called with a line of progress now and then; None: print them on stderr.
+        files: paths, or names of files (plain or gzip) in the folder "criteo" of `root`; None: the sample of 80,000
+            rows.
+        split_seed: seed of the random split; the default gives the rows of DeepCTR-Torch's example.
+        show: called with a line of progress every few seconds; None: print the lines on stderr.
     """
     if not 0 <= split_seed < 2**32:
         raise UsageError(f"split_seed must be from 0 to 2**32 - 1, got {split_seed}")
@@ -152,7 +153,7 @@ def verify(folder: Path) -> list[str]:
 
 
 def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
-    """Open the converted form; convert the text first if there is none that is complete and up to date."""
+    """Open the converted form; if it is missing, incomplete or outdated, convert the text first."""
     parent = paths[0].parent.resolve()
     names = [os.path.relpath(path.resolve(), parent) for path in paths]
     beside, cache = parent / ".sngm", Path.home() / ".cache" / "sngm" / "criteo" / ".sngm"
@@ -183,7 +184,7 @@ def _writable(folder: Path, key: str) -> bool:
 
 
 def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
-    """Return the facts of a converted form; None if there is none, it is incomplete, or the text has changed."""
+    """Return the facts of a converted form; None if it is missing or incomplete, or if the text has changed."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
         if any((folder / name).stat().st_size != array["bytes"] for name, array in facts["arrays"].items()):

@@ -1,7 +1,8 @@
 """Conversion of Criteo's text, a click per line, to arrays: labels, scaled integers and numbered categories.
 
-The text is read once into temporary files of fixed-size rows, which are then fitted and encoded. All of it works on
-blocks of rows, so that memory holds a block, the distinct categories, and a byte for each row.
+The text is read once into temporary files of fixed-size rows. A second pass over these finds scales and categories, a
+third encodes the rows. Every pass works on blocks of rows, so that memory holds only a block, the distinct categories,
+and a byte for each row.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from .fetch import digest
 
 Show = Callable[[str], None]
 
-VERSION = 1  # of the converted form: one of another version is made again
+VERSION = 1  # of the converted form; another version is converted again
 FACTS = "facts.json"
 SPLITS = ("train", "validation", "test")
 MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers of a missing category, of one unseen in training, and of the first other one
@@ -33,8 +34,8 @@ NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 RAW = (("u1", 1), ("<i8", INTEGERS), ("<u8", CATEGORIES))  # parsed labels, integers and categories: dtype and columns
 KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "labels": ("|u1", ())}  # of arrays
 
-BLOCK = 1 << 17  # rows that are fitted and encoded at once
-MAX_NAMED = 10  # malformed lines that are named
+BLOCK = 1 << 17  # rows that are processed at once
+MAX_NAMED = 10  # malformed lines that messages list
 INTERVAL = 5.0  # seconds between two lines of progress
 
 
@@ -91,7 +92,7 @@ def split_of(rows: int, seed: int) -> Array:
     """Return for each row 0, 1 or 2: train, validation or test.
 
     The split is scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)``, with the last fifth of its
-    training rows, in their random order, for validation. It takes 9 bytes per row at its peak.
+    training rows, in their random order, for validation. The peak memory is 9 bytes per row.
 
     >>> np.bincount(split_of(100, 0)).tolist()
     [64, 16, 20]
@@ -160,17 +161,17 @@ def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array,
 
 
 def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
-    """Return minimum and maximum of each integer, and the sorted categories of each field, of the training rows."""
+    """Return minimum and maximum of each integer column and the sorted categories per field, of the training rows."""
     limits = np.iinfo(np.int64)
     least, most = np.full(INTEGERS, limits.max), np.full(INTEGERS, limits.min)
-    words = [[np.empty(0, np.uint64)] for _ in range(CATEGORIES)]  # known ones first, then those of further blocks
+    words = [[np.empty(0, np.uint64)] for _ in range(CATEGORIES)]  # merged ones first, then those of further blocks
     for where, _, integers, keys in _blocks(raw, splits):
         train = splits[where] == 0
         np.minimum(least, integers.min(1, where=train, initial=limits.max), out=least)
         np.maximum(most, integers.max(1, where=train, initial=limits.min), out=most)
         for field, column in zip(words, keys, strict=True):
             field.append(np.unique(column[train]))
-            # rarely enough that all merging takes a few sorts
+            # merge rarely, so that merging takes few sorts in total
             if sum(map(len, field[1:])) > max(len(field[0]), 1 << 16):
                 field[:] = [np.unique(np.concatenate(field))]
         progress(f"{where.stop / len(splits):.0%} fitted")
@@ -223,7 +224,7 @@ def _numbers(keys: Array, known: Array) -> Array:
 
 
 def _throttled(show: Show) -> Show:
-    """Return a function that passes on a line of progress every few seconds."""
+    """Return a function that calls `show` with a line of progress at most every few seconds."""
     last = time.monotonic()
 
     def progress(text: str) -> None:

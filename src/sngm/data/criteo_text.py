@@ -1,4 +1,4 @@
-"""Criteo's text, a click per line: read from files in chunks, each of which is parsed at once.
+"""Criteo's text, a click per line: read from files in chunks, each of which is parsed by array operations.
 
 A line is a label, 13 integers and 26 categories, separated by tabs.
 """
@@ -22,8 +22,8 @@ INTEGERS, CATEGORIES = 13, 26
 FIELDS = 1 + INTEGERS + CATEGORIES
 
 CHUNK = 1 << 23  # bytes of text that are read at once; the arrays parsed from them take about 10 times as many
-DIGITS = 18  # a number of so many digits always fits 64 bits
-KEY = 8  # bytes of a category: these fit 64 bits, and Criteo's hashes have as many
+DIGITS = 18  # a number of this many digits always fits 64 bits
+KEY = 8  # most bytes of a category: they fit 64 bits, and Criteo's hashes have 8
 PADDING = bytes(32)  # after the text, so that reading ahead stays in the array
 TAB, NEWLINE, RETURN, ZERO, MINUS = b"\t\n\r0-"
 HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)  # first n bytes
@@ -48,11 +48,11 @@ class Lines:
     """The content of a block of lines. The first three attributes have a row for each good line.
 
     Attributes:
-        labels: uint8.
-        integers: int64 of shape (n, 13); a missing one is 0.
-        keys: uint64 of shape (n, 26): the bytes of a category, the first in the highest bits; a missing one is 0.
+        labels: uint8 of shape (n,).
+        integers: int64 of shape (n, 13); a missing integer is 0.
+        keys: uint64 of shape (n, 26): the bytes of a category, the first byte in the highest bits; 0 if missing.
         missing: number of missing values in each of the 39 columns.
-        verdicts: for each line 0, or 1 + the index in `REASONS` of what is wrong with it.
+        verdicts: for each line 0 if it is good, else 1 + the index in `REASONS` of its error.
     """
 
     labels: Array
@@ -86,7 +86,7 @@ def parse(text: bytes) -> Lines:
     starts[:, 0] = np.concatenate([[0], ends[:-1] + 1])[shaped]
     starts[:, 1:] = stops[:, :-1] + 1
     lengths = stops - starts
-    # if the last field is empty, the byte before it is the tab, so a CR here is always that of the line
+    # if the last field is empty, the byte before it is a tab, so a CR there always belongs to the line ending
     lengths[:, -1] -= bytes_[stops[:, -1] - 1] == RETURN
 
     labels = bytes_[starts[:, 0]] - ZERO
@@ -108,7 +108,7 @@ def parse(text: bytes) -> Lines:
 
 
 def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """Return the numbers, which rows hold something else, and which hold a number that is too long."""
+    """Return the numbers, a mask of rows without a valid number, and a mask of rows whose number is too long."""
     minus = (text[starts] == MINUS) & (lengths > 0)
     begins, digits = (starts + minus).ravel(), (lengths - minus).ravel()
     values, wrong = np.zeros(len(begins), np.int64), digits == 0

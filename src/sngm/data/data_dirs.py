@@ -1,4 +1,4 @@
-"""Where datasets are looked for, and where new ones go."""
+"""Folders in which datasets are searched for, and in which new ones are stored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..errors import DataMissing
 
 
 def data_roots(chosen: Path | None = None) -> list[Path]:
-    """Return the folders that may hold datasets: `chosen`, else SNGM_DATA, else .data here and ~/.cache/sngm."""
+    """Return the folders that may hold datasets: `chosen`, else SNGM_DATA, else ./.data and ~/.cache/sngm."""
     if chosen is None and os.environ.get("SNGM_DATA"):
         chosen = Path(os.environ["SNGM_DATA"])
     return [chosen.expanduser()] if chosen is not None else [Path(".data"), Path.home() / ".cache" / "sngm"]
@@ -33,15 +33,15 @@ def find_folder(
 ) -> tuple[Path, int]:
     """Return the first folder that holds one published form of a dataset, and the index of that form.
 
-    Each data folder is searched for the form's own folder, then for its files themselves. No file is read.
+    Each data folder is searched for the form's own folder, then for the form's files directly in it. No file is read.
 
     Args:
         title: name of the dataset in messages.
-        chosen: data folder the user named; None for the default ones.
-        forms: for each form its folder and the names that must be in it.
-        wanted: what to put into a data folder, any of these, for the error message.
+        chosen: data folder that the user named; None for the default folders.
+        forms: for each form, its folder and the names of the files that must be in it.
+        wanted: for the error message: alternatives of what to put into a data folder.
         command: command line that downloads the dataset; None if the user must provide it.
-        present: whether a path is one of the wanted kind.
+        present: function that returns whether a path exists and is of the right kind.
 
     Raises:
         DataMissing: no form is complete.

@@ -24,7 +24,7 @@ from ..files import locked
 
 CHUNK = 1 << 16  # bytes per read: small enough for steady progress on a slow connection
 TIMEOUT = 30.0  # seconds without a byte
-TRIES = 3  # per mirror, without a byte gained
+TRIES = 3  # tries per mirror in a row that receive no byte
 BACKOFF = 1.0  # seconds before the second try, doubled for each further one
 PATH_CONFLICTS = (FileExistsError, IsADirectoryError, NotADirectoryError)  # a member is both a file and a folder
 MAX_DEPTH, MAX_NAME = 32, 200  # folders in a path of an archive, and characters of each
@@ -114,10 +114,10 @@ class _Refused(Exception):
 def download(
     urls: list[str], to: Path, *, md5: str, size: int, show: Show = lambda done, total: None, say: Say = tell
 ) -> None:
-    """Download a file from the first of these addresses that has the right one.
+    """Download a file from the first of these addresses that has it with the right checksum.
 
     Received bytes stay in a .part file beside `to`, from which the next call resumes. If a resumed file has a wrong
-    checksum, the part was of another version, and the file is downloaded once from its beginning.
+    checksum, its first part may be of another version, and the file is downloaded once more from the beginning.
     """
     part = to.with_name(f"{to.name}.part")
     why: list[str] = []
@@ -140,8 +140,8 @@ def download(
 
 
 def _fetch(url: str, part: Path, size: int, show: Show, say: Say) -> None:
-    """Complete a part. The number of tries is limited only while none of them gains a byte."""
-    if _size(part) > size:  # of another file
+    """Complete a partial download. Only tries that receive no byte count towards the limit."""
+    if _size(part) > size:  # a part of another file
         part.unlink()
     tries, most = 0, _size(part)
     while _size(part) < size:
@@ -162,7 +162,7 @@ def _size(path: Path) -> int:
 
 
 def _request(url: str, part: Path, size: int, show: Show) -> None:
-    """Request the bytes that `part` lacks once, and append them; a server without ranges sends the whole file."""
+    """Request the missing bytes once, and append them to `part`; a server without ranges sends the whole file."""
     done = _size(part)
     headers = {"User-Agent": f"sngm/{__version__}", "Accept-Encoding": "identity"}
     if done:
@@ -234,7 +234,8 @@ def unpack(archive: Path, folder: str, root: Path, files: Iterable[str] = ()) ->
 def _extract(tar: tarfile.TarFile, root: Path) -> None:
     """Extract files and folders below `root`, by rules that are the same on every Python.
 
-    tarfile's own filters came with Python 3.11.4. Datasets need neither links nor devices, nor owners nor modes.
+    tarfile's own filters need Python 3.11.4. Links and devices are errors, and owners and modes are ignored: datasets
+    do not need them.
 
     Raises:
         tarfile.TarError: a member's path is absolute, leaves `root` or is too deep or too long, or the member is

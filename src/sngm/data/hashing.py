@@ -1,4 +1,4 @@
-"""Random numbers as a hash of seed, epoch and sample: the same in any process, order and batch."""
+"""Random numbers computed by hashing seed, epoch and sample: the same in any process, order and batch."""
 
 from typing import Any
 
@@ -8,11 +8,11 @@ from torch import Tensor
 GOLDEN = -0x61C8864680B583EB  # constants of splitmix64, as signed 64-bit integers
 FIRST = -0x40A7B892E31B1A47
 SECOND = -0x6B2FB644ECCEEE15
-BITS = 62  # of a result; the two highest are dropped, so that it is never negative
+BITS = 62  # bits of a result; the two highest of 64 are dropped, so that it is never negative
 
 
 def random_bits(*values: int | Tensor) -> Any:
-    """Hash values, left to right, to evenly distributed bits: an int in [0, 2**62), or an int64 tensor of such.
+    """Hash values, left to right, to an int uniformly distributed in [0, 2**62), or to an int64 tensor of such ints.
 
     Ints and integer tensors give the same bits and may be combined; tensors are broadcast. The order and number of
     values matter. On tensors only +, \\*, ^, >> and & are used, which torch.compile supports. Compiled code should get

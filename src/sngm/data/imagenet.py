@@ -36,7 +36,7 @@ RATIO = (3 / 4, 4 / 3)  # width / height of a training crop
 TRIES = 10  # to find a crop within the image
 DRAWS = 4  # random numbers per try
 WANTED = "imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"  # in a data folder
-SETTLED = 2.0  # seconds: after these, any change of a folder changes its time, on any file system
+SETTLED = 2.0  # seconds after which a change of a folder changes its modification time, on any file system
 
 
 def find_imagenet(root: Path | None) -> Path:
@@ -49,7 +49,7 @@ class ImageFolder:
 
     Indexing gives the evaluation view: the shorter side scaled to `resize`, then the central `size` x `size`.
     :meth:`training` gives the augmented view. Both scale bilinearly with antialiasing, by the rules of torchvision's
-    ``Resize``, ``CenterCrop`` and ``RandomResizedCrop``. It holds no open file and can be pickled.
+    ``Resize``, ``CenterCrop`` and ``RandomResizedCrop``. The object holds no open file and can be pickled.
 
     Args:
         root: the data folder, see :func:`find_imagenet`.
@@ -70,7 +70,7 @@ class ImageFolder:
         if odd := sorted(set(_classes(folder / "train")) ^ set(_classes(folder / "val"))):
             others = f", as are {len(odd) - 1} others" if odd[1:] else ""
             raise DataMissing(f"train and val in {folder} must hold the same classes; {odd[0]} is in only one{others}")
-        # A million Python strings would be copied into each worker: one string, and where each name begins.
+        # One string and the offset of each name: a million Python strings would be copied into each worker.
         counts, self._names = _listing(folder, split, self.classes)
         ends = np.flatnonzero(np.frombuffer(self._names, np.uint8) == 0)
         self._begins = np.concatenate([[0], ends + 1])
@@ -93,7 +93,7 @@ class ImageFolder:
         return self._gather(indices, lambda index, image: self._centre(image))
 
     def training(self, indices: Tensor, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return images and labels, randomly cropped and flipped as a function of seed, epoch and sample alone."""
+        """Return images and labels; random crops and flips depend only on seed, epoch and sample index."""
         return self._gather(indices, lambda index, image: self._crop(image, seed, epoch, index))
 
     def _gather(self, indices: Tensor, view: Any) -> tuple[Tensor, Tensor]:
@@ -130,13 +130,13 @@ class ImageFolder:
         pillow = need_pillow()
         left, top, width, height = crop_box(*image.size, seed, epoch, index)
         box: Any = (left, top, left + width, top + height)
-        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in a fraction of the time. This is done where the crop
-        # still has a pixel for each one of the result, so that no detail is lost. It averages squares of pixels where
-        # the filter would weight them, so evaluation, which is compared with others' numbers, does not use it.
+        # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in a fraction of the time. This is done if the crop
+        # still has at least one pixel for each pixel of the result, so that no detail is lost. It averages blocks of
+        # pixels, unlike the filter, so evaluation, whose results are compared with published ones, does not use it.
         factor = next((f for f in (8, 4, 2) if min(width, height) >= f * self.size), 1)
         if factor > 1 and image.draft(None, (image.size[0] // factor, image.size[1] // factor)):
             image, box = _rgb(image), tuple(edge / factor for edge in box)
-        else:  # cropped first, as in torchvision: the filter sees no pixel from outside
+        else:  # crop first, as in torchvision: the filter must not see pixels outside the crop
             image, box = _rgb(image).crop(box), None
         image = image.resize((self.size, self.size), pillow.Resampling.BILINEAR, box)
         flip = random_bits(seed, epoch, index, DRAWS * TRIES) >> (BITS - 1)
@@ -195,8 +195,8 @@ def _classes(folder: Path) -> list[str]:
 def _listing(folder: Path, split: str, classes: list[str]) -> tuple[Array, bytes]:
     """Return the number of images of each class, and all their names, each followed by a zero byte.
 
-    Listing a million names takes minutes on some disks, so the listing is cached in .sngm, and made again when the
-    folder of a class has changed.
+    Listing a million names takes minutes on some disks, so the listing is cached in .sngm, and renewed when the folder
+    of a class has changed.
     """
     times = [os.stat(folder / split / name).st_mtime_ns for name in classes]
     state = np.frombuffer(repr((classes, times)).encode("utf-8", "surrogateescape"), np.uint8)

@@ -1,4 +1,4 @@
-"""Samples held in memory as tensors, and fingerprints of them."""
+"""Samples held in memory as tensors, and their fingerprints (short hashes)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Tensors:
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:
-        """Return a short hash that differs for other samples."""
+        """Return a short hash of the samples, to recognise different data."""
         return fingerprint(self.tensors)
 
     def to(self, device: torch.device | str) -> Self:

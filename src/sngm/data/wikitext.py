@@ -54,8 +54,8 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
     """Return all three splits, tokenised as word_language_model does.
 
     Words are separated by white space, with `<eos>` after each line, also after an empty one. Case is kept. The
-    vocabulary is that of all three splits. Files with other counts than the official ones are read with a warning:
-    they may be a small sample, or the raw form, which is another dataset.
+    vocabulary is that of all three splits. Files whose number of words differs from the official one are read with a
+    warning: they may be a small sample, or the raw form, which is another dataset.
 
     Args:
         root: folder that holds wikitext-2, or its files; None: see :func:`sngm.data.data_dirs.data_roots`.
@@ -66,7 +66,7 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
 
 @functools.lru_cache(maxsize=1)
 def _load(files: tuple[tuple[Path, int, int], ...]) -> Corpus:
-    """Load once for files of this size and time: a study needs them for each of its runs."""
+    """Load the files once per size and modification time: a study needs them for each of its runs."""
     paths = [path for path, _, _ in files]
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # a new word gets the next number
@@ -103,9 +103,9 @@ def _words(path: Path) -> list[str]:
 def streams(tokens: Tensor, batch: int) -> Tensor:
     """Return the text as `batch` streams of equal length, one per row: a view of shape (batch, length).
 
-    Row b holds the tokens from b * length on. The last ``len(tokens) % batch`` are dropped. Workers that share a batch
-    hold neighbouring rows each, so ``streams(tokens, batch)[piece]`` is what a piece of a
-    :class:`sngm.training.batch_plan.BatchPlan` reads, at all steps of an epoch.
+    Row b holds the tokens from b * length on. The last ``len(tokens) % batch`` are dropped. Each worker has
+    consecutive rows of the batch: for a slice `piece` of a :class:`sngm.training.batch_plan.BatchPlan`,
+    ``streams(tokens, batch)[piece]`` holds all tokens that it reads in an epoch.
 
     >>> streams(torch.arange(11), 3)
     tensor([[0, 1, 2],
@@ -127,7 +127,7 @@ def streams(tokens: Tensor, batch: int) -> Tensor:
 
 
 class Text(Tensors):
-    """A text that is read in windows of `bptt` tokens, by as many streams as a batch has samples."""
+    """A text that is read in windows of `bptt` tokens; the number of parallel streams is the batch size."""
 
     def __init__(self, tokens: Tensor, bptt: int = BPTT) -> None:
         super().__init__(tokens)
@@ -142,8 +142,8 @@ class Windows(Tensors):
     """The windows of streams, in the order in which they are read: sample ``i * streams + s`` is window i of stream s.
 
     A window is inputs and targets of `bptt` tokens; a target is the token after its input. The first token of a stream
-    is no target and its last no input. The last window holds the remaining 1 to `bptt` tokens, padded with targets of
-    -1; as in word_language_model, its mean loss counts as one step like any other.
+    is never a target, and its last token is never an input. The last window holds the remaining 1 to `bptt` tokens,
+    padded with targets of -1; as in word_language_model, its mean loss counts as one step like any other.
 
     >>> inputs, targets = Windows(streams(torch.arange(12), 2), bptt=3)[torch.tensor([2, 3])]
     >>> inputs.tolist(), targets.tolist()

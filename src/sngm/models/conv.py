@@ -7,7 +7,7 @@ from ..triton_support import kernels_support
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3 x 3 convolution with zero padding and no bias, which the BatchNorm after it has."""
+    """A 3 x 3 convolution with zero padding and without a bias: the BatchNorm after it has one."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__(inputs, outputs, 3, stride=stride, padding=1, bias=False)

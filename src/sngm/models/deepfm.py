@@ -10,25 +10,25 @@ from torch.nn.functional import embedding
 
 
 class DeepFM(nn.Module):
-    """DeepFM with the defaults of DeepCTR-Torch, on which the paper's CTR experiment seems to rest.
+    """DeepFM with the defaults of DeepCTR-Torch, which the paper's click prediction experiment seems to use.
 
-    As there, each field has a table of embeddings and one of weights, which layer-wise methods (LARS, LAMB) treat as
-    layers. A forward pass concatenates the tables of all fields and looks all categories up at once, so that a GPU runs
-    a few kernels instead of hundreds. Gradients are dense, and views of one tensor: momentum and weight decay change
-    every row at every step, so sparse gradients would give another method.
+    As in DeepCTR-Torch, each field has a table of embeddings and a table of linear weights; layer-wise methods (LARS,
+    LAMB) treat each table as a layer. A forward pass concatenates the tables of all fields and looks up all categories
+    at once, so that a GPU runs a few kernels instead of hundreds. Gradients are dense, and views of one tensor:
+    momentum and weight decay change every row at every step, so sparse gradients would be a different method.
 
     Embeddings and all weights except those of the last layer are initialised from N(0, init_std^2), biases of hidden
-    layers and the last layer by torch's default, and the bias of the logit to 0. The gradient that reaches weights of
-    this size is tiny, so SGD barely changes the perceptron for long; with `he` its weights, including the last layer's,
-    are initialised as by He et al., from N(0, 2 / inputs).
+    layers and the last layer by torch's default, and the bias of the logit to 0. With the small default
+    `init_std`, gradients of the perceptron are tiny, and SGD barely changes it for a long time. With `he`, the weights
+    of all its layers are initialised as by He et al., from N(0, 2 / inputs).
 
     Args:
-        field_sizes: number of categories of each field; those of a field are numbered from 0.
+        field_sizes: number of categories of each field; the categories of a field are numbered from 0.
         dense: number of real-valued inputs of a sample.
         dim: size of an embedding.
         hidden: widths of the perceptron's hidden layers.
-        init_std: see above.
-        he: see above.
+        init_std: standard deviation of the initial weights, see above.
+        he: initialise the perceptron as by He et al., see above.
         log_spans: spans for :func:`log_scaled`, which is applied to the real-valued inputs; None for no scaling.
     """
 
@@ -88,8 +88,9 @@ class DeepFM(nn.Module):
 def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
     """Return rows of concatenated tables, in the shape of `rows` with the width of the tables appended.
 
-    On a GPU the gradient of `index_select` is summed by atomics. That of `embedding` is sorted first, by a dozen
-    kernels: deterministic, but slower. On a CPU `embedding` is the one that uses every core.
+    On a GPU this uses `index_select`, whose gradient is summed by atomics: `embedding` sorts its gradient first, which
+    is deterministic, but takes a dozen kernels and is slower. On a CPU, where it runs on every core, and with torch's
+    deterministic algorithms, this uses `embedding`.
     """
     table = torch.cat(list(tables))
     if table.is_cuda and not torch.are_deterministic_algorithms_enabled():
@@ -100,7 +101,7 @@ def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
 def fm(embeddings: Tensor) -> Tensor:
     """Return the sum of the inner products of all pairs of a sample's embeddings, (n, fields, dim) to (n,).
 
-    It is half of the square of their sum minus the sum of their squares, which is linear in the number of fields.
+    It is computed as half of (the square of their sum minus the sum of their squares), in time linear in the fields.
     """
     return 0.5 * (embeddings.sum(1).square() - embeddings.square().sum(1)).sum(1)
 
@@ -108,7 +109,7 @@ def fm(embeddings: Tensor) -> Tensor:
 def log_scaled(dense: Tensor, spans: Tensor) -> Tensor:
     """Return log(1 + count) / log(1 + span) for counts that were divided by their spans.
 
-    Most counts are close to 0 and a few far from it, so that a linear scale tells little.
+    Most counts are close to 0 and a few are very large, so a linear scale would hardly distinguish the small ones.
 
     >>> log_scaled(torch.tensor([-0.5, 0.0, 0.01, 1.0]), torch.tensor(900.0)).round(decimals=2)
     tensor([0.0000, 0.0000, 0.3400, 1.0000])

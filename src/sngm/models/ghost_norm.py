@@ -19,10 +19,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     Attributes:
         group: samples that share statistics; None for all of a pass.
-        weights: weight of each group of a pass in the running statistics; None: groups update them one after another,
-            as BatchNorm does in passes of one group each.
+        weights: weight of each group of a pass in the running statistics. None: groups update the statistics one after
+            another, as BatchNorm does in passes of one group each.
         keep: factor of the old running statistics, if `weights` are given.
-        batches: what a pass adds to `num_batches_tracked`; None: the number of its groups.
+        batches: number that a pass adds to `num_batches_tracked`; None: the number of its groups.
 
     >>> norm = GhostBatchNorm2d(3)
     >>> norm.group = 2
@@ -59,7 +59,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return len(x) // group
 
     def _counts(self, groups: int, device: torch.device) -> tuple[Tensor, float, int]:
-        """Return the weight of each group in the running statistics, the factor of the old ones, and the batches."""
+        """Return the weight of each group in the running statistics, the factor of the old ones, and `batches`."""
         batches = groups if self.batches is None else self.batches
         if self.weights is not None:
             if len(self.weights) != groups:
@@ -124,7 +124,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     @torch.no_grad()
     def _follow(self, means: Tensor, variances: Tensor, count: int) -> None:
-        """Update the running statistics by those of the groups, with unbiased variances."""
+        """Update the running statistics with the statistics of the groups, using unbiased variances."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None

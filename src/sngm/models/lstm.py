@@ -12,7 +12,7 @@ Hidden = tuple[Tensor, Tensor]  # outputs and cells, each of shape (layers, batc
 
 
 class Layer(nn.LSTM):
-    """One LSTM layer, time first, with Triton kernels where they support it; cuDNN launches some per time step."""
+    """One LSTM layer, time first. It uses Triton kernels if they support it; cuDNN launches several per time step."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__(inputs, width)
@@ -43,7 +43,7 @@ class WordLSTM(nn.Module):
     The defaults are the paper's, with 13,987,678 parameters: 33,278 words, all widths 200, dropout 0.2 after the
     embedding and after each of two layers. Initial weights equal word_language_model's at equal seeds.
 
-    `forward` returns features. The decoder is applied to them by `logits` or, without all logits at once, by `loss`.
+    `forward` returns features. `logits` applies the decoder to them; `loss` does so without holding all logits at once.
     """
 
     def __init__(
@@ -70,8 +70,8 @@ class WordLSTM(nn.Module):
 
         Args:
             tokens: indices of words, of shape (batch, length): one stream per row.
-            hidden: recurrent state from the call on the preceding tokens; detach it to truncate gradients there. None:
-                that of `start`. It is returned in the dtype in which it was given.
+            hidden: recurrent state from the call on the preceding tokens; detach it to truncate gradients there. None
+                uses the state of `start`. The returned state has the dtype of this one.
         """
         hidden = self.start(len(tokens)) if hidden is None else hidden
         x = self.drop(self.encoder(tokens.t()))  # time first, transposed while it is small

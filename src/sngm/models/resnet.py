@@ -37,8 +37,8 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Stages of bottleneck blocks after a 7 x 7 convolution and max pooling, initialised as in torchvision.
 
-    Convolutions are drawn from N(0, 2 / fan_out), BatchNorm starts at 1 and 0, also the last of a block, and the linear
-    layer has torch's default.
+    Convolutions are drawn from N(0, 2 / fan_out). All BatchNorm layers, also the last of a block, start with scale 1
+    and bias 0. The linear layer has torch's default initialisation.
     """
 
     def __init__(self, blocks: tuple[int, int, int, int], classes: int = 1000) -> None:

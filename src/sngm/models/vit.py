@@ -37,7 +37,7 @@ class ViT(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers; some versions apply dropout without a layer for it."""
+        """Whether training draws random numbers, by the config: some versions apply dropout without a layer."""
         config = self.network.config
         return any(getattr(config, f"{part}_dropout_prob", 0.0) > 0 for part in ("hidden", "attention_probs"))
 
@@ -49,7 +49,7 @@ class ViT(nn.Module):
 
     @property
     def size(self) -> int:
-        """Width and height in pixels of the images that its position embeddings are for."""
+        """Width and height in pixels of the images that the position embeddings were made for."""
         size = self.network.config.image_size
         return int(size if isinstance(size, int) else size[0])
 
@@ -91,7 +91,7 @@ def load_vit(source: str, classes: int) -> ViT:
         except OSError:
             if in_folder:
                 raise
-            # not in the cache of the hub: downloaded, with the library's own progress bars
+            # the model is not in the hub's cache: download it, with the library's own progress bars
             network, local = _read(library, source, classes, local=False), False
     except Exception as error:  # of json, safetensors, pickle, torch and the network
         why = str(error).strip().split("\n")[0] or type(error).__name__
@@ -148,7 +148,7 @@ def _preprocessor_of(name: str, local: bool) -> Path | None:
 
     try:
         return Path(hf_hub_download(name, PREPROCESSOR, local_files_only=local))
-    except (EntryNotFoundError, OSError):  # not every model has one
+    except (EntryNotFoundError, OSError):  # not every model has this file
         return None
 
 

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from ..triton_support import kernels_support
 
-MAX_LOGITS = 1 << 26  # held at once: 256 MiB in float32
-# The kernels hold them in the dtype of products: 512 MiB in bfloat16. More rows make better use of a GPU in the
-# gradient of the features, and accumulate that of the weight less often.
+MAX_LOGITS = 1 << 26  # number of logits held at once: 256 MiB in float32
+# On a GPU, more logits are held, in the dtype of the products: 512 MiB in bfloat16. More rows per chunk use the GPU
+# better in the gradient of the features, and accumulate the gradient of the weight less often.
 MAX_LOGITS_OF_KERNELS = 1 << 28
 
 Gradients = list[Tensor | None]  # of features, weight and bias
@@ -31,17 +31,17 @@ def vocabulary_loss(
     Gradients are computed together with the loss, chunk by chunk, so that `backward` needs no logits: only tensors of
     the sizes of features, weight and bias are saved. Gradients that are not required are not computed.
 
-    Products are in the dtype of autocast if that is enabled, else in that of the arguments. Softmax, the loss and sums
-    over chunks are in float32, or in float64 if `weight` is.
+    Products are in the dtype of autocast if it is enabled, else in the dtype of the arguments. Softmax, the loss and
+    sums over chunks are in float32, or in float64 if `weight` is float64.
 
     Args:
         features: of shape (N, H).
         weight: of shape (V, H).
         bias: of shape (V,).
         targets: of shape (N,), integers from 0 to V - 1. Rows with a negative target are ignored: they have no loss and
-            no gradient. Larger ones are an error, which on a GPU may give a loss of NaN.
-        reduction: "mean" over the rows that are not ignored, or "sum". It is 0 if all are.
-        chunk: rows per chunk; None: as many as make 2**26 logits, or 2**28 on a GPU: 512 MiB in bfloat16.
+            no gradient. A target of V or more is an error, which on a GPU may give a loss of NaN.
+        reduction: "mean" over the rows that are not ignored, or "sum". The loss is 0 if all rows are ignored.
+        chunk: rows per chunk. None: as many rows as have 2**26 logits, or on a GPU 2**28 (512 MiB in bfloat16).
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
@@ -123,11 +123,11 @@ def _by_torch(
 def _by_kernels(
     x: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, chunk: int | None, dtype: torch.dtype, wanted: list[bool]
 ) -> tuple[Tensor, Gradients]:
-    """Do the same by kernels, which overwrite the logits of a chunk with their gradients.
+    """Compute loss and gradients with Triton kernels, which overwrite the logits of a chunk by their gradients.
 
     The bias is an additional column of the weight, and the features have a column of ones for it. So the product for
-    the logits adds it, and the product for the gradient of the weight gives that of the bias too. Rows of logits,
-    weight and features are padded to multiples of 16 bytes: other products take several times as long.
+    the logits adds the bias, and the product for the gradient of the weight includes the gradient of the bias. Rows of
+    logits, weight and features are padded to multiples of 16 bytes: other products take several times as long.
     """
     from .kernels import softmax
 
@@ -156,12 +156,12 @@ def _by_kernels(
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product in float32, in which it is accumulated; on a CPU it is rounded to the dtype in between."""
+    """Return the product in float32. A GPU accumulates it in float32; a CPU first rounds it to the inputs' dtype."""
     if a.dtype == torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()
 
 
 def _up(size: int) -> int:
-    """Round up to a multiple of 8: 16 bytes, or 32."""
+    """Round up to a multiple of 8 elements: 16 bytes, or 32 in float32."""
     return -(-size // 8) * 8

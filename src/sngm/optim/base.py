@@ -36,8 +36,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
     """Base class of the optimizers. Subclasses declare their buffers and implement `_step`.
 
     Attributes:
-        norm_group: process group over whose ranks norms are summed, or None; DTensors need none. Not saved in
-            checkpoints.
+        norm_group: process group over whose ranks norms are summed, or None. DTensors do not need a group. Checkpoints
+            do not contain it.
     """
 
     FUSED_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -90,8 +90,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
     def grad_norm(self) -> Tensor:
         """The norm that the last step divided by, as a 0-d tensor on the device.
 
-        Methods and scopes with several norms, or another kind of norm, report that of the whole gradient. Reading
-        this property does not synchronise with the device.
+        If the method or scope divides by several norms, or by another kind of norm, this is the norm of the whole
+        gradient. Reading this property does not synchronise with the device.
         """
         return self._grad_norm.clone()  # steps update the original in place
 
@@ -156,9 +156,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). Only with fused=True, because trainers
-        # refuse to clip the gradients of such optimizers. Not with a norm_group: sharded scalers exchange overflows
-        # when they unscale, and ranks with different scales have no common norm.
+        # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). This needs fused=True, because
+        # trainers refuse to clip the gradients of optimizers that unscale. It is False with a norm_group: sharded
+        # scalers exchange overflows when they unscale, and ranks with different scales have no common norm.
         return (
             self.norm_group is None and self.shared_norm is None and all(group["fused"] for group in self.param_groups)
         )
@@ -173,13 +173,14 @@ class LargeBatchOptimizer(StatefulOptimizer):
         return loss
 
     def _norm_spans(self) -> str:
-        """Return what a norm spans that steps depend on: "global", "group", "tensor", or "none" if there is none."""
+        """Return what one norm spans: "global", "group" or "tensor"; "none" if steps do not depend on norms."""
         return "tensor"
 
     def _check_parameters(self, params: list[Tensor]) -> None:
-        """Give state to parameters that a wrapper has replaced; raise an error if norms would be of a part of them."""
-        same = self._checked_shards is self._shards and self._shards.matches(params, self.norm_group)
-        if torch.compiler.is_compiling() or same:
+        """Create state for parameters that a wrapper put in; raise an error if a norm would miss some parameters."""
+        if torch.compiler.is_compiling():
+            return
+        if self._checked_shards is self._shards and self._shards.matches(params, self.norm_group):
             return
         if self.shared_norm is None:
             partial_norms.check_whole(self, params)
@@ -220,7 +221,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         }
 
     def _step_by_kernels(self, mean_norms: Any = None) -> bool:
-        """Take this step with the Triton kernels; return False if they were not asked for, or cannot take it."""
+        """Take this step with the Triton kernels; return False if they are not enabled or do not support it."""
         groups = self.param_groups
         params: list[Any] = [p for group in groups for p in group["params"]]
         if (
@@ -240,7 +241,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         home = params[0].device
         self._move_counters(home)
         rounding, state = self._rounding_step(), self.state
-        in_order = len(state) == len(params) and all(map(is_, state, params))  # as usual; looking up is slower
+        in_order = len(state) == len(params) and all(map(is_, state, params))  # usual, and faster than a look-up
         step = KernelStep(
             method=self.KERNEL,
             scope=getattr(self, "scope", "global"),
@@ -284,7 +285,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
     def _rounding_step(self) -> Tensor | None:
         """Return the counter of steps if a group rounds stochastically, on the device of the first parameter.
 
-        It is stored in the first group, and so in checkpoints.
+        The counter is stored in the first parameter group, so checkpoints contain it.
         """
         params = [p for group in self.param_groups if group.get("stochastic_rounding") for p in group["params"]]
         if not params:
@@ -328,7 +329,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
-        # also without any gradient: all ranks must agree on what they exchange
+        # also if this rank has no gradient: all ranks must take part in the same collectives
         on_host = eager and all(device.type == "cpu" for device in {home, *(b.device for b in parts)})
         on_host = on_host and not any(group["capturable"] for group in self.param_groups)
         # torch.amp.GradScaler sets these during a step, as one-element tensors
@@ -378,7 +379,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         torch._foreach_copy_([self._grad_norm], [shown])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(total) or not work.scale > 0.0  # halved until it underflowed, or NaN
+            skip = overflow or not math.isfinite(total) or not work.scale > 0.0  # it may be 0 (underflow) or NaN
             if skip:
                 self._skipped += 1
             return skip

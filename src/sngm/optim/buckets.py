@@ -41,7 +41,7 @@ class Bucket:
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
 
     def match_layouts(self) -> None:
-        """Make gradients and buffers dense, with their elements in the order of the parameter's, as kernels need it."""
+        """Make gradients and buffers dense, in the memory order of their parameters, which the kernels need."""
         for i, p in enumerate(self.params):
             if not p.permute(sorted(range(p.ndim), key=p.stride, reverse=True)).is_contiguous():
                 raise Unsupported("a parameter has gaps in memory")
@@ -98,7 +98,7 @@ class Bucket:
 
 @dataclass(slots=True)
 class Work:
-    """Inputs of one step. `scale` is the factor of the gradients, such as a GradScaler's loss scale."""
+    """Inputs of one step. The gradients have been multiplied by `scale`, such as a GradScaler's loss scale."""
 
     buckets: list[Bucket]
     home: torch.device  # where sums over several devices are computed
@@ -111,7 +111,7 @@ class Work:
     def tensor_squares(
         self, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the squared norms of whole tensors for each bucket, and the sum of the first kind.
+        """Return the squared norms of whole (unsharded) tensors for each bucket, and the sum over all of row 0.
 
         Args:
             parts: parts[i] holds the squares of the local shards of bucket i, of shape (kinds, tensors).
@@ -130,7 +130,7 @@ class Work:
     def sums(self, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
         """Return the sum of squares over all ranks: one sum, or one for each group. parts[i] belongs to bucket i.
 
-        If shards are active, each part must hold the square of each local shard; else it may be their sum.
+        If parameters are sharded, each part must hold the square of each local shard; else it may be their sum.
         """
         count = len(self.lengths) if by_group else 1
         if self.shards.active:

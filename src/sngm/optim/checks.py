@@ -19,7 +19,7 @@ PARAMETER_DTYPES = (
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
-    """Raise an error unless `value` is a finite real number in [low, high), or in (low, high)."""
+    """Raise an error unless `value` is a finite number in [low, high); in (low, high) without `include_low`."""
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
@@ -119,7 +119,7 @@ def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> N
 
 
 def parameters(params: list[Any]) -> None:
-    """Raise an error for duplicate or unsupported parameters. torch itself rejects what is not a tensor."""
+    """Raise an error for duplicate or unsupported parameters. torch itself rejects values that are not tensors."""
     seen: set[int] = set()
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):

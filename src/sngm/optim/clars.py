@@ -56,12 +56,12 @@ class CLARS(LargeBatchOptimizer):
         tensor([[0.9900, 0.9900],
                 [0.9900, 0.9900]])
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, moves 28 bytes
-    per parameter (SGD: 20). Measuring the mean norms costs extra: with the micro-batches of gradient accumulation, only
-    the computation of their norms.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, reads and
+    writes 28 bytes of memory per parameter (SGD: 20). Measuring the mean norms takes extra time; with gradient
+    accumulation, this is the computation of the norms of each micro-batch.
 
     Reference: Huo, Gu and Huang, "Large Batch Optimization for Deep Learning Using New Complete Layer-Wise
-    Adaptive Rate Scaling", AAAI 2021; the limit 0.1, c = 0.01 and the position of momentum follow its public code.
+    Adaptive Rate Scaling", AAAI 2021; `max_ratio=0.1`, c = 0.01 and the position of momentum follow its public code.
     """
 
     KERNEL = "clars"
@@ -139,9 +139,9 @@ class CLARS(LargeBatchOptimizer):
     def measure_norms(self, group: dist.ProcessGroup | None = None) -> None:
         """Measure the mean norms in every `backward` from now on, so that `step` needs no `mean_norms`.
 
-        For trainers that call `step` themselves. Each `backward` must be that of a micro-batch's loss divided by the
-        number of micro-batches in a step, as trainers do it. Not for a GradScaler, whose norms would be scaled, and not
-        for DTensors.
+        Call this method if a trainer calls `step`. Each `backward` must be called on the loss of one micro-batch,
+        divided by the number of micro-batches in a step, as trainers do. A GradScaler is not supported, because the
+        norms would include its scale; neither are DTensors.
 
         Args:
             group: process group of data-parallel ranks over which norms are averaged, or None.
@@ -228,6 +228,6 @@ class CLARS(LargeBatchOptimizer):
 
 
 def _add_norm(sums: dict[Tensor, Tensor], p: Tensor, grad: Tensor) -> None:
-    """Add the norm of a gradient that `backward` computed."""
+    """Add the norm of a parameter's new gradient to its sum of norms."""
     norm = torch.linalg.vector_norm(grad.detach().to(torch.promote_types(grad.dtype, torch.float32)))
     sums[p] = sums[p] + norm if p in sums else norm

@@ -1,4 +1,4 @@
-"""Checksums of user code: functions, classes and objects, with all that decides what they compute."""
+"""Checksums of user code: functions, classes and objects, with all values that their results depend on."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OF_MODULE = {*vars(nn.Module())} - {"training"}
 def digest_of(*things: Any) -> str:
     """Return a checksum that differs if the code of functions and classes, or the values they use, differ.
 
-    Followed are defaults, closures and global variables of the user's own functions, the attributes of objects, and
-    tensors. Installed packages count by name.
+    The checksum covers the defaults, closures and global variables of the user's own functions, the attributes of
+    objects, and tensors. Of functions and classes of installed packages, it covers only the names.
 
     >>> digest_of({"scale": torch.ones(2)}) == digest_of({"scale": torch.zeros(2)})
     False
@@ -46,7 +46,7 @@ def digest_of(*things: Any) -> str:
 
 
 def describe(thing: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """Yield texts that together describe a value. `seen` holds what was described before, against cycles."""
+    """Yield texts that together describe a value. `seen` holds the values described so far, to stop at cycles."""
     if isinstance(thing, (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)):
         yield repr(thing)
         return

@@ -46,7 +46,7 @@ def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a class by its name in the library's own registry, else the attribute of this name."""
+    """Return a class by its name in the library's own registry, else the module's attribute of this name."""
     if module.__name__ == "timm":
         from timm import optim
 
@@ -114,9 +114,9 @@ def load_file(path: Path) -> Any:
 
 
 def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
-    """Return whether an optimizer built anew, with the `state_dict` of another, takes the same next step.
+    """Return whether a new optimizer that loads the `state_dict` of another one takes the same next step.
 
-    True also if no plain step is possible, such as without a closure: then there is nothing to compare.
+    Return True also if a step without arguments is impossible, for example if it needs a closure: nothing is compared.
     """
 
     def take_steps(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], numbers: range) -> None:
@@ -148,7 +148,7 @@ def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimiz
 
 
 def set_mode(optimizer: torch.optim.Optimizer, *, training: bool) -> None:
-    """Switch a schedule-free optimizer, which trains and evaluates different weights; others have no modes."""
+    """Switch a schedule-free optimizer between training and evaluation weights; do nothing for other optimizers."""
     switch = getattr(optimizer, "train" if training else "eval", None)
     if callable(switch):
         switch()

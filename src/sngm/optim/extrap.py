@@ -114,8 +114,8 @@ class ExtrapSGD(LargeBatchOptimizer):
         Args:
             closures: one function for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each is called twice.
-            group: process group in which every rank runs as many workers; gradients are averaged over all of
-                them. A parameter without a gradient on any rank is not changed.
+            group: process group whose ranks all run the same number of workers; gradients are averaged over all
+                workers. A parameter without a gradient on any rank is not changed.
 
         Returns:
             The mean of the losses at w, or None if a closure returns None.

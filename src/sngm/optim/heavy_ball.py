@@ -45,7 +45,7 @@ class Rule:
     skip: Tensor | None = None  # 0-d bool tensor on the device: the step must be skipped
 
     def with_skip(self, skip: Tensor, dtype: torch.dtype) -> Rule:
-        """Return this rule with coefficients on the device of `skip`; it changes nothing if `skip` is true."""
+        """Return this rule with coefficients on the device of `skip`; if `skip` is true, its step changes nothing."""
 
         def there(value: Any) -> Any:
             return value.to(skip.device) if isinstance(value, Tensor) else value
@@ -110,7 +110,7 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
 
 
 def one_by_one(bucket: Bucket) -> bool:
-    """Return whether the group asks for one tensor after the other."""
+    """Return whether the group updates one tensor at a time: foreach=False and not fused."""
     return bucket.group["foreach"] is False and not bucket.group["fused"]
 
 
@@ -143,9 +143,9 @@ def _foreach(bucket: Bucket, rule: Rule) -> None:
 def _fused(bucket: Bucket, rule: Rule) -> None:
     """Step with torch's fused CPU kernel for SGD where it computes the same update, else with foreach.
 
-    The kernel goes through memory in order and does not check that all tensors have the same layout, so this function
-    does. Its nesterov step uses the gradient without the gain, and its gain is 1 - dampening (see LEAST_FUSED_GAIN).
-    It adds decay / gain * w to the gradient, which overflows for a small gain.
+    The kernel reads memory in order without checking that all tensors have the same layout, so this function checks it.
+    Nesterov steps use foreach, because the kernel ignores their gain. So do gains below LEAST_FUSED_GAIN: the kernel
+    takes the gain as 1 - dampening, and adds decay / gain * w to the gradient, which overflows for small gains.
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []

@@ -42,9 +42,9 @@ class LAMB(LargeBatchOptimizer):
         eps: :math:`\epsilon`, added to the root of the second moment; more than 0.
         weight_decay: :math:`\lambda`, at least 0.
         bias_correction: divide the moments by :math:`1-\beta^t`.
-        phi: None for :math:`\phi(z) = z`, or a pair (low, high) it is clipped to.
-        max_grad_norm: clip the gradients of all parameters to this global norm first, or None. Some libraries clip
-            to 1 by default.
+        phi: None for :math:`\phi(z) = z`, or a pair (low, high) that z is clipped to.
+        max_grad_norm: clip the gradients of all parameters to this global norm before the step; None for no clipping.
+            Some libraries clip to 1 by default.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
 
     Example:
@@ -55,8 +55,8 @@ class LAMB(LargeBatchOptimizer):
         >>> w.data
         tensor([[2.6464, 4.3536]])
 
-    Cost: 8 bytes of state per float32 parameter. A step of the CUDA kernels moves 44 bytes per parameter (Adam: 28), a
-    fused step on the CPU 56.
+    Cost: 8 bytes of state per float32 parameter. A step of the CUDA kernels reads and writes 44 bytes of memory per
+    parameter (Adam: 28); a fused step on the CPU, 56.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
     Algorithm 2.
@@ -216,7 +216,7 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
 
 
 def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Compute q with torch's fused CPU kernel for Adam: run with lr=-1 on weight_decay * w, it leaves q."""
+    """Compute q with torch's fused CPU kernel for Adam, which adds Adam's direction to weight_decay * w if lr=-1."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
@@ -234,7 +234,7 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
         return [out[i] for i in range(len(served))]
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
     if not group["bias_correction"]:
-        steps = [torch.full_like(step, math.inf) for step in steps]  # beta**inf = 0
+        steps = [torch.full_like(step, math.inf) for step in steps]  # beta**inf = 0: no correction
     fused_adam_(
         qs,
         grads,

@@ -37,8 +37,8 @@ class LARS(LargeBatchOptimizer):
 
     The group key `adapt` selects the tensors that the ratio applies to: True all, False none, None (the default) those
     of more than one dimension. The others take plain momentum steps with the group's `lr` and weight decay. With the
-    usual c = 0.001 this `lr` is a thousand times what is usual for them: put them into a group with a smaller `lr` if
-    that is not what you want.
+    usual c = 0.001, a typical `lr` of LARS is a thousand times that of momentum SGD: put these tensors into a group
+    with a smaller `lr` if that is too much for them.
     If :math:`\phi(\|w\|)` or the denominator is zero, the ratio is 1, as in the published code: a tensor of
     zeros would never move otherwise. (The published code also uses 1 for a zero gradient with weight decay, where the
     formula defines a ratio.)
@@ -66,8 +66,9 @@ class LARS(LargeBatchOptimizer):
         tensor([[0.9000, 0.9000],
                 [0.9000, 0.9000]])
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, moves 28 bytes
-    per parameter (SGD: 20); variant "momentum" moves 36, and has no fused step on the CPU.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, reads and
+    writes 28 bytes of memory per parameter (SGD: 20). Variant "momentum" reads and writes 36, and has no fused step on
+    the CPU.
 
     References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
@@ -158,7 +159,7 @@ class LARS(LargeBatchOptimizer):
             size = clip(w_norm, group["phi"])
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
             rate = adapted_rate(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
-            inside = group["variant"] == "you2017"  # the ratio multiplies what enters the buffer, or the step
+            inside = group["variant"] == "you2017"  # the ratio scales the input of the buffer, else the step
             rule = rule.times(rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
         self._step_along_average(work, averaged, skip)

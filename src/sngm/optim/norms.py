@@ -1,8 +1,8 @@
 """Accurate Euclidean norms: float32 precision or better for any dtype, size and values.
 
 torch's CPU norm of a float32 tensor sums all squares in float32, on one core: its relative error is 4e-3 for 25M random
-elements and 1e-4 for 1M equal ones. Here rows of 512 squares are summed in float32 and the rows in float64, on every
-core: the error was 1e-7 for random values, 1e-6 for equal ones and 4e-6 for the worst pattern tried.
+elements and 1e-4 for 1M equal ones. This module sums rows of 512 squares in float32 and the rows in float64, on every
+core: its error was 1e-7 for random values, 1e-6 for equal ones and 4e-6 for the worst pattern tried.
 """
 
 import functools
@@ -27,7 +27,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
     """Return the squared norm of each tensor of a list on one device, as a 1-d float64 tensor.
 
-    With `others`, return those of ``tensors[i] + alpha * others[i]``.
+    With `others`, return the squared norms of ``tensors[i] + alpha * others[i]``.
 
     >>> squares([torch.tensor([3.0, 4.0]), torch.ones(2, 2)]).tolist()
     [25.0, 4.0]
@@ -46,7 +46,7 @@ def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: flo
 
 
 def square(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
-    """Return the sum of `squares`, as a 0-d tensor.
+    """Return the squared norm of all tensors together, the sum of `squares`, as a 0-d tensor.
 
     >>> round(square([torch.tensor([3.0, 4.0]), torch.ones(2, 2)]).item(), 9)
     29.0

@@ -21,15 +21,15 @@ MODES = ("coupled", "decoupled")
 
 
 class NSGDM(LargeBatchOptimizer):
-    r"""Normalised SGD with momentum: averages gradients, then normalises; SNGM does the reverse.
+    r"""Normalised SGD with momentum: it averages gradients, then normalises the average; SNGM normalises first.
 
     With :math:`d_t = g_t + \lambda w_t` (`weight_decay_mode` "coupled"; else :math:`d_t = g_t`):
 
     .. math::
         m_{t+1} = \beta m_t + (1-\beta) d_t, \qquad w_{t+1} = w_t - \eta\, m_{t+1} / \max(\|m_{t+1}\|, \epsilon)
 
-    The norm spans every parameter that has a gradient, so every step has length :math:`\eta`, where steps of SNGM
-    have at most :math:`\eta/(1-\beta)`: ten times the learning rate of SNGM is a good start for momentum 0.9.
+    The norm spans every parameter that has a gradient, so every step has length :math:`\eta`, while a step of
+    SNGM has at most :math:`\eta/(1-\beta)`. So ten times the learning rate of SNGM is a good start for momentum 0.9.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -37,7 +37,7 @@ class NSGDM(LargeBatchOptimizer):
         momentum: :math:`\beta`, in [0, 1).
         weight_decay: :math:`\lambda`, at least 0.
         weight_decay_mode: "coupled" adds :math:`\lambda w` to the gradient; "decoupled" scales w by
-            :math:`1 - \eta\lambda` and keeps it out of the buffer.
+            :math:`1 - \eta\lambda` and keeps weight decay out of the momentum buffer.
         eps: lower limit of the norm, so that zero momentum gives a zero update.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`; there are no CUDA
             kernels.

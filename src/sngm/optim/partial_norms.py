@@ -1,4 +1,4 @@
-"""Errors for steps whose norms would be those of some of the parameters, because a wrapper hides or splits them."""
+"""Errors for steps whose norm would cover only some of the parameters, because a wrapper hides or splits them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SHARE = "call sngm.integrations.deepspeed.share_norm(engine) after deepspeed.ini
 
 
 def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
-    """Raise ValueError if a step on these parameters would use a norm of a part of the gradient.
+    """Raise ValueError if a step on these parameters would use the norm of only a part of the gradient.
 
     Called when the parameters in the groups are not those of the last step.
     """

@@ -143,7 +143,7 @@ def name_of(method: Any) -> str:
 
 
 def source_of(name: str) -> str | None:
-    """Return a checksum of the source code of a user's own method; None for others, which have versions."""
+    """Return a checksum of the source code of a user's own method; None for methods of sngm and other packages."""
     if name in METHODS:
         return None if name in BUILT_IN else digest_of(METHODS[name].build, METHODS[name].settings)
     return external.checksum_of(name)
@@ -245,7 +245,7 @@ def usual_decay(name: str, of_task: float) -> float:
 
 def nearest(word: str, words: list[str]) -> str:
     """Return " (did you mean ...?)" for an error message if one of the words is close to `word`, else ""."""
-    word = word.lower()  # names of methods and tasks are
+    word = word.lower()  # as all names of methods and tasks
     near = difflib.get_close_matches(word, words)
     alike = [difflib.SequenceMatcher(None, word, other).ratio() for other in near]
     best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio >= alike[0] - 0.1]
@@ -253,7 +253,7 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups of a model: one with weight decay; biases and normalisation layers without.
+    """Return two parameter groups of a model: weights, with decay; biases and normalisation layers, without.
 
     Parameters of at most one dimension count as biases, since scales and gains should not decay either. SNGM's global
     norm spans both groups.

@@ -21,9 +21,9 @@ class Shards:
 
     The ranks of the largest mesh among the DTensors are the universe; without DTensors it is this rank alone. Any
     other mesh must be a part of it, with its tensors replicated on the other parts, and a plain tensor is replicated on
-    every rank. So a tensor in n shards exists (universe / n) times: each rank contributes n / universe times the square
-    of its shard, and one all-reduce over the universe is correct for every placement. All ranks then hold identical
-    values, and agree on whether a step is skipped.
+    every rank. So in a universe of N ranks, a tensor in n shards exists N / n times: each rank contributes n / N times
+    the square of its shard, and one all-reduce over the universe is correct for every placement. All ranks then hold
+    identical values, and agree on whether a step is skipped.
 
     The ranks of `norm_group` hold different parameters, or slices of the same ones; sums run over all of them.
     """
@@ -61,7 +61,7 @@ class Shards:
         return self._over_mesh or self._over_group
 
     def tensors(self, packed: Tensor, *, over_group: bool = True) -> Tensor:
-        """Return the squares of whole tensors from those of the local shards; both are (kinds, parameters).
+        """Return the squared norms of whole tensors, given those of the local shards; both are (kinds, parameters).
 
         Without `over_group`, sum over the meshes of DTensors only.
 

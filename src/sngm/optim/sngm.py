@@ -29,7 +29,7 @@ class SNGM(LargeBatchOptimizer):
 
     The norm spans every parameter that has a gradient, over all parameter groups, so a step is never longer
     than :math:`\eta/(1-\beta)` however large the gradient is. Unless decay is coupled, scaling the loss by a positive
-    constant changes nothing.
+    constant does not change the steps.
     ``momentum=0`` is SNGD; ``scope="tensor"`` is the block-wise variant of the paper.
 
     Args:
@@ -39,7 +39,7 @@ class SNGM(LargeBatchOptimizer):
         weight_decay: :math:`\lambda`, at least 0.
         weight_decay_mode: "coupled" adds :math:`\lambda w` to the gradient inside the norm, as if it were part
             of the loss; "after_norm" adds it to the normalised gradient; "decoupled" scales w by
-            :math:`1 - \eta\lambda` and keeps it out of the buffer.
+            :math:`1 - \eta\lambda` and keeps weight decay out of the momentum buffer.
         scope: what one norm spans: "global" all parameters, "group" each parameter group, "tensor" each tensor.
             Applies to the whole optimizer, not to a group.
         nesterov: step by :math:`\beta u_{t+1} + d_t/\|d_t\|` instead of :math:`u_{t+1}`.
@@ -61,8 +61,9 @@ class SNGM(LargeBatchOptimizer):
         >>> w.data, optimizer.grad_norm
         (tensor([2.4000, 3.2000]), tensor(5.))
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels moves 24 bytes per parameter (SGD: 20), 28
-    with coupled decay; a fused step on the CPU moves 24, 40 with coupled decay and 32 with decoupled.
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels reads and writes 24 bytes of memory per
+    parameter (SGD: 20), or 28 with coupled decay. A fused step on the CPU reads and writes 24 bytes, 40 with coupled
+    decay or 32 with decoupled decay.
 
     Reference: Zhao, Shi, Xie and Li, "Stochastic Normalized Gradient Descent with Momentum for Large-Batch
     Training", Algorithm 1 and Section 6.

@@ -66,8 +66,8 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, have
     :math:`x_t = \rho\, g_t / \|g_t\|` instead, with :math:`\rho` the `vector_scale`. As in SNGM, :math:`u` is never
-    longer than :math:`1/(1-\beta)` times the longest :math:`x`, here in the spectral norm, and the scale of the loss
-    does not matter. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
+    longer than :math:`1/(1-\beta)` times the longest :math:`x`, for matrices in the spectral norm, and scaling the loss
+    does not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
     :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
 
     Put embeddings and output layers into a group with ``ball="euclidean"``: their rows are used one at a time.
@@ -77,15 +77,17 @@ class SpectralSNGM(LargeBatchOptimizer):
         lr: learning rate :math:`\eta`, a number or a one-element tensor.
         momentum: :math:`\beta`, in [0, 1).
         weight_decay: :math:`\lambda`, at least 0, decoupled: it never enters the buffer.
-        order: "before" normalises each gradient and then averages (the order of SNGM), "after" the reverse.
+        order: "before" normalises each gradient and then adds it to the momentum (the order of SNGM); "after"
+            normalises the momentum of the gradients.
         nesterov: step by :math:`\beta u_{t+1} + x_t`, or in the order "after" by :math:`x(\beta v_{t+1} + g_t)`.
         vector_scale: :math:`\rho`.
         polar: how :math:`U V^T` is computed: "muon" or "polar-express", see `POLAR`.
-        ball: None for the spectral ball for matrices and the Euclidean one for vectors; "euclidean" for the latter
-            throughout. A group may have its own.
+        ball: None normalises matrices in the spectral norm and vectors in the Euclidean norm; "euclidean" normalises
+            all tensors in the Euclidean norm. Each parameter group may have its own value.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
         maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only makes
-            ranks agree on skipping: a matrix may be sharded as a DTensor, not as slices that the ranks hold.
+            ranks agree on skipped steps: a matrix may be sharded as a DTensor, but not as plain tensors on several
+            ranks.
         fused: as in :class:`SNGM`, for the update on the CPU; there are no CUDA kernels.
 
     Example:
@@ -156,7 +158,7 @@ class SpectralSNGM(LargeBatchOptimizer):
             raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Complex parameters raise TypeError: their polar factor is another rule."""
+        """Add a parameter group. Raise TypeError for complex parameters, for which no polar factor is implemented."""
         if isinstance(param_group, dict) and "params" in param_group and not isinstance(param_group["params"], Tensor):
             param_group["params"] = list(param_group["params"])
             tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
@@ -181,7 +183,7 @@ class SpectralSNGM(LargeBatchOptimizer):
                 self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
 
     def _step_after(self, bucket: Bucket, rule: Rule, skip: Tensor | bool) -> None:
-        """Update the buffers, then the parameters along what the buffers give."""
+        """Update the momentum buffers, then the parameters along x of the buffers: order "after"."""
         group = bucket.group
         buffers = bucket.buffers.get("momentum_buffer")
         if buffers is None:  # momentum 0
@@ -270,7 +272,7 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
 
 
 def at_least(least: float | Tensor, values: Tensor) -> Tensor:
-    """Return the values, or `least` where it is larger; a tensor if there is a loss scale on the device."""
+    """Return each value, but at least `least`, which is a tensor if the loss scale is on the device."""
     return values.clamp_min(least) if not isinstance(least, Tensor) else values.maximum(least.to(values))
 
 

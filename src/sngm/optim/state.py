@@ -20,7 +20,7 @@ SETTINGS: set[str] = set()  # setting names of all methods
 
 
 class StatefulOptimizer(Optimizer):
-    """An optimizer with state buffers of the parameters' shapes, and checkpoints of them."""
+    """Base class with the state of an optimizer: buffers of the parameters' shapes, and their checkpoints."""
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element state tensors
@@ -51,7 +51,7 @@ class StatefulOptimizer(Optimizer):
         return bool(group.get("momentum", 1.0))
 
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Create zero state for `p`, or convert existing state, and return it.
+        """Create state of zeros for `p`, or convert existing state, and return it.
 
         State exists before the first step, so that a checkpoint of a new optimizer is complete and
         torch.distributed.checkpoint does not take a step to create it.
@@ -72,10 +72,10 @@ class StatefulOptimizer(Optimizer):
         return state
 
     def _follow_parameters(self, params: list[Tensor]) -> None:
-        """Give state to parameters that a wrapper put into the groups, and drop the zero state of those they replaced.
+        """Create or move state for parameters that a wrapper put into the groups in place of others.
 
-        Accelerate replaces whole parameters by the DTensors of FSDP2, and DeepSpeed by flat partitions. State of
-        parameters that are only hidden, as DeepSpeed hides groups during a step, is kept.
+        Accelerate with FSDP2 replaces parameters by DTensors, and DeepSpeed replaces them by flat partitions. During a
+        step, DeepSpeed also removes groups temporarily: non-zero state of their parameters is kept.
 
         Raises:
             ValueError: the replaced parameters have taken steps, and their state does not fit the new ones.
@@ -83,7 +83,7 @@ class StatefulOptimizer(Optimizer):
         if all(p in self.state for p in params):
             return
         live = set(params)
-        # with zero state, a parameter that comes back continues as if its state had been kept
+        # state of zeros can be dropped: a parameter that comes back gets the same state again
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in live and not _has_values(self.state[p])]:
             del self.state[p]
         former = self._shards.params
@@ -194,7 +194,7 @@ class StatefulOptimizer(Optimizer):
         return redistribute_like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the parameters that are in the groups, as torch does.
+        """Return the checkpoint: parameter groups, and the state of the parameters in them, as in torch.
 
         Process groups that wrappers put into the parameter groups are left out.
         """

@@ -1,5 +1,5 @@
-"""The results as pages, made from the results folder alone: results/README.md, a page of runs for each task, the
-figures, and the first table of the project's README."""
+"""Generate pages from the results folder alone: results/README.md, a page of runs for each task, the figures, and the
+first table of the project's README."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def block(results: Results) -> str:
 
 
 def _pictures(item: Item) -> list[str]:
-    """Return the names of all figures of an experiment, first that of the table against the batch size."""
+    """Return the names of all figures of an experiment; the first shows the results against the batch size."""
     return [f"{item.name}-by-batch", *(name for f in FIGURES if f.item == item.name for name in f.pictures.values())]
 
 
@@ -83,7 +83,7 @@ def _wanted(folder: Path, readme: Path | None) -> dict[Path, str]:
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Write all pages and figures, remove outdated ones, and return what changed."""
+    """Write all pages and figures, remove outdated ones, and return the changed files."""
     wanted = _wanted(folder, readme)
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in changed:
@@ -96,9 +96,9 @@ def write(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def stale(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Return the files that differ from what the runs give: changed, missing or outdated.
+    """Return the generated files that do not match the runs: changed, missing or outdated.
 
-    Of figures, the plotted numbers and the text are compared, not the drawing.
+    For figures, the plotted numbers and the text are compared, not the drawing.
     """
 
     def differs(path: Path, text: str) -> bool:
@@ -111,7 +111,7 @@ def stale(folder: Path, readme: Path | None = None) -> list[Path]:
 
 
 def _outdated(folder: Path, wanted: Collection[Path]) -> list[Path]:
-    """Return the generated files that the runs no longer give."""
+    """Return the existing files that would no longer be generated from the runs."""
     there = [folder / f"{name}.{kind}" for item in ITEMS for name in _pictures(item) for kind in ("svg", "json")]
     pages = [path for path in folder.glob("*/runs.md") if path.read_text("utf-8", errors="replace").startswith(MADE)]
     return [path for path in (*there, *sorted(pages)) if path.exists() and path not in wanted]
@@ -144,7 +144,7 @@ def _readme(results: Results, outcomes: dict[str, list[Outcome]], pictures: dict
 
 
 def theory() -> str:
-    """Return Table 1, which has nothing to train."""
+    """Return the section on the paper's Table 1, which needs no training runs."""
     rows = [[of, bounds[MSGD], bounds[SNGM]] for of, bounds in TABLE_1.items()]
     return (
         "## table-1: MSGD and SNGM, for an L-smooth function and C gradients in all\n\n"
@@ -206,7 +206,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
 
 
 def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
-    """Return the claims on an experiment with verdict and reason; on both losses, if both were run."""
+    """Return the claims on an experiment with verdict and reason; for sum and mean of the loss, if both were run."""
     claims = [claim for claim in CLAIMS if claim.item == item.name]
     if any(row.name.endswith(ON_MEAN) for row in item.rows):
         claims = [
@@ -258,7 +258,7 @@ def _ours(outcome: Outcome, interval: str = "") -> str:
 
 
 def _missing(item: Item, outcomes: list[Outcome]) -> str:
-    """Describe the missing runs and their minimal cost; a grid may still be extended."""
+    """Describe the missing runs and the least time they take; more may follow, because a grid may be extended."""
     missing = [outcome for outcome in outcomes if outcome.to_come]
     if not missing:
         return "All of it has been run."
@@ -328,7 +328,7 @@ def _title(config: RunConfig) -> str:
 
 
 def _link(outcome: Outcome, before: str = "") -> str:
-    """Return the number of seeds as a link to their runs, or to the trials if there are no others."""
+    """Return the number of seeds as a link to their runs, or to the trials if there are no full runs."""
     count = str(len(outcome.values))
     if not outcome.lines and not outcome.trials:
         return count

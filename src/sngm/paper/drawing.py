@@ -26,7 +26,7 @@ LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
 
 
 def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
-    """Return the paper's figures from our runs: the mean over seeds of each method, a panel for each batch and loss."""
+    """Return the paper's figures from our runs: the mean over seeds of each method, one panel per batch and loss."""
     found = {}
     for figure in FIGURES:
         for metric, name in figure.pictures.items():
@@ -49,7 +49,7 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
 
 
 def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
-    """Return a table against the batch size: the paper's numbers, and our means; a cross where runs diverged."""
+    """Return a table as a figure over the batch size: the paper's numbers, our means, and crosses for divergence."""
     metric = f"test_{item.metric}"
     theirs, ours = [], []
     for row in item.rows:
@@ -83,7 +83,7 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
 
 
 def _shown(value: float, metric: str) -> float:
-    """Return a value to five digits, an accuracy in %."""
+    """Return a value rounded to five digits; an accuracy as a percentage."""
     return float(f"{100 * value if metric.endswith('accuracy') else value:.5g}")
 
 

@@ -1,7 +1,8 @@
-"""The runs planned for each table of the paper, read from experiments.toml, and their cost.
+"""The runs planned for each table of the paper, read from experiments.toml, and their expected time.
 
-Every method gets three learning rates, a factor of two apart, around one known to work; where the best one is at an
-edge, the grid is extended by the same rule for all. Learning rates are chosen on validation data with one seed.
+Every method gets three learning rates, a factor of two apart, around one known to work. If the best one is at an edge
+of this grid, the grid is extended, by the same rule for all methods. Learning rates are chosen on validation data with
+one seed.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ class Row:
     """The middle of the grid of learning rates."""
     seeds: int = 3
     paper: str | None = None
-    """The row of the paper's table to compare with; None: a row of our own."""
+    """The row of the paper's table to compare with; None if the paper has no such row."""
     grows: bool = False
-    """Whether weight decay is that of batch 128 times sqrt(batch / 128), as `sngm advise` recommends."""
+    """Whether the weight decay of batch 128 is multiplied by sqrt(batch / 128), as `sngm advise` recommends."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     method_settings: Mapping[str, Any] = field(default_factory=dict)
     task_settings: Mapping[str, Any] = field(default_factory=dict)
     seconds: Rates | None = None
-    """Seconds per epoch, if not the item's."""
+    """Seconds per epoch, if they differ from the item's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,19 +58,19 @@ class Item:
     metric: str
     rows: tuple[Row, ...]
     batches: Sequence[int]
-    """The most important first."""
+    """Batch sizes, the most important first."""
     seconds: Rates
-    """Per epoch, at the batches where it was measured."""
+    """Seconds per epoch, for the batches at which they were measured."""
     factor: float = 2.0
-    """Between neighbouring learning rates of a grid."""
+    """The ratio of neighbouring learning rates of a grid."""
     extend: bool = True
     epochs: int | None = None
     search: bool = True
     """Whether to search for a learning rate; not for tables of times."""
     needs: str = ""
-    """What the user must provide."""
+    """What the user must provide, such as a dataset."""
     apart: str = ""
-    """Why its numbers cannot be compared with the paper's, if they cannot."""
+    """Why the numbers cannot be compared with the paper's; empty if they can."""
     guesses: str = ""
     """What the paper leaves open, in short; docs/deviations.md has more."""
 
@@ -82,7 +83,7 @@ class Item:
 
     @property
     def numbers(self) -> Mapping[str, Mapping[int, float]]:
-        """The paper's, by row and batch."""
+        """The paper's numbers, by row and batch."""
         return NUMBERS.get(self.name, {})
 
     @property
@@ -100,7 +101,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """As --cells takes it."""
+        """The name of this cell for the option --cells."""
         return f"{self.row.name}@{self.batch}"
 
     @property
@@ -141,7 +142,7 @@ class Planned:
 
 
 def between(known: Rates, batch: int) -> float:
-    """Interpolate linearly between the known batches, both axes logarithmic; beyond them, use the nearest.
+    """Interpolate linearly in log-log scale between known batches; outside them, use the value of the nearest.
 
     >>> between({128: 0.4, 2048: 0.1}, 512)
     0.2
@@ -152,7 +153,7 @@ def between(known: Rates, batch: int) -> float:
 
 
 def _by_batch(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of experiments.toml with its batches, which are keys there, as integers."""
+    """Return a table of experiments.toml with its keys, the batches, converted to integers."""
     return {
         key: {int(batch): value for batch, value in values.items()} if key in ("rates", "seconds") else values
         for key, values in given.items()

@@ -64,7 +64,7 @@ class Line:
 
     @cached_property
     def made(self) -> tuple[Any, ...]:
-        """What distinguishes runs of the same config; the smallest, which started first, is the result."""
+        """A sort key for runs of the same config: the run with the smallest key, which started first, is the result."""
         timing, hardware = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
         return str(self.record.get("started", "")), str(self.record["commit"]), timing, hardware
 
@@ -75,8 +75,8 @@ class Line:
     def value(self, metric: str) -> float | None:
         """Return the value of a metric, None if the run diverged or has none.
 
-        "seconds" is that of an epoch, "train_loss" that of the last epoch; others are scores on test data, unless they
-        begin with "validation_".
+        "seconds" is the time of an epoch, and "train_loss" the loss of the last epoch. Other metrics are scores on test
+        data, unless their names begin with "validation_".
         """
         if metric == "seconds":
             found = self.record["timing"].get("seconds_per_epoch")
@@ -90,7 +90,7 @@ class Line:
 
 
 class Results:
-    """The runs of the results folder, of all tasks: one for each config, and those that repeat one."""
+    """All runs in the results folder, over all tasks: one per config, and repeats of the same config."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
         # files that git merged, or whose writing was interrupted, may hold a run twice
@@ -159,7 +159,7 @@ def explain(error: Exception) -> str:
 
 
 def validated(line: Line) -> Line:
-    """Return the line if it is complete and consistent; raise ValueError, or another of BROKEN, if not."""
+    """Return the line if it is complete and consistent; else raise ValueError or another exception of BROKEN."""
     for wrong, why in _checks(line):
         if wrong:
             raise ValueError(why)
@@ -179,7 +179,7 @@ def _checks(line: Line) -> Iterator[tuple[Any, str]]:
     ended, of = record["status"], record.get("result_of", "last")
     yield ended not in FINISHED or of not in ("last", "best"), f"not a finished run: {ended}, {of}"
     yield not isinstance(record["command"], str), "no command"
-    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the first runs that were kept have none
+    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the oldest kept runs have no "started"
     times = [record["timing"].get(key) for key in TIMES[:2]]
     values = [*result.values(), *times, *(value for column in curve.values() for value in column)]
     others = [value for value in values if value is not None and not isinstance(value, (int, float))]
@@ -242,7 +242,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
-    """Add runs to the files of their tasks; return how many were new, and how many of those repeat a kept one.
+    """Add runs to the files of their tasks; return how many were new, and how many of these repeat a kept run.
 
     Of runs with the same config, the one that started first is the result, and the others are repeats.
     """
@@ -252,7 +252,7 @@ def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
         with locked(task, waiting=lambda: None):  # another process may be keeping runs too
             before = _of_task(task)
             there, merged = Results(before), Results([*before, *(x for x in lines if x.config.task == task.name)])
-            # in this order, an interruption between the two leaves a run in both files, not in none
+            # written in this order, so that an interruption leaves a run in both files rather than in none
             for name, kept in ((REPEATED, merged.repeated), (FILE, merged.lines.values())):
                 if kept or (task / name).exists():
                     write_atomically(task / name, "".join(line.text + "\n" for line in kept).encode())

@@ -1,4 +1,4 @@
-"""Make the missing runs of a table, and keep each as soon as it has finished."""
+"""Train the missing runs of a table, and add each to the results folder as soon as it has finished."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Show = Callable[[], AbstractContextManager[Callable[[launch.Progress], None]]]  
 
 
 def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
-    """Return the cells of an experiment chosen by row, batch, or ROW@BATCH; all for None."""
+    """Return the cells of an experiment chosen by row, batch, or ROW@BATCH; all cells if `cells` is None."""
     planned = list(item.cells())
     if cells is None:
         return planned
@@ -54,7 +54,7 @@ def run(
     planned: Sequence[Planned], *, out: Path, options: Options, seeds: int | None = None, jobs: int | None = None,
     budget: float | None = None, results: Path = FOLDER, show: Show,
 ) -> tuple[list[Outcome], list[Failure]]:  # fmt: skip
-    """Make the missing runs of these cells, one cell after the other, until none is missing or the budget is used up.
+    """Train the missing runs of these cells, cell by cell, until none is missing or the time budget is used up.
 
     Returns:
         The outcomes of the cells, and the runs that failed.
@@ -81,7 +81,7 @@ def _make(
     planned: Planned, out: Path, options: Options, seeds: int | None, jobs: int | None, results: Path, show: Show,
     failed: list[Failure],
 ) -> None:  # fmt: skip
-    """Make the runs of one cell as a study; runs in the results folder, also of other machines, are not repeated."""
+    """Train the runs of one cell as a study. Runs in the results folder, also from other machines, are not repeated."""
     folder = out / planned.item.name / f"{planned.row.name}-{planned.batch}".lower().replace(" ", "-")
     kept = 0
     from_elsewhere = set[str]()
@@ -89,7 +89,7 @@ def _make(
     now = provenance(choose_device(options.device))
 
     def known(config: RunConfig) -> launch.Record | None:
-        line = read(results).of(config)  # read now: another process may have added it meanwhile
+        line = read(results).of(config)  # read again: another process may have added it
         if line is None:
             _set_aside_if_not_resumable(folder, run_name(config), now)
             return None
@@ -112,7 +112,7 @@ def _make(
 
 
 def _set_aside_if_not_resumable(folder: Path, name: str, now: dict[str, Any]) -> None:
-    """Move away an unfinished run of other code or hardware: resumed, it could not be kept."""
+    """Move away an unfinished run of other code or hardware: if it were resumed, it could not be kept."""
     path = folder / "runs" / name
     if not (path / "run.json").exists():
         return
@@ -135,7 +135,7 @@ def _made_with(record: dict[str, Any]) -> list[Any]:
 
 
 class OutOfTime(Exception):
-    """The budget is used up."""
+    """The time budget is used up."""
 
 
 @contextmanager

@@ -20,11 +20,11 @@ class Figure:
     where: str
     task: str
     metrics: Sequence[str]
-    """Names in a run's curve."""
+    """Names of the plotted metrics in a run's curve."""
     batches: Sequence[int]
     methods: Sequence[str]
     item: str
-    """The experiment whose runs it shows."""
+    """The experiment whose runs the figure shows."""
 
     @property
     def pictures(self) -> dict[str, str]:
@@ -40,8 +40,9 @@ Cell = tuple[str, int]  # a row and a batch
 class Claim:
     """A sentence of the paper that can be tested, and the pairs of cells that test it.
 
-    `kind` is what each pair must show: "better", the first is better than the second; "similar", they differ by no more
-    than the tolerance. All pairs must show it at `share` of the batch sizes, which are those of the first cells.
+    `kind` is what each pair must show: "better" means that the first is better than the second, "similar" that they
+    differ by no more than the tolerance. The claim holds if all pairs show this at a fraction `share` of the batch
+    sizes of the first cells.
     """
 
     item: str
@@ -50,13 +51,13 @@ class Claim:
     kind: str = "better"
     share: float = 1.0
     metric: str = ""
-    """Compared in place of the item's metric."""
+    """The metric to compare in place of the item's metric."""
     also: Sequence[str] = ()
-    """Further metrics to compare, such as "train_loss", that of the last epoch."""
+    """Further metrics to compare, such as "train_loss", the training loss of the last epoch."""
     note: str = ""
-    """Which part of the sentence is tested, if not all of it."""
+    """Which part of the sentence is tested, if not the whole sentence."""
     by_paper: bool = True
-    """False for a question of our own."""
+    """Whether the paper makes the claim; False for a question of our own."""
 
 
 def each(methods: Sequence[str], others: Sequence[str], batches: Sequence[int]) -> tuple[tuple[Cell, Cell], ...]:

@@ -1,4 +1,4 @@
-"""Verdicts on the numbers and claims of the paper, from the results folder by the rules that introduction.md states."""
+"""Verdicts on the numbers and claims of the paper, from the results folder, by the rules stated in introduction.md."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from .tables import Claim
 
 REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 HOLDS, CONTRADICTED, OPEN = "holds", "contradicted", "open"
-SEEDS = 3  # the fewest for a verdict
-LEVEL = 0.05  # of Welch's test
+SEEDS = 3  # the fewest seeds for a verdict
+LEVEL = 0.05  # significance level of Welch's test
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Outcome:
     """The full runs at that learning rate, with consecutive seeds from 0."""
     missing: list[RunConfig]
     seeds: int
-    """The planned number."""
+    """The planned number of seeds."""
     rates: tuple[float, ...] = ()
     """Learning rates tried and to be tried."""
     trials: int = 0
@@ -38,7 +38,7 @@ class Outcome:
     nothing_trains: bool = False
     """Whether every learning rate that was tried diverged."""
     on_test: list[Line] = field(default_factory=list)
-    """The full runs at the learning rate with the best mean on test data, of those where no seed diverged."""
+    """The full runs at the learning rate with the best mean on test data, among those at which no seed diverged."""
 
     @property
     def values(self) -> list[float]:
@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def to_come(self) -> int:
-        """The number of runs still needed: the missing ones, and the results that wait for a learning rate."""
+        """The number of runs still needed, including the seeds that are run once a learning rate is chosen."""
         waiting = self.seeds if self.lr is None and self.missing else 0
         return len(self.missing) + waiting
 
@@ -65,17 +65,17 @@ def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
 
 
 def values_of(lines: Iterable[Line], metric: str) -> list[float]:
-    """Return the values of a metric, of the runs that did not diverge."""
+    """Return the values of a metric for the runs that did not diverge."""
     return [value for line in lines if (value := line.value(metric)) is not None]
 
 
 def outcomes_of(item: Item, results: Results) -> list[Outcome]:
-    """Return what the runs in the results folder give for every cell of an experiment."""
+    """Return the outcome of every cell of an experiment, from the runs in the results folder."""
     return [outcome_of(planned, results) for planned in item.cells()]
 
 
 def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
-    """Return the state of a cell: go through its runs as a study would, with the kept ones."""
+    """Return the state of a cell: repeat the decisions of a study, using the runs in the results folder."""
     item, cell = planned.item, planned.cell(seeds)
     todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
     while todo:
@@ -114,7 +114,7 @@ def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
 
 def _but_for_rate(config: RunConfig) -> RunConfig:
     settings = dict(config.method_settings)
-    if "inner_lr" in settings:  # EXTRAP-SGD's, proportional to lr
+    if "inner_lr" in settings:  # EXTRAP-SGD's inner_lr is proportional to lr
         settings["inner_lr"] = float(f"{settings['inner_lr'] / config.lr:.6g}")
     return replace(config, lr=1.0, seed=0, method_settings=settings)
 

@@ -1,8 +1,9 @@
-"""Probes: measure the constants of the paper's bounds at the current weights of a model.
+"""Probes: measure the constants of the paper's convergence bounds at the current weights of a model.
 
 `noise` measures sigma and the gradient noise scale, `curvature` the norm of the Hessian, `frontier` the pairs
-(L, lambda) of relaxed smoothness, `blocks` the norms of a gradient's tensors with rho and cos. They work with any model
-and loss. `along` measures during a short training of a task, `of_runs` at the last checkpoints of runs.
+(L, lambda) of relaxed smoothness, `blocks` the norm of each tensor of a gradient, with the constants rho and cos. These
+four work with any model and loss. `along` measures during a short training of a task, `of_runs` at the last checkpoints
+of runs.
 """
 
 from .blocks import Blocks, blocks, frontier

@@ -19,10 +19,10 @@ class Blocks:
     """Norms of the tensors of a gradient, the blocks of block-wise methods.
 
     Attributes:
-        norms: one per tensor.
+        norms: the norm of each tensor.
         rho: ``||g|| / sum of norms``; the paper's rho(S) is the maximum over a run.
-        cos: of the angle between the gradient and the block-wise direction, ``1 / (sqrt(S) rho)``.
-            Both are NaN where the gradient is zero or not finite.
+        cos: cosine of the angle between the gradient and the block-wise direction, ``1 / (sqrt(S) rho)`` for S tensors.
+            Both rho and cos are NaN if the gradient is zero or not finite.
     """
 
     norms: list[float]

@@ -13,11 +13,11 @@ from torch import Tensor
 from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
 
-PRODUCT = 3  # the cost of a Hessian-vector product, in gradients
+PRODUCT = 3  # a Hessian-vector product takes the time of about three gradients
 # Step of finite differences, relative to the norm of the parameters. It is short, because a step that moves an
 # activation across the kink of a ReLU adds the jump of the gradient, divided by the step, to the curvature.
 STEP = 1e-11
-LEAST, IN_A_ROW = 8, 3  # products: the error may be small early, at a smaller eigenvalue
+LEAST, IN_A_ROW = 8, 3  # at least 8 products, the last 3 accurate: early ones may be close to a smaller eigenvalue
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
 
@@ -27,11 +27,11 @@ class Curvature:
     """Result of `curvature`.
 
     Attributes:
-        norm: of the Hessian: the largest absolute value of its eigenvalues. L is the maximum over a run.
-        eigenvalue: that eigenvalue, with its sign.
-        error: bound on the distance to the nearest eigenvalue; the error is usually far smaller.
+        norm: norm of the Hessian: the largest absolute value of its eigenvalues. L is the maximum over a run.
+        eigenvalue: the eigenvalue with that absolute value, with its sign.
+        error: bound on the distance from `eigenvalue` to the nearest eigenvalue; the error is usually far smaller.
         products: the number of Hessian-vector products.
-        by: "derivatives", or "differences" of gradients.
+        by: how products were computed: by "derivatives", or by "differences" of gradients.
     """
 
     norm: float
@@ -50,21 +50,21 @@ def curvature(
 ) -> Curvature:
     """Return the eigenvalue of the loss's Hessian with the largest absolute value, by Lanczos' method.
 
-    The Hessian is not formed, only Hessian-vector products, each by double backward in about the time of three
-    gradients. Where torch has no second derivatives, as for cuDNN's LSTM, a product is a finite difference of two
-    gradients, which needs float64. It is accurate to five digits if the loss is smooth. With ReLUs it may be far too
-    large: a kink within the step counts as curvature.
+    Only Hessian-vector products are computed, never the whole Hessian. Each product is a double backward, which takes
+    about the time of three gradients. If torch has no second derivatives, as for cuDNN's LSTM, a product is a finite
+    difference of two gradients, which needs float64. This difference is accurate to five digits if the loss is smooth.
+    With ReLUs it may be far too large: a kink within the step counts as curvature.
 
-    The memory is that of the loss and its derivatives, and of seven vectors of the size of the parameters. Each product
-    synchronises once with the device. The parameters are unchanged afterwards. Every evaluation of the loss draws the
-    same random numbers, such as dropout masks.
+    The memory needed is that of the loss and its derivatives, and of seven vectors of the size of the parameters. Each
+    product synchronises once with the device. The parameters are unchanged afterwards. Every evaluation of the loss
+    draws the same random numbers, such as dropout masks.
 
     Args:
-        loss: returns the loss, always of the same samples; or yields parts that add up to it, of which only one is in
-            memory at a time.
-        params: such as ``model.parameters()``. Parameters of ``copy.deepcopy(model).double()`` give full precision,
-            and leave the running statistics of the model unchanged.
-        iterations: the most products.
+        loss: function that returns the loss, always of the same samples; or that yields parts that add up to the loss,
+            of which only one is in memory at a time.
+        params: parameters, such as ``model.parameters()``. Those of ``copy.deepcopy(model).double()`` give full
+            precision, and leave the running statistics of the model unchanged.
+        iterations: the largest number of products.
         tolerance: stop when the error is at most this fraction of the eigenvalue, for three products in a row.
 
     >>> w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
@@ -141,7 +141,7 @@ def _product(loss: Loss, params: Sequence[Tensor], v: Tensor) -> Tensor:
 
 
 class _Differences:
-    """Hessian-vector products as finite differences of gradients, in use once `begin` was called."""
+    """Hessian-vector products as finite differences of gradients; used after `begin` was called."""
 
     def __init__(self, loss: Loss, params: Sequence[Tensor]) -> None:
         self.loss, self.params = loss, params

@@ -24,11 +24,11 @@ class Noise:
         sigma: the standard deviation of a sample's gradient, ``E||grad f_i - grad F||^2 = sigma^2``.
         low, high: 95 % confidence interval of sigma, see `noise`. NaN with only two batches.
         scale: the gradient noise scale ``sigma^2 / ||grad F||^2`` of McCandlish et al. (arXiv 1812.06162): the batch
-            at which noise and gradient are equal. ``||grad F||^2`` is estimated without bias; if the estimate is not
-            positive, the scale is inf.
-        loss, gradient_norm: of the mean over all samples.
-        block_norms: of that gradient, one per parameter; None where the loss does not depend on it.
-        batches, samples: their numbers.
+            size at which the noise of the mean gradient is as large as the gradient. ``||grad F||^2`` is estimated
+            without bias; if the estimate is not positive, the scale is inf.
+        loss, gradient_norm: mean loss over all samples, and the norm of its gradient.
+        block_norms: the norm of that gradient for each parameter; None where the loss does not depend on it.
+        batches, samples: number of batches and samples.
     """
 
     sigma: float
@@ -56,14 +56,14 @@ def noise(
     a batch's gradient times its size, and holds for batches of that size.
 
     The interval is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of Student's t.
-    It is valid for normally distributed gradients, of any rank. If a few samples have by far the largest gradients, it
-    is too narrow; docs/probes.md has its measured coverage. It is computed from random projections to `FOLDED` numbers,
-    so that gradients are not kept.
+    The interval is valid for normally distributed gradients, whatever the rank of their covariance. If a few samples
+    have by far the largest gradients, the interval is too narrow; docs/probes.md has its measured coverage. It is
+    computed from random projections of gradients to `FOLDED` numbers, so that gradients are not kept.
 
     Args:
-        loss: returns the mean loss over the samples of a batch.
-        params: such as ``model.parameters()``.
-        batches: at least two, drawn at random, of any sizes; a few dozen give a narrow interval.
+        loss: function of a batch that returns the mean loss over its samples.
+        params: parameters, such as ``model.parameters()``.
+        batches: at least two random batches, of any sizes; a few dozen give a narrow interval.
         sizes: the number of samples of each batch. Default: the length of its first tensor.
 
     >>> w = torch.zeros(1, requires_grad=True)
@@ -156,7 +156,7 @@ def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) ->
     parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
     whole = math.fsum(parts)
     without = [whole - part * total / (total - size) for part, size in zip(parts, sizes, strict=True)]
-    if min(without) <= 1e-12 * whole:  # one batch has all of the noise, so there is no bound
+    if min(without) <= 1e-12 * whole:  # a single batch has all of the noise, so the interval has no bound
         return 0.0, math.inf
     logs = [math.log(rest) for rest in without]
     centre = math.fsum(logs) / count

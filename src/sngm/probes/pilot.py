@@ -47,7 +47,7 @@ def along(
     say: Say = lambda text: None,
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
 ) -> Record:
-    """Train with `config`, and measure at `points` equally spaced steps, from the start to the end.
+    """Train with `config` (the pilot), and measure at `points` equally spaced steps, from the start to the end.
 
     The steps are the same as those of ``sngm train``; no run folder is written. Every step also records the norm of
     each tensor's gradient as the optimizer gets it: after clipping, and divided by ``task.scale``, so that all values
@@ -55,15 +55,16 @@ def along(
     "diverged" and the points before it.
 
     Args:
-        config: of the run, from :func:`sngm.training.resolve`.
-        points: at least two.
-        steps: end after this many steps; the schedule is that of the whole run.
+        config: config of the run, from :func:`sngm.training.resolve`.
+        points: number of points, at least two.
+        steps: end after this many steps; the learning rate schedule is that of the whole run.
         samples: the number of samples per point, in groups: see :class:`Sample`.
-        iterations: the most Hessian-vector products per point; each costs about three gradients of all samples.
-        lambdas: of the frontier.
-        device: default: the GPU if there is one.
+        iterations: the most Hessian-vector products per point; each takes the time of about three gradients of all
+            samples.
+        lambdas: values of lambda to find L for, see :func:`sngm.probes.frontier`.
+        device: device to train on. Default: the GPU if there is one.
         data_dir: the folder of datasets.
-        say: called with messages: the cost, and each point.
+        say: called with messages: the expected number of gradients, and the results of each point.
         progress: called after each step, as in :class:`sngm.training.Options`, with empty metrics.
 
     Returns:
@@ -187,7 +188,7 @@ def of_runs(
 
 
 def cost_text(sample: Sample, points: int) -> str:
-    """Return the expected cost, as text."""
+    """Return how many gradients the measurements need, as text."""
     groups = f"{len(sample.sizes)} groups of {sample.group}"
     return (
         f"{points} point{'s' * (points > 1)}, each at most the work of {sample.cost:,} gradients of single samples: "
@@ -219,7 +220,7 @@ def _spent(sample: Sample, found: list[Point]) -> int:
 
 
 def probe_device(device: str | None) -> torch.device:
-    """Return the device of a probe and set its numerics; raise UsageError under torchrun."""
+    """Return the device of a probe, and set torch's numerical options for it; raise UsageError under torchrun."""
     if ranks() != 1:
         raise UsageError("a probe is made by one process; start it without torchrun")
     where = choose_device(device)
@@ -242,7 +243,7 @@ class Norms:
         self.rates: list[float] = []
 
     def take(self, loss: Tensor, lr: float) -> None:
-        """Record loss, learning rate and norms after a step. EXTRAP-SGD leaves no gradients, and has no norms."""
+        """Record loss, learning rate and norms after a step. EXTRAP-SGD leaves no gradients, so it has no norms."""
         self.losses.append(loss.detach().double().clone())
         self.rates.append(lr)
         self.used = self.used or [i for i, p in enumerate(self.params) if p.grad is not None]

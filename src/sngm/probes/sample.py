@@ -22,11 +22,11 @@ from .blocks import of_norms
 from .curvature import PRODUCT, curvature
 from .noise import Noise, noise
 
-PROBE = 4  # purpose of random numbers, next to those of sngm.training.rng
+PROBE = 4  # purpose of random numbers, in addition to those of sngm.training.rng
 GROUPS = 16  # the number of groups without BatchNorm
 PASS = 64  # samples per pass where groups may be merged
 LEAST = 4  # the fewest groups, with large BatchNorm groups
-WINDOWS = 4  # the fewest consecutive windows of a stream
+WINDOWS = 4  # the fewest consecutive windows per stream
 MOST_ITERATIONS = 10_000
 SETTLED = 0.05  # relative error of the Hessian's norm that counts as converged
 Point = dict[str, Any]
@@ -36,9 +36,10 @@ Group = tuple[Batch, Batch]  # samples, and their recurrent state
 class Sample:
     """Fixed groups of samples, and a copy of the model in float64 to measure on them.
 
-    With BatchNorm, a group is what BatchNorm normalises together, because the gradient of a sample depends on its
-    group; without, the samples are split into 16 groups. All measurements are of the mean loss over all groups, with
-    the augmentation of epoch 0, the same dropout masks for a group each time, and without weight decay.
+    With BatchNorm, a group is the samples that BatchNorm normalises together, because the gradient of a sample depends
+    on its group. Without BatchNorm, the samples are split into 16 groups. All measurements are of the mean loss over
+    all groups, with the augmentation of epoch 0, with the same dropout masks for a group each time, and without weight
+    decay.
     """
 
     def __init__(
@@ -76,12 +77,12 @@ class Sample:
 
     @property
     def cost(self) -> int:
-        """The most work of a point, in gradients of single samples."""
+        """The largest number of single-sample gradients that the measurements at a point may take."""
         return self.samples * self.evaluations
 
     @property
     def evaluations(self) -> int:
-        """The most gradients of all samples per point: one for the noise, the others for Hessian-vector products."""
+        """The largest number of gradients over all samples per point: one for the noise, others for the Hessian."""
         return 1 + PRODUCT * self.iterations
 
     def measure(self, model: nn.Module) -> Point:
@@ -92,7 +93,7 @@ class Sample:
         if not self.announced:
             self.announced = True
             self.say(f"at most about {duration((time.monotonic() - start) * self.evaluations)} a point")
-        # Merged groups would draw other dropout masks: the Hessian would be of another function than the gradient.
+        # Merged groups would draw other dropout masks: Hessian and gradient would be of different functions.
         separate = self.normalises or self.draws
         merged = groups if separate else _merged(groups, max(1, PASS // self.group))
         shares = [len(batch[0]) / self.samples for batch, _ in merged]

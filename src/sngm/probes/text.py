@@ -24,7 +24,7 @@ def _relative(point: dict[str, Any]) -> str:
 
 
 def _noise_scale(point: dict[str, Any]) -> str:
-    """Return the noise scale with two digits; with one if it exceeds the number of samples and is less accurate."""
+    """Return the noise scale with two digits; with one, if it exceeds the number of samples and so is less accurate."""
     digits = 1 if _rough(point) else 2
     return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
 
@@ -83,14 +83,14 @@ def _legend(columns: dict[str, Any]) -> str:
 
 
 def _follows(found: dict[str, Any]) -> str:
-    """Return what the noise scale says about the batch size: that of the later half of the points."""
+    """Return which batch sizes the noise scale allows, by its median over the later half of the points."""
     points = found["points"]
     scales = [scale for p in points[len(points) // 2 :] if (scale := p["noise_scale"]) == scale]
     if not scales:
         return ""
     largest = float(format(sorted(scales)[len(scales) // 2], ".1g"))
     size = "any batch of this size" if math.isinf(largest) else f"a batch up to about {largest:,.0f}"
-    return f"\nWhat follows: {size} loses nothing measurable; sngm advise converts your recipe to a larger one.\n"
+    return f"\nWhat follows: with SGD or SNGM {size} loses nothing measurable; sngm advise converts your recipe.\n"
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:

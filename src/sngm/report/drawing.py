@@ -26,7 +26,7 @@ INNER = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 TEMPLATES = Path(__file__).with_name("templates")
 CSS = (TEMPLATES / "figures.css").read_text("utf-8")
 VARIABLES = {colour: name for name, colour in re.findall(r"(--\w+):(#\w{6})", CSS)}
-COLOURS = [colour for colour, name in VARIABLES.items() if re.fullmatch(r"--s\d", name)][:7]  # of the light theme
+COLOURS = [colour for colour, name in VARIABLES.items() if re.fullmatch(r"--s\d", name)][:7]  # for the light theme
 PAPER = "#ffffff"
 MARKERS = "os^DvP"
 HOVER = "hover: "  # the gid of an artist, followed by the text of its <title>
@@ -58,7 +58,7 @@ def standalone(figure: Figure) -> str:
 
 @contextmanager
 def _matplotlib() -> Iterator[None]:
-    """Use our style alone, and ignore warnings of glyphs missing in matplotlib's font: the reader's font draws them."""
+    """Use only our style, and ignore warnings of glyphs missing in matplotlib's font: the reader's font draws them."""
     from matplotlib import style
 
     with warnings.catch_warnings(), style.context(["default", TEMPLATES / "figures.mplstyle"]):
@@ -136,7 +136,7 @@ def _canvas(figure: Figure) -> Canvas:
 
 
 def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
-    """Set scales, limits and ticks: those of all panels, but for the y axis of a panel that has a worst value."""
+    """Set scales, limits and ticks. All panels share them, except the y axis of a panel listed in `figure.worst`."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator
 
     every = [series for panel in figure.panels.values() for series in panel]

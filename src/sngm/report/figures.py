@@ -29,9 +29,9 @@ class Series:
     faint: list[Points] = field(default_factory=list)
     """Thin lines behind the main one, such as seeds; a line of one point is a dot."""
     marks: bool = True
-    """Whether every point has a marker; otherwise the last one only."""
+    """Whether every point has a marker; otherwise only the last point has one."""
     lost: list[float] = field(default_factory=list)
-    """Each x without a y, such as a diverged run: a cross at the edge with the worst values."""
+    """Each x without a y, such as of a diverged run: drawn as a cross at the edge of the axis with the worst values."""
     ring: float | None = None
     """The x of a point to circle."""
 
@@ -57,17 +57,17 @@ class Figure:
     log_y: bool = False
     worst_at_bottom: bool = True
     cut: float = 0.0
-    """The share of the worst values outside the axes, so that the start of a training does not hide its end."""
+    """The fraction of the worst values left outside the axes, so that large losses at the start do not hide the end."""
     dodge: float = 0.0
     """Pixels between series at the same x, so that error bars do not hide each other."""
     possible: tuple[float, float] = (-math.inf, math.inf)
     """The lowest and the highest possible y: axis and error bars end there."""
     worst: dict[str, float] = field(default_factory=dict)
-    """Panel title -> the worst y on its axis, which is then its own; worse values are hollow markers at the edge."""
+    """Panel title -> the worst y on the panel's own y axis; worse values are hollow markers at the edge."""
 
 
 def slots(methods: Sequence[str]) -> dict[str, int]:
-    """Assign a slot, which selects colour and marker, to each method of a study, in any order of the methods.
+    """Assign a slot (colour and marker) to each method of a study; the order of the methods does not matter.
 
     >>> slots(["sngm", "mine", "msgd(momentum=0.8)"])
     {'sngm': 2, 'mine': 1, 'msgd(momentum=0.8)': 0}
@@ -83,7 +83,7 @@ def slots(methods: Sequence[str]) -> dict[str, int]:
 
 
 def by_batch(summary: Summary) -> Figure:
-    """Return the metric against the batch size; a cell of fewer than three seeds has dots instead of an interval."""
+    """Return the metric against the batch size; with fewer than three seeds, dots replace the confidence interval."""
     panel = []
     for method, slot in slots(summary.methods).items():
         cells = [summary.cells[method, batch] for batch in summary.batches]
@@ -97,7 +97,7 @@ def by_batch(summary: Summary) -> Figure:
 
 
 def curves(summary: Summary) -> Figure:
-    """Return the metric against the epoch, a panel for each batch size: the mean of the finished seeds, and each."""
+    """Return the metric against the epoch, one panel per batch size: the mean over finished seeds, and each seed."""
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
         lines, finished = [], []
@@ -128,7 +128,7 @@ def by_rate(summary: Summary) -> Figure:
 
 
 def _near_the_best(summary: Summary, figure: Figure) -> Figure:
-    """End each y axis 10 percentage points below the best value, or at three times a positive one to be minimised."""
+    """End y axes 10 percentage points below the best value, or at 3 times the best positive value to be minimised."""
     worst = {}
     for title, panel in figure.panels.items():
         ys = [y for one in panel for _, y in one.points]
@@ -143,8 +143,8 @@ def _near_the_best(summary: Summary, figure: Figure) -> Figure:
 def by_trials(summary: Summary) -> Figure:
     """Return the best validation metric after k trials of a search, for each k, a panel for each batch size.
 
-    Over all sets of k of a method's trials: the mean of the best, and the best that 10 % and 90 % of the sets reach. A
-    trial that diverged counts as the worst of the cell.
+    For each k, the figure shows the best value of k trials over all sets of k of a method's trials: the mean, and the
+    10 % and 90 % quantiles. A trial that diverged counts as the worst value of its method and batch size.
     """
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
@@ -170,7 +170,7 @@ def best_of(k: int, ranked: Sequence[float]) -> tuple[float, float, float]:
     >>> best_of(1, [1.0, 2.0, 3.0]), best_of(3, [1.0, 2.0, 3.0])
     ((2.0, 1.0, 3.0), (3.0, 3.0, 3.0))
     """
-    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]  # of sets whose best is i
+    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]  # of sets with best i
     reached = list(itertools.accumulate(shares))
     quantiles = (next(v for v, r in zip(ranked, reached, strict=True) if r >= q - 1e-9) for q in (0.1, 0.9))
     low, high = quantiles

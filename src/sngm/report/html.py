@@ -1,4 +1,4 @@
-"""Render the package's pages from their Jinja2 templates; a page loads nothing and runs nothing."""
+"""Render the package's HTML pages from Jinja2 templates; pages load no external files and have no scripts."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def words(value: object, missing: str = "None") -> str:
 
 
 def short(value: object) -> str:
-    """Return a number with at most four digits, or a whole one with thousands separated; None as a dash.
+    """Return a number with at most four digits, from 1,000 on rounded to a whole number; None as a dash.
 
     >>> short(0.123456), short(12345.6), short(None), short("0.9")
     ('0.1235', '12,346', '–', '0.9')

@@ -11,19 +11,20 @@ import math
 import os
 import shlex
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
+from ..options import RecipeOptions, RunOptions
 from ..parsing import format_call
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run. A value that was NaN or infinite, null in the record, is NaN here."""
+    """One run. Values that are null in the record, because they were NaN or infinite, are NaN in this object."""
 
     name: str
     status: str
@@ -36,7 +37,7 @@ class Run:
     epochs: int | None
     hash: str
     metric: str
-    """The task's; empty in records of older versions."""
+    """The name of the task's metric; empty in records of older versions."""
     result: dict[str, float]
     result_of: str
     curve: list[dict[str, float]]
@@ -46,9 +47,9 @@ class Run:
     commit: str | None
     command: str | None
     link: str
-    """The run's folder, relative to that of the records, quoted for a page."""
+    """The run's folder, relative to the folder of all records, quoted for a link."""
     settings: dict[str, str | float]
-    """Of the config: schedule, warm-up, and the method's, such as weight decay."""
+    """Settings from the config: schedule, warm-up, and the method's settings, such as weight decay."""
     again: str
     """The command that trains this run alone, with every setting."""
     parameters: int | None
@@ -56,10 +57,10 @@ class Run:
     peak_memory: float | None
     """Bytes allocated on the GPU at most; None on a CPU."""
     error: str
-    """Why it failed, or empty."""
+    """Why the run failed; empty if it did not fail."""
 
     def score(self, metric: str) -> float | None:
-        """Return the result: NaN if the run diverged, None if there is none (yet)."""
+        """Return the run's value of a metric: NaN if the run diverged, None if it has no result (yet)."""
         if self.status == "diverged":
             return math.nan
         return self.result.get(self.key(metric)) if self.status == "finished" else None
@@ -164,7 +165,7 @@ def clean(value: object) -> str:
 
 
 def _run(place: Path, folder: Path) -> tuple[Run, bool]:
-    """Return a run, and whether its metrics.jsonl is unchanged; a changed one is left out."""
+    """Return a run, and whether its metrics.jsonl is unchanged; a changed metrics.jsonl is not read."""
     record = read_record(place / "run.json")
     whole = not metrics_changed(place, record)
     config = record["config"]
@@ -202,10 +203,7 @@ def _run(place: Path, folder: Path) -> tuple[Run, bool]:
     return run, whole
 
 
-FLAGS = [
-    "method", "lr", "batch", "seed", "part", "epochs", "workers", "micro", "bn_group", "running_stats", "schedule",
-    "warmup", "clip", "precision", "decay_on", "bias_lr",
-]  # fmt: skip
+FLAGS = ("method", *(field.name for group in (RunOptions, RecipeOptions) for field in fields(group)))
 
 
 def _again(config: Mapping[str, Any]) -> str:
@@ -216,9 +214,10 @@ def _again(config: Mapping[str, Any]) -> str:
     """
     words = ["sngm", "train", str(config["task"])]
     for name in FLAGS:
-        if name in config:
-            value = "inf" if name == "clip" and config[name] is None else str(config[name])
-            words += [f"--{name.replace('_', '-')}", value]
+        if name == "clip" and config.get("clip", 0.0) is None:
+            words += ["--clip", "inf"]
+        elif config.get(name) is not None:
+            words += [f"--{name.replace('_', '-')}", str(config[name])]
     for group in ("method_settings", "task_settings"):
         for key, value in (config.get(group) or {}).items():
             words += ["--set", f"{key}={value}"]

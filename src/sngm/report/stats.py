@@ -19,7 +19,7 @@ def half_width(values: Sequence[float], level: float = 0.95) -> float | None:
 def difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
     """Return the difference of two means and half the width of its confidence interval, by Welch.
 
-    The result is None where `contrast` returns None.
+    The result is None if no test is possible, see `contrast`.
 
     >>> tuple(round(value, 4) for value in difference([0.97, 0.98, 0.96], [0.93, 0.95, 0.94]))
     (0.03, 0.0227)
@@ -51,7 +51,7 @@ def _half_width(level: float, *groups: tuple[float, Sequence[float]]) -> float |
 
 
 def _standard_error(groups: Sequence[tuple[float, Sequence[float]]]) -> tuple[float | None, float]:
-    """Return the standard error of a weighted sum of means, None if a group has fewer than two values, and its df."""
+    """Return the standard error of a weighted sum of means (None if it is undefined) and its degrees of freedom."""
     if any(len(values) < 2 for _, values in groups):
         return None, 0
     parts = [(w * w * variance(values) / len(values), len(values) - 1) for w, values in groups]

@@ -1,4 +1,4 @@
-"""Summarise the records of a study: a mean with its interval for each cell, and an answer in a sentence or two."""
+"""Summarise the records of a study: mean and confidence interval per method and batch size, and a short answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     """The full runs with this learning rate, one for each seed."""
     values: dict[int, float] = field(default_factory=dict)
-    """Seed -> the metric, of finished runs."""
+    """Seed -> the metric of its run, for finished runs."""
     diverged: int = 0
     grid: list[float] = field(default_factory=list)
     extensions: int | None = None
@@ -93,7 +93,7 @@ class Summary:
 
     @property
     def of_best_epoch(self) -> bool:
-        """Whether results are of the epoch with the best validation score, and not of the last."""
+        """Whether results are from the epoch with the best validation score, not from the last epoch."""
         return any(run.result_of == "best" for cell in self.cells.values() for run in cell.runs)
 
     def text(self, value: float, half: float | None = None) -> str:
@@ -110,7 +110,7 @@ class Summary:
         return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
     def answer(self) -> str:
-        """Return one or two sentences: the best method at the largest batch size, and which lost least up to it."""
+        """Return one or two sentences: the best method at the largest batch, and the one that lost least up to it."""
         scored = {batch: self.ranking(batch) for batch in self.batches}
         reached = [batch for batch in self.batches if scored[batch]]
         if not reached:
@@ -133,9 +133,9 @@ class Summary:
         return sorted(cells, key=lambda cell: cell.mean or 0.0, reverse=self.higher_is_better)
 
     def leaders(self, batch: int) -> set[str]:
-        """Return the methods with the best mean of a batch size, or one that Welch's test does not tell apart from it.
+        """Return the methods whose mean is the best at a batch size, or is not significantly different by Welch's test.
 
-        A mean that cannot be tested, of one seed or without spread, leads only if it is the best.
+        A mean that cannot be tested (a single seed, or no spread) is included only if it is the best.
         """
         best, *others = self.ranking(batch) or [Cell("", batch)]
         same = [cell for cell in others if cell.mean == best.mean or (welch(best, cell) or 0.0) >= 0.05]
@@ -243,7 +243,7 @@ def _p(p: float) -> str:
 
 
 def summarise(folder: Path) -> Summary:
-    """Read a folder of records and return the content of its report; of runs of several tasks, the most frequent one's.
+    """Read a folder of records and return the content of its report, for the most frequent task in it.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -252,7 +252,7 @@ def summarise(folder: Path) -> Summary:
 
 
 def summarise_tasks(folder: Path) -> list[Summary]:
-    """Read a folder of records and return the content of its report, for each task; a study has one.
+    """Read a folder of records and return the content of a report for each task in it; a study has one task.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -312,7 +312,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
     full = [run for run in runs if run.part != "select"]
     rates = sorted({run.lr for run in full})
     lr, on_test = choice.lr if choice else rates[0] if rates else None, False
-    if not choice and len(rates) > 1:  # the best on validation data; without any, the best on test data, which is said
+    if not choice and len(rates) > 1:  # the best on validation data; without it, on test data, which the report says
         on_test = not any(math.isfinite(selection.get(rate, math.nan)) for rate in rates)
         scores = {rate: [run.score(metric) for run in full if run.lr == rate] for rate in rates}
         test = {rate: fmean(math.nan if score is None else score for score in scores[rate]) for rate in rates}
@@ -339,7 +339,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
 
 
 def _metric(runs: list[Run]) -> str:
-    """Return the metric of runs without a study: the one that they record, or else the best known that they report."""
+    """Return the metric of runs without a study: the recorded one, else a known one among their scores."""
     if said := [run.metric for run in runs if run.metric]:
         return _most(said)
     names = Counter(

@@ -30,8 +30,9 @@ class StudyConfig:
         lrs: learning rates to try, for all methods or by method; None for the task's grid of each method.
         settings: fields of the config of every run, such as workers or schedule.
         extend: extend the grid if the best learning rate is at its edge.
-        search: settings to search, with ranges or None, in place of a grid; see `sngm.study.search`.
-        trials: points of the search.
+        search: settings to search instead of a grid of learning rates, each with a range or None for the method's own
+            range; see `sngm.study.search`.
+        trials: number of points of the search.
     """
 
     task: str
@@ -94,7 +95,7 @@ class StudyConfig:
     def trials_of(
         self, method: str, settings: dict[str, Any], batch: int
     ) -> tuple[tuple[float, ...], dict[float, dict[str, float]]]:
-        """Return the learning rates to try, and the other searched values by learning rate."""
+        """Return the learning rates to try, and for each of them the other searched settings."""
         if not self.search:
             grid = self.lrs.get(method) if isinstance(self.lrs, dict) else self.lrs
             return grid or tasks.rates_of(self.task, method), {}
@@ -110,14 +111,14 @@ class StudyConfig:
         return asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return what identifies the study, as JSON types: all but the number of seeds, which may be increased."""
+        """Return the fields that identify the study, as JSON types; not the number of seeds, which may be increased."""
         source = tasks.source_of(self.task, self.task_settings)
         identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": source}))
         registered = {name: registry.source_of(name) for name in (parse_call(text)[0] for text in self.methods)}
         if own := {name: digest for name, digest in registered.items() if digest}:
             identity["method_sources"] = own
         del identity["seeds"]
-        if self.extend:  # older studies have no such field, and extended their grids
+        if self.extend:  # older studies have no field "extend", and did extend their grids
             del identity["extend"]
         if not self.search:
             del identity["search"], identity["trials"]
@@ -221,11 +222,11 @@ def run_name(config: RunConfig) -> str:
 def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of the methods and those of the task.
 
-    The prefixes ``method.key`` and ``task.key`` choose where both have the key. The types of settings of methods are
-    checked, also of those in ``sngm(momentum=0.8)``.
+    Write ``method.key`` or ``task.key`` for a key that both have. The types of method settings are checked, also of
+    those in ``sngm(momentum=0.8)``.
 
     Raises:
-        UsageError: no method and no task has the key, both have it, or a value has the wrong type.
+        UsageError: neither a method nor the task has the key, both have it, or a value has the wrong type.
     """
     of_task = tasks.settings_of(task)
     of_methods = {name: method_settings_of(name) for name in (parse_call(text)[0] for text in methods)}

@@ -49,7 +49,7 @@ class Progress:
     running: dict[str, RunConfig] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     failed: list[tuple[RunConfig, Record]] = field(default_factory=list)
-    repeated: int = 0  # runs that were finished already
+    repeated: int = 0  # runs that were already finished
 
     @property
     def seconds_left(self) -> float | None:
@@ -72,8 +72,8 @@ def compare(
 ) -> Progress:
     """Train every unfinished run of a study, and keep study.json up to date.
 
-    `known` returns the record of a run that was trained elsewhere, or None. `cluster` says where runs are executed,
-    by default in processes of this machine.
+    `known` is a function that returns the record of a run if it was trained elsewhere, else None. `cluster` is where
+    runs are executed; by default in processes of this machine.
     """
     cluster = cluster or Cluster()
     check_jobs(jobs, cluster)
@@ -104,7 +104,7 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
 
 
 def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Raise UsageError if any cell cannot be run; return the data description of each part of the runs."""
+    """Raise UsageError if any cell cannot be run; return a description of the data for each `part` of the runs."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
@@ -137,7 +137,7 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
 
 
 def _check_runs(folder: Path, cells: list[Cell]) -> None:
-    """Raise UsageError if the folder holds runs of another study, which reports would include."""
+    """Raise UsageError if the folder holds runs of another study: reports would include them."""
     for file in sorted(folder.glob("runs/*/run.json")):
         try:
             config = config_of(RunFolder(file.parent).read(), file)

@@ -17,7 +17,7 @@ Ranges = dict[str, tuple[float, float]]
 
 
 def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | None]:
-    """Return the searched names with the ranges given for them, or None for a method's own range.
+    """Return the names to search, each with its given range, or with None for a method's own range.
 
     Args:
         search: names, or a dict of names with (lowest, highest) or None.
@@ -57,7 +57,7 @@ def _check_range(name: str, limits: Any) -> tuple[float, float]:
 
 
 def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
-    """Parse ``lr,weight_decay=1e-5:1e-3``: names, and ranges for those that are not to have a method's own.
+    """Parse ``lr,weight_decay=1e-5:1e-3``: a name without a range has the method's own range.
 
     >>> parse_search("lr,weight_decay=1e-5:1e-3")
     {'lr': None, 'weight_decay': ('1e-5', '1e-3')}
@@ -76,15 +76,16 @@ def ranges_of(
 ) -> Ranges:
     """Return the range of each searched setting that a method has.
 
-    A method's own ranges: the learning rates of its grid and half a step beyond, a tenth to ten times its usual weight
-    decay, momentum from 0.7 to 0.99, and warm-up from 0 to a fifth of the epochs.
+    The default ranges are: for the learning rate, the method's grid and half a grid step beyond each end; for weight
+    decay, a tenth to ten times the method's usual value; for momentum, 0.7 to 0.99; for warm-up, 0 to a fifth of the
+    epochs.
 
     >>> ranges_of("digits", "sngm", 512, 15, {"lr": None, "weight_decay": None})
     {'lr': (0.0164, 1.83), 'weight_decay': (1e-05, 0.001)}
     """
     known = {"lr", "warmup", *registry.settings_of(method)}
     if "betas" in known:
-        known.add("momentum")  # the first of the betas
+        known.add("momentum")  # searched as the first of the betas
     rates = sorted(tasks.rates_of(task, method))
     step = math.sqrt(rates[1] / rates[0]) if len(rates) > 1 else math.sqrt(10.0)
     decay = registry.usual_decay(method, tasks.find(task).usual(batch)["weight_decay"]) or 1e-4
@@ -106,15 +107,15 @@ def rounded(value: float) -> float:
 def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
     """Return the trials: a Sobol sequence over the ranges, whose first point is the middle of each.
 
-    Learning rates, weight decays and 1 - momentum are spaced logarithmically, warm-up evenly. More trials begin with
-    the same points.
+    Learning rates, weight decays and 1 - momentum are spaced logarithmically, warm-up evenly. A search with
+    more trials begins with the same points.
 
     >>> points({"lr": (0.01, 1.0), "warmup": (0.0, 4.0)}, 3)
     [{'lr': 0.1, 'warmup': 2.0}, {'lr': 0.316, 'warmup': 1.0}, {'lr': 0.0316, 'warmup': 3.0}]
     """
     from scipy.stats import qmc
 
-    engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # the first is a corner of all ranges
+    engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # skip the first point, the corner of all ranges
     rows = [engine.random(1)[0] for _ in range(trials)]  # one by one: many at once warn unless a power of 2
     return [
         {name: _between(name, *ranges[name], float(x)) for name, x in zip(ranges, row, strict=True)} for row in rows
@@ -144,7 +145,7 @@ def as_settings(method: str, point: Mapping[str, float]) -> dict[str, Any]:
 
 
 def hidden_by(search: Iterable[str]) -> set[str]:
-    """Return the settings that labels leave out in a search, since they differ from trial to trial.
+    """Return the settings that the labels of a search omit, because they differ from trial to trial.
 
     >>> sorted(hidden_by(["lr", "momentum"]))
     ['betas', 'lr', 'momentum']

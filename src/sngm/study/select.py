@@ -12,7 +12,7 @@ Scores = Mapping[float, tuple[float, float] | None]
 
 
 def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
-    """Return the learning rate with the best metric, then the lowest loss, then the lowest rate; None if all diverged.
+    """Return the learning rate with the best metric; ties: the lowest loss, then the lowest rate. None if all diverged.
 
     >>> best_rate({0.1: (0.9, 0.5), 0.3: (0.9, 0.4), 1.0: None})
     0.3
@@ -34,8 +34,8 @@ def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> 
     """Return the learning rate to try next, one grid step beyond the edge; None if the grid is not extended.
 
     Args:
-        scores: of the learning rates tried so far.
-        higher_is_better: of the metric.
+        scores: scores of the learning rates tried so far.
+        higher_is_better: whether a higher metric is better.
         first: the number of learning rates in the original grid.
 
     >>> next_rate({0.1: (0.8, 1.0), 0.3: (0.9, 0.5)}, first=2)
@@ -50,4 +50,4 @@ def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> 
     low, high = rates[0], rates[-1]
     beyond = high * (high / rates[-2]) if best == high else low * (low / rates[1])
     rounded = float(f"{beyond:.3g}")
-    return None if rounded in scores else rounded  # rounding may give a rate of a very fine grid again
+    return None if rounded in scores else rounded  # in a very fine grid, rounding may repeat a learning rate

@@ -1,4 +1,4 @@
-"""What a worker process of a study executes, and how it stops."""
+"""Code that runs in the worker processes of a study, and their signal handlers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ INTERRUPTS = tuple(
 
 
 def mask_signals(how: str, signals: Iterable[int]) -> set[Any]:
-    """Change the signal mask of this thread, where the system has one; return the mask before."""
+    """Change the signal mask of this thread, if the system supports it; return the previous mask."""
     return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
 
 
@@ -53,7 +53,7 @@ def pack_local() -> bytes | None:
 
 
 def warm_up(local: bytes | None = None) -> None:
-    """Prepare a new worker process: tasks and methods of the parent, one torch thread, signal handlers."""
+    """Prepare a new worker process: register the parent's tasks and methods, use one thread, set signal handlers."""
     if local is not None:
         found, methods = pickle.loads(local)
         tasks.LOCAL.update(found)
@@ -76,7 +76,7 @@ def _exit_with_parent() -> None:
 
 
 def on_signal(number: int, _: Any) -> None:
-    """Handle signals: stop the run at its next step; on SIGTERM then exit, at once if no step has been made."""
+    """Handle signals: stop the run at its next step. On SIGTERM exit after that, or now if no step has been made."""
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
     if _end and not _steps:
@@ -90,14 +90,14 @@ def stop_runs_here(stop: bool) -> None:
 
 
 def _should_stop() -> bool:
-    """Return whether to stop; called after each step. Before the first step SIGTERM ends the process at once."""
+    """Return whether to stop the run; called after each step. Until its first call, SIGTERM exits immediately."""
     global _steps
     _steps = True
     return _stop
 
 
 def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> dict[str, Any]:
-    """Make one run; return its record, or one that says why there is none."""
+    """Train one run; return its record, or a record with the status "interrupted" or "failed"."""
     global _steps
     if commit is not None:  # the fork server may have an older environment
         os.environ["SNGM_COMMIT"] = commit
@@ -128,12 +128,12 @@ def make_elsewhere(
     *,
     handlers: Mapping[int, Callable[[int, Any], None]] | None = None,
 ) -> dict[str, Any] | Exception:
-    """Make one run in a process of a cluster; return its record, or the error that would end the study.
+    """Train one run in a process of a cluster; return its record, or an error that ends the study.
 
-    The output goes to log.txt in the run folder. If another process trains there, as after a lost connection, this one
-    waits for it. `handlers` are those of signals, besides the handlers of `warm_up`.
+    The output goes to log.txt in the run folder. If another process trains in that folder, as after a lost
+    connection, this process waits for it. `handlers` maps signals to handlers, in addition to those of `warm_up`.
     """
-    stop_runs_here(False)  # a process may make several runs
+    stop_runs_here(False)  # a process may train several runs
     warm_up(local)
     for number, handler in (handlers or {}).items():
         signal.signal(number, handler)

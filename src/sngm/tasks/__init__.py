@@ -49,7 +49,7 @@ TASKS = {
 }
 
 
-# Tasks that worker processes cannot import: classes of a notebook, and instances that hold datasets.
+# Tasks that worker processes cannot import: classes defined in a notebook, and instances that hold datasets.
 LOCAL: dict[str, type[Task] | Task] = {}
 
 
@@ -206,7 +206,7 @@ def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
 
 
 def rates_of(task: str, method: str) -> tuple[float, ...]:
-    """Return the learning rates to try: the task's for this method, else its usual ones at the method's scale.
+    """Return the learning rates to try: the task's for this method, else `usual_lrs` times the method's `lr_scale`.
 
     >>> rates_of("digits", "sngm"), rates_of("digits", "schedule-free")
     ((0.03, 0.1, 0.3, 1.0), (0.001, 0.003, 0.01, 0.03))

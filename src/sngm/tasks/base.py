@@ -22,8 +22,9 @@ class Samples(Protocol):
     """Interface of samples: a length, and indexing by a 1-d tensor, which returns a tuple of tensors.
 
     Sequential samples, such as text, also have a method ``in_streams(batch)``, which returns the samples of an epoch in
-    reading order, step by step: sample i of a step continues sample i of the step before. Validation and test splits,
-    both required then, are such streams already; their attribute `streams` is the number of samples per step.
+    reading order, step by step: sample i of a step continues sample i of the step before. Such tasks need both a
+    validation and a test split, which are already in that order; their attribute `streams` is the number of samples per
+    step.
     """
 
     def __len__(self) -> int: ...
@@ -47,20 +48,21 @@ class Task:
     classification: batches are (inputs, labels). Other tasks also define `loss` and `scores`.
 
     Attributes:
-        metric: the score that learning rates are chosen by, one of those that `scores` returns.
+        metric: the score by which learning rates are chosen, a key of the result of `scores`.
         higher_is_better: whether a higher metric is better.
         epochs, batches, weight_decay, schedule: defaults of the options of the same name.
         lrs: learning rates to try, by method. Other methods use `usual_lrs`.
         holdout: the fraction of the training set held out to choose learning rates, if there is no validation set.
-        dataset: the dataset it needs, if ``sngm data`` supports it, which then checks the files without loading them.
+        dataset: name of the dataset that the task needs, if ``sngm data`` supports it: files are then checked without
+            being loaded.
         data_dir: the folder of datasets, if the user named one.
 
-    More defaults. `usual` returns them; override it if they depend on the batch:
+    The following attributes are defaults of options, returned by `usual`; override `usual` if they depend on the batch:
 
     Attributes:
         workers: virtual workers; under torchrun rounded up to a multiple of the number of processes.
-        micro: the most samples of a micro-batch. The default is the largest divisor of a worker's share up to it;
-            None is the whole share.
+        micro: the most samples of a micro-batch. A worker's share of the batch is split into micro-batches of its
+            largest divisor up to this; None for one micro-batch.
         warmup: epochs of linear warm-up of the learning rate.
         clip: the norm that gradients are clipped to, or None; or a dict of norms by method.
         decay_on: apply weight decay to "weights", without biases and normalisation layers, or to "all" parameters.
@@ -69,14 +71,14 @@ class Task:
         result_of: the epoch whose scores are the result: the "last", or the "best" by validation score.
         precision_on_gpu: "float32", "float64" or "bfloat16"; on a CPU the default is always float32.
 
-    How a run is executed, which changes at most the last digits:
+    The following attributes set how a run is executed; they change at most the last digits of results:
 
     Attributes:
         pass_size: the most samples of a pass through the model; None for one BatchNorm group per pass. Set it only if
-            the loss draws no random numbers, and samples interact in GhostBatchNorm2d only. A pass then holds several
-            BatchNorm groups, and steps may be captured as a CUDA graph.
-        pass_size_on_cpu: the limit on a CPU, where larger passes are no faster and take gigabytes.
-        loaders: processes that prepare batches ahead, if that is slow; 0 for none.
+            the loss draws no random numbers, and GhostBatchNorm2d is the only layer in which samples of a batch affect
+            each other. A pass then holds several BatchNorm groups, and steps may be captured as a CUDA graph.
+        pass_size_on_cpu: the limit of `pass_size` on a CPU, where larger passes are no faster and take gigabytes.
+        loaders: number of processes that prepare batches ahead, if preparing them is slow; 0 for none.
         step: the kind of steps on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
 
@@ -108,7 +110,7 @@ class Task:
 
     @property
     def smooths_labels(self) -> bool:
-        """Whether the loss uses `label_smoothing`. A task with a loss of its own that does sets this to True."""
+        """Whether the loss uses `label_smoothing`. Override it with True if your own `loss` does."""
         return type(self).loss is Task.loss and type(self).follow is Task.follow
 
     @classmethod
@@ -139,11 +141,12 @@ class Task:
             model_fn: builds a new model, such as ``lambda: MLP(width=64)``; torch is seeded before it is called.
             train_dataset, test_dataset: any datasets with ``__len__`` and ``__getitem__``. Random transforms are
                 seeded by run, epoch and sample, so a resumed run sees the same samples.
-            validation_dataset: to choose learning rates. Default: a fifth of the training samples (`holdout`).
+            validation_dataset: dataset to choose learning rates with. Default: a fifth of the training samples
+            (`holdout`).
             loss: function of (outputs, target) that returns the mean over the batch.
             metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or their
                 mean. Its name is the name of the score. Pass ``higher_is_better=False`` for an error.
-            name: of the task, for folders and tables. Default: the name of `model_fn`.
+            name: name of the task, for folders and tables. Default: the name of `model_fn`.
             defaults: attributes of the task, such as ``epochs=20, batches=(64, 1024), loaders=4``.
 
         >>> from torch.utils.data import TensorDataset
@@ -191,9 +194,10 @@ class Task:
         return self.loss(model, batch), ()
 
     def scale(self, batch: int) -> float:
-        """Return the factor of the mean loss before backward; the batch size makes the loss a sum.
+        """Return the factor that multiplies the mean loss before backward; the batch size makes the loss a sum.
 
-        It has no effect on methods that divide by the gradient's norm, except for weight decay. Records hold the mean.
+        The factor does not affect methods that divide by the gradient's norm, except for weight decay. Records hold the
+        mean loss.
         """
         return 1.0
 
@@ -204,7 +208,7 @@ class Task:
         return {"loss": cross_entropy(outputs, labels, reduction="none"), "accuracy": outputs.argmax(1) == labels}
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return training samples; augmentation must depend on seed, epoch and sample only. Default: none."""
+        """Return training samples. Augmentation, by default none, must depend only on seed, epoch and sample."""
         return samples[indices]
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
@@ -212,7 +216,7 @@ class Task:
         return mean_scores([self.score_sums(model, batch) for batch in batches])
 
     def score_sums(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return the sums of `scores` over a batch, and its number of samples as "", as float64 tensors."""
+        """Return the sums of `scores` over a batch, and the number of samples under the key "", as float64 tensors."""
         scores = self.scores(model, batch)
         values_of = scores.values() if isinstance(scores, Mapping) else [scores]
         if not isinstance(scores, Mapping) or not all(isinstance(values, Tensor) for values in values_of):
@@ -230,13 +234,13 @@ class Task:
 
 
 def check_labels(labels: Tensor) -> None:
-    """Refuse labels that torch's cross-entropy does not take; its own error does not name them."""
+    """Raise an error for labels that cross_entropy does not support; torch's own error does not name them."""
     if labels.dtype == torch.bool:
         raise UsageError("labels are bool, but cross-entropy takes class numbers; use labels.long()")
 
 
 def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Return means over all samples of what `Task.score_sums` returned for each batch, summed in this order."""
+    """Return the mean scores over all samples, given the results of `Task.score_sums` for each batch."""
     if not sums:
         return {}
     totals = {name: functools.reduce(torch.add, [batch[name] for batch in sums]) for name in sums[0]}

@@ -66,10 +66,11 @@ def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
 class Cifar10ResNet20(Cifar10):
     """ResNet20 (option A, 269,722 parameters) on CIFAR-10: 160 epochs, cosine by epoch, no warm-up.
 
-    The paper gives these, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches of at most 128,
-    which are BatchNorm's groups. It does not give the learning rates, whether an incomplete last batch is used (dropped
-    here), whose running statistics are tested (the first worker's here, as in PyTorch's data parallelism), and which
-    parameters decay (all here, as in the public code that it has probably used).
+    The paper states these settings, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches of at
+    most 128, which are also BatchNorm's groups. It does not state the following, with our choice in brackets: the
+    learning rates (`lrs`); whether an incomplete last batch is used (dropped); whose running statistics are tested (the
+    first worker's, as in PyTorch's data parallelism); which parameters decay (all, as in the public code that the
+    authors probably used).
     """
 
     lrs = {  # noqa: RUF012  around the best ones at batch 8192 in trials with one seed
@@ -98,8 +99,8 @@ class Cifar10ResNet20(Cifar10):
 class Cifar10ConvNet(Cifar10):
     """The network of two convolutions of the paper's Figure 1 on CIFAR-10 (62,006 parameters).
 
-    The paper gives no settings for that figure, so those of its ResNet20 are used. Without BatchNorm, workers and
-    micro-batches affect only the speed.
+    The paper states no settings for that figure, so this task uses those of its ResNet20. Without BatchNorm, workers
+    and micro-batches affect only the speed.
     """
 
     lrs = {  # noqa: RUF012  guesses

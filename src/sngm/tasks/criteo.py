@@ -21,12 +21,12 @@ CHOICES = {"reduction": ("sum", "mean"), "integers": ("minmax", "log"), "init": 
 class CriteoDeepFM(Task):
     """DeepFM on Criteo's click logs: 10 epochs at a constant learning rate, weight decay 1e-3, AUC.
 
-    The paper gives these, the batches, momentum 0.9 and the learning rates to choose from, the same for all methods. It
-    names the library, DeepCTR-Torch, whose loss is the sum over a batch: its gradient grows with the batch, which
-    matters for MSGD and for every weight decay. So a sum is the default here. The library's own small penalty, 1e-5
-    times the squares of the embeddings, is left out: weight decay is a hundred times as strong. The paper trained on 10
-    million rows of Criteo's terabyte; the default here is a sample of 80,000 rows of the older Kaggle set, so results
-    cannot be compared with the paper's table.
+    The paper states these settings, the batches, momentum 0.9 and the learning rates to choose from, the same for all
+    methods. It names the library, DeepCTR-Torch, whose loss is the sum over a batch. The gradient of a sum grows with
+    the batch, which matters for MSGD and for every weight decay, so a sum is the default of this task too. The
+    library's own small penalty, 1e-5 times the squares of the embeddings, is left out: weight decay is a hundred times
+    as strong. The paper trained on 10 million rows of Criteo's terabyte dataset. The default of this task is a sample
+    of 80,000 rows of the older Kaggle dataset, so results cannot be compared with the paper's table.
 
     Args:
         files: names of text files, separated by commas, in the folder criteo of the data folder, plain or gzip.
@@ -34,8 +34,8 @@ class CriteoDeepFM(Task):
         integers: "minmax" scales integers to [0, 1], as the library's example does; "log" takes log(1 + x - min) /
             log(1 + max - min), with minimum and maximum of the training rows.
         init: "small" for the library's initial weights of the perceptron, about 1e-4, or "he" for He et al.'s.
-        embedding_l2: weight decay of the embeddings alone, in addition to the method's: half of it times their squares
-            is added to the mean loss, for both reductions.
+        embedding_l2: additional weight decay of the embeddings alone: half of it times the squares of the embeddings is
+            added to the mean loss, for both reductions.
     """
 
     dataset = "criteo"
@@ -48,7 +48,7 @@ class CriteoDeepFM(Task):
     bias_lr = "full"
     usual_lrs = (0.001, 0.01, 0.1)
     pass_size = 65536
-    pass_size_on_cpu = 8192  # every pass reads and writes all tables
+    pass_size_on_cpu = 8192  # not smaller: every pass reads and writes all tables
 
     def __init__(
         self,

@@ -143,7 +143,7 @@ def as_samples(name: str, dataset: Any) -> Tensors | DatasetSamples:
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return, per sample, whether the largest output is that of its class."""
+    """Return for each sample whether its largest output is at the index of its class."""
     return outputs.argmax(1) == target
 
 

@@ -20,9 +20,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class ImageNetResNet50(Task):
     """ResNet-50 on ImageNet: 90 epochs with warm-up, polynomial decay and label smoothing.
 
-    The paper gives the epochs, "warm-up and polynomial learning rate strategy", the batches of 1,024 and 32,768 and,
-    for all its experiments on images, weight decay 1e-4. The rest is taken from the code that it took LARS from,
-    NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, decay of power 2, and for LARS
+    The paper states the epochs, "warm-up and polynomial learning rate strategy", the batches of 1,024 and 32,768 and,
+    for all its experiments on images, weight decay 1e-4. The other settings follow the code from which the paper took
+    LARS, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, learning rate decay of power 2, and for LARS
 
     =======  =======  ===============
     batch    lr       warm-up, epochs
@@ -35,17 +35,18 @@ class ImageNetResNet50(Task):
     32,768   2^5      14
     =======  =======  ===============
 
-    These warm-ups are the defaults at their batches. That code decays over the epochs after the warm-up, this task over
-    all of them; its first step has a learning rate of 0, here no step has. At 32,768 its BatchNorm is over 64 samples:
-    ``--bn-group 64``.
+    These warm-ups are this task's defaults at their batches. There are two differences: that code decays the learning
+    rate over the epochs after the warm-up, this task over all epochs; and that code's first step has a learning rate of
+    0, while no step of this task has. At batch 32,768 that code's BatchNorm is over 64 samples: use ``--bn-group 64``.
 
-    Label smoothing is that code's as well: the target of the label is 1 - smoothing, and the other classes share
-    `smoothing`. In torch the label gets an equal share too, so that 0.1 there is 0.0999 here. Test losses have none.
+    Label smoothing follows that code too: the target of the true class is 1 - smoothing, and the other classes share
+    `smoothing`. In torch the true class also gets an equal share of it, so that torch's 0.1 corresponds to 0.0999 in
+    this task. Test losses have no label smoothing.
 
     Args:
         size: width and height of the model's input in pixels.
         resize: pixels of the shorter side before the central crop of evaluation.
-        smoothing: see above.
+        smoothing: label smoothing, see above.
         classes: number of classes of the dataset.
     """
 
@@ -55,7 +56,7 @@ class ImageNetResNet50(Task):
     schedule = "polynomial"
     workers = 8
     micro = 128
-    bias_lr = "full"  # as in the runs of the table
+    bias_lr = "full"  # as in the runs of the table above
     precision_on_gpu = "bfloat16"
     pass_size = 128
     loaders = 8
@@ -64,7 +65,7 @@ class ImageNetResNet50(Task):
         "msgd": (0.4, 0.8, 1.6, 3.2),  # recalled, of Goyal et al.: 0.1 per 256 samples, up to batch 8,192
         "lars": (4.0, 8.0, 16.0, 32.0),
         "lars-unscaled": (4.0, 8.0, 16.0, 32.0),
-        "lars-momentum": (0.004, 0.008, 0.016, 0.032),  # it has no trust coefficient of 0.001
+        "lars-momentum": (0.004, 0.008, 0.016, 0.032),  # its trust coefficient is 1, not 0.001
         "lamb": (0.005, 0.01, 0.02, 0.04),  # recalled, of its paper, batch 512 to 32,768
         # The rest are guesses. SNGM: the good range of ResNet-20, 0.3 to 1.6, times the ratio of the initial weight
         # norms, 268 / 46; block-sngm: that divided by the square root of the number of tensors, 161.
@@ -124,7 +125,7 @@ class ImageNetResNet50(Task):
         return {"loss": loss, "accuracy": first[:, 0], "top5": first.any(1)}
 
     def _inputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Normalise on the model's device; uint8 until here takes a quarter of the memory and bandwidth."""
+        """Normalise images on the model's device; until then they are uint8, a quarter of the memory and bandwidth."""
         like = next(model.parameters())
         mean, std = _mean_and_std(like.device, like.dtype)
         return (batch[0].to(like.dtype) - mean) / std

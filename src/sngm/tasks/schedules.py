@@ -1,7 +1,7 @@
-"""Learning rate schedules: the factor of the base learning rate, as a function of the step.
+"""Learning rate schedules: functions from the step to a factor that multiplies the base learning rate.
 
-`plateau` also depends on the recorded validation scores. Schedules have no other state, so that a resumed run has the
-same learning rates.
+`plateau` also depends on the recorded validation scores. Schedules have no other state, so a resumed run has the same
+learning rates.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ LIMITS = {"power": (0.0, math.inf), "factor": (1.0, math.inf), "patience": (0, m
 
 
 class Schedule:
-    """A schedule by name, after a linear warm-up over the first `warmup` epochs.
+    """A schedule given by name, with a linear warm-up over the first `warmup` epochs.
 
     >>> Schedule("cosine", warmup=2)(Moment(step=0, steps=100, epoch=0, epochs=10))
     0.05

@@ -1,4 +1,4 @@
-"""Scores of a whole split that are no mean over samples, computed on the device of the predictions."""
+"""Scores of a whole split that are not means over samples, computed on the device of the predictions."""
 
 import torch
 from torch import Tensor
@@ -9,8 +9,8 @@ def auc(scores: Tensor, labels: Tensor) -> Tensor:
     """Return the area under the ROC curve: how often a sample of label 1 scores higher than one of label 0.
 
     A tie counts half. The result equals scikit-learn's ``roc_auc_score``. Pairs are counted in integers, so the order
-    of the samples does not matter. It is NaN where the area is undefined: with labels of one class only, or with a
-    score that is NaN, as a diverged model gives.
+    of the samples does not matter. It is NaN if the area is undefined: all labels are equal, or a score is NaN, as of a
+    diverged model.
 
     Args:
         scores: logits or probabilities, of shape (n,).
@@ -25,7 +25,7 @@ def auc(scores: Tensor, labels: Tensor) -> Tensor:
     _check_shapes(scores, labels)
     scores, positive = scores.detach(), labels.to(scores.device) == 1
     ones, zeros = scores[positive], scores[~positive].sort().values
-    # twice the pairs in the right order: those below the score, and those below or equal to it
+    # twice the number of correctly ordered pairs: pairs below the score, plus pairs below or equal to it
     twice = torch.searchsorted(zeros, ones).sum() + torch.searchsorted(zeros, ones, right=True).sum()
     area = twice.double() / (2 * len(ones) * len(zeros))  # 0 / 0 with one class
     return torch.where(scores.isnan().any(), torch.nan, area)

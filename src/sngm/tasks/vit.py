@@ -18,19 +18,19 @@ from ..models.vit import load_vit
 from .base import Batch, Samples, Splits, Task, Tensors
 
 SIDE = 32  # width and height of an image in pixels
-GRID = 512  # values that the area and the aspect ratio of a crop can take
+GRID = 512  # number of values that the area, and the aspect ratio, of a crop can take
 AUGMENTS = ("resized-crop", "flip")
 
 
 class CifarViT(Task):
     """Fine-tune a pretrained ViT: 20 epochs, linear decay, no warm-up.
 
-    The paper gives these and the batches, and names the model and the framework, Hugging Face's transformers. Learning
-    rates, weight decay and clipping are our choice. The framework clips gradients to a norm of 1 by default, so the
-    paper's MSGD was probably clipped: ``--clip 1`` does that. Its script holds out 15 % of a dataset that has no
-    validation set; here all 50,000 images are used for training.
+    The paper states these settings and the batches, and names the model and the framework, Hugging Face's transformers.
+    Learning rates, weight decay and clipping are our choice. The framework clips gradients to a norm of 1 by default,
+    so the paper's MSGD was probably clipped; use ``--clip 1`` for that. The framework's script holds out 15 % of a
+    dataset that has no validation set; this task trains on all 50,000 images.
 
-    Images stay uint8 of 32 x 32 until they are on the model's device. They are scaled up there, and not rounded again.
+    Images are stored as uint8 of 32 x 32 pixels. They are scaled up on the model's device, and not rounded again.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -88,7 +88,7 @@ class CifarViT(Task):
         return model
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return images and labels unchanged, and a random number for each, which determines its crop."""
+        """Return images and labels unchanged, and a random number for each image, which determines its crop."""
         images, labels = samples[indices]
         return images, labels, random_bits(seed, epoch, indices.to(images.device))
 
@@ -153,7 +153,7 @@ def random_boxes(numbers: Tensor) -> Tensor:
 def crop_sizes(device: torch.device) -> Tensor:
     """Return equally likely heights and widths, with uniform areas and log-uniform aspect ratios.
 
-    Those that do not fit the image are left out; torchvision draws again, up to ten times, to the same effect.
+    Sizes that exceed the image are left out. torchvision draws again in that case, up to ten times, to the same effect.
     """
     at = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     area = SIDE**2 * (SCALE[0] + (SCALE[1] - SCALE[0]) * at)[:, None]
@@ -166,8 +166,8 @@ def crop_sizes(device: torch.device) -> Tensor:
 def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:
     """Return the content of each box (top, left, height, width), scaled up bilinearly to `size` x `size`, and flipped.
 
-    Each direction is a product with a matrix per image, whose rows hold the weights of two neighbours. A single box
-    applies to all images.
+    Each direction is scaled by multiplying each image by a matrix, whose rows hold the interpolation weights of two
+    neighbouring pixels. A single box applies to all images.
     """
     top, left, height, width = boxes.unbind(1)
     down = _weights(top, height, size, pixels)
@@ -178,7 +178,7 @@ def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor
 
 
 def _weights(start: Tensor, length: Tensor, size: int, pixels: Tensor) -> Tensor:
-    """Return the weight of each pixel of the image in each of `size` pixels that cover `length` from `start`."""
+    """Return interpolation weights: of each image pixel in each of `size` pixels that cover `length` from `start`."""
     centre = 2 * torch.arange(size, device=pixels.device) + 1
     at = (centre * length[:, None] - size).to(pixels.dtype) / (2 * size)  # the centre of each pixel, in the box
     at = start[:, None] + torch.minimum(at.clamp(min=0), length[:, None] - 1)

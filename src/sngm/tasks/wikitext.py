@@ -14,25 +14,26 @@ from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
 
 TEST_STREAMS = 10  # as in word_language_model
-TEST_WINDOW = 350  # tokens; recurrent state is kept between windows, so scores do not depend on it
+TEST_WINDOW = 350  # tokens per window in evaluation; recurrent state is kept, so scores do not depend on it
 
 
 class WikiText2LSTM(Task):
     """A two-layer LSTM on WikiText-2: 40 epochs, test perplexity of the epoch with the best validation perplexity.
 
-    The paper gives the data, the network (200 units, 200 dimensions, dropout 0.2), the epochs, the batches, and that
-    gradients are clipped for MSGD. These are the defaults of pytorch/examples' word_language_model, so the rest is
-    taken from there: windows of 35 words, untied weights, clipping to 0.25, a learning rate that is divided by 4 when
-    an epoch does not improve the validation perplexity, and no weight decay. That program has no momentum and lr 20,
-    which corresponds to 2 with momentum 0.9. A batch is the number of streams of text. From batch 1000 on, where the
-    learning rate would be divided after too few steps, it decays linearly instead: at 2000 the best of three schedules
-    for SNGM and MSGD, and nearly so for LARS. The learning rates to try are around the best ones there.
+    The paper states the data, the network (200 units, 200 dimensions, dropout 0.2), the epochs, the batches, and that
+    gradients are clipped for MSGD. These are the defaults of pytorch/examples' word_language_model, so this task takes
+    the other settings from that program: windows of 35 words, untied weights, clipping to 0.25, a learning rate that is
+    divided by 4 when an epoch does not improve the validation perplexity, and no weight decay. That program uses no
+    momentum and lr 20, which corresponds to lr 2 with momentum 0.9. The batch size is the number of parallel streams of
+    text. From batch 1000 on, the learning rate would be divided after too few steps, so it decays linearly instead: at
+    batch 2000 this was the best of three schedules for SNGM and MSGD, and nearly the best for LARS. The learning rates
+    to try are around the best ones at that batch.
 
     Args:
-        bptt: words of a window.
-        width: of embeddings and hidden layers.
-        layers: LSTM layers.
-        dropout: after the embedding and after each layer.
+        bptt: number of words of a window.
+        width: width of embeddings and hidden layers.
+        layers: number of LSTM layers.
+        dropout: dropout probability after the embedding and after each layer.
     """
 
     dataset = "wikitext2"
@@ -103,12 +104,12 @@ class WikiText2LSTM(Task):
 
 
 def _read(model: WordLSTM, inputs: Tensor, carried: Batch) -> tuple[Tensor, Batch]:
-    """Return features and the recurrent state after them, stream first, where the model has the layer first."""
+    """Return features and the recurrent state after them, transposed: streams first instead of layers first."""
     outputs, cells = (t.transpose(0, 1).contiguous() for t in carried)
     features, after = model(inputs, (outputs, cells))
     return features, tuple(t.transpose(0, 1) for t in after)
 
 
 def _test_windows(tokens: Tensor) -> Windows:
-    most = max(1, len(tokens) // 2)  # of a small sample
+    most = max(1, len(tokens) // 2)  # for a small sample
     return Text(tokens, TEST_WINDOW).in_streams(min(TEST_STREAMS, most))

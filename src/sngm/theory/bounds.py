@@ -8,16 +8,17 @@ All functions take these arguments, by position or keyword, as floats or arrays 
 - ``L``, ``lam``: smoothness. The Hessian's norm is at most ``L + lam * ||grad F||``
 - ``sigma``: E||grad f_i - grad F||^2 <= sigma^2 for a random sample i
 - ``beta``: momentum
-- ``blocks``, ``rho``: S, and the largest ``||g|| / sum of the norms of its blocks`` of a run
+- ``blocks``: S, the number of blocks (tensors)
+- ``rho``: the largest ratio ``||g|| / sum of the norms of the blocks of g`` over the gradients g of a run
 - ``gamma_l``, ``gamma_u``: the lower and upper limit of LARS's phi
 
-A bound is a number that the mean of E||grad F(w_t)|| over t = 0 ... T-1 does not exceed (for MSGD, of its square).
-Floats give a float, arrays an array. A violated condition raises ValueError with the largest admissible eta; the
-conditions have a relative tolerance of 1e-12.
+A bound is an upper limit of the mean of E||grad F(w_t)|| over t = 0 ... T-1 (for MSGD, of E||grad F(w_t)||^2).
+Floats give a float, arrays an array. If eta violates the condition of a theorem, ValueError is raised with the largest
+admissible eta; conditions have a relative tolerance of 1e-12.
 
-Each `_best` returns ``Best(eta, bound)``, the admissible eta with the lowest bound. If there is no minimum, it returns
-the limit: eta is 0 with gap = 0, and the largest admissible eta (infinite without a condition) where nothing grows with
-eta (L = 0; for MSGD also sigma = 0).
+Each function ``*_best`` returns ``Best(eta, bound)``: the admissible eta with the lowest bound, and that bound. If the
+bound has no minimum, it returns the limit: eta is 0 if gap = 0, and the largest admissible eta (infinite without a
+condition) if no term grows with eta (L = 0; for MSGD also sigma = 0).
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ def smooth_bound(
 ) -> Number:
     """Return the bound of Theorem 1: SNGM on an L-smooth function, with any learning rate.
 
-    ``(1-beta) gap / (eta T) + L kappa eta / 2 + 2 sigma / sqrt(B)``. Assumes gradients that are L-Lipschitz and samples
-    of variance at most sigma^2.
+    ``(1-beta) gap / (eta T) + L kappa eta / 2 + 2 sigma / sqrt(B)``. The theorem assumes that the gradient of
+    F is L-Lipschitz and that single-sample gradients have a variance of at most sigma^2.
 
     >>> smooth_bound(gap=1, eta=0.1, steps=100, batch=16, L=1, sigma=1, beta=0)
     0.65
@@ -57,7 +58,7 @@ def smooth_bound(
 def smooth_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
     """Return the best learning rate of Theorem 1, ``sqrt(2 (1-beta) gap / (L kappa T))``, and its bound.
 
-    eta is 0 with gap = 0 and infinite with L = 0; the bound then is its limit, ``2 sigma / sqrt(B)``.
+    eta is 0 if gap = 0 and infinite if L = 0; in both cases the bound is its limit, ``2 sigma / sqrt(B)``.
 
     >>> smooth_best(gap=2, steps=64, batch=16, L=1, sigma=1, beta=0)
     Best(eta=0.25, bound=0.75)
@@ -75,8 +76,9 @@ def relaxed_bound(
 ) -> Number:
     """Return the bound of Theorem 2: SNGM on an (L, lam)-smooth function, if ``8 eta kappa lam <= 1``.
 
-    ``2 (1-beta) gap / (eta T) + 8 L kappa eta + 4 sigma / sqrt(B)``. Assumes a Hessian of norm at most
-    ``L + lam ||grad F||`` and samples of variance at most sigma^2.
+    ``2 (1-beta) gap / (eta T) + 8 L kappa eta + 4 sigma / sqrt(B)``. The theorem assumes that the
+    norm of the Hessian is at most ``L + lam ||grad F||`` and that single-sample gradients have a variance of at most
+    sigma^2.
 
     >>> relaxed_bound(gap=1, eta=0.125, steps=100, batch=16, L=1, sigma=1, beta=0, lam=1)
     2.16
@@ -89,7 +91,7 @@ def relaxed_best(
 ) -> Best:
     """Return the best learning rate of Theorem 2, and its bound.
 
-    It is ``sqrt((1-beta) gap / (4 L kappa T))`` or, if less, ``1 / (8 kappa lam)``.
+    The learning rate is the smaller of ``sqrt((1-beta) gap / (4 L kappa T))`` and ``1 / (8 kappa lam)``.
 
     >>> relaxed_best(gap=1, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5)
     Best(eta=0.025, bound=2.0)
@@ -114,8 +116,8 @@ def msgd_bound(
     """Return the bound of Section 3 on the SQUARED gradient norm of momentum SGD on an L-smooth function.
 
     ``2 (1-beta) gap / (eta T) + L eta sigma^2 / ((1-beta)^2 B) + 4 L^2 eta^2 sigma^2 / (1-beta)^2`` bounds the mean of
-    E||grad F||^2, if ``eta <= (1-beta)^2 / ((1+beta) L)``; its square root bounds the mean of E||grad F||. Assumes what
-    Theorem 1 does.
+    E||grad F||^2, if ``eta <= (1-beta)^2 / ((1+beta) L)``; its square root bounds the mean of E||grad F||. The
+    assumptions are those of Theorem 1.
 
     >>> msgd_bound(gap=1, eta=0.1, steps=100, batch=10, L=1, sigma=1, beta=0)
     0.25
@@ -124,9 +126,10 @@ def msgd_bound(
 
 
 def msgd_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
-    """Return the best learning rate of `msgd_bound`, the root of a cubic or the condition's limit, and its bound.
+    """Return the learning rate with the lowest `msgd_bound`, and that bound.
 
-    Without noise (sigma = 0) that is ``(1-beta)^2 / ((1+beta) L)``; with L = 0 it is infinite.
+    The learning rate is the root of a cubic, or the limit ``(1-beta)^2 / ((1+beta) L)`` of the condition if that is
+    smaller or there is no noise (sigma = 0). It is infinite if L = 0.
 
     >>> msgd_best(gap=1, steps=100, batch=1, L=0.5, sigma=0, beta=0)
     Best(eta=2.0, bound=0.01)
@@ -153,9 +156,9 @@ def block_bound(
     """Return the bound of Theorem 3: block-wise SNGM with S blocks, each divided by its own norm.
 
     If ``8 eta kappa lam rho S <= 1``:
-    ``2 rho (1-beta) gap / (eta T) + 8 L kappa rho S eta + 2 sigma (1 + rho sqrt(S)) / sqrt(B)``. Assumes what Theorem 2
-    does, and that rho is at least ``||g|| / sum of the norms of its blocks`` for every gradient g of the run, so
-    ``1/sqrt(S) <= rho <= 1``. One block with rho = 1 is Theorem 2.
+    ``2 rho (1-beta) gap / (eta T) + 8 L kappa rho S eta + 2 sigma (1 + rho sqrt(S)) / sqrt(B)``. The assumptions
+    are those of Theorem 2, and that rho is at least ``||g|| / sum of the norms of its blocks`` for every gradient g of
+    the run, so ``1/sqrt(S) <= rho <= 1``. With one block and rho = 1 this is Theorem 2.
 
     >>> block_bound(gap=1, eta=0.0625, steps=100, batch=16, L=1, sigma=1, beta=0, lam=1, blocks=4, rho=0.5)
     2.16
@@ -169,8 +172,9 @@ def block_best(
 ) -> Best:  # fmt: skip
     """Return the best learning rate of Theorem 3, and its bound.
 
-    It is Theorem 2's divided by sqrt(S) or, if less, ``1 / (8 kappa lam rho S)``. The bound is never below that of
-    `relaxed_best`, and equal to it if ``rho = 1/sqrt(S)`` (Section 6).
+    The learning rate is the smaller of Theorem 2's ``sqrt((1-beta) gap / (4 L kappa T))`` divided by sqrt(S), and
+    ``1 / (8 kappa lam rho S)``. The bound is never below that of `relaxed_best`, and equal to it if
+    ``rho = 1/sqrt(S)`` (Section 6).
 
     >>> block_best(gap=2, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5, blocks=4, rho=1)
     Best(eta=0.00625, bound=8.1)
@@ -190,9 +194,10 @@ def lars_bound(
 
     If ``8 eta kappa lam rho S gamma_u^2 / gamma_l <= 1``:
     ``2 rho (1-beta) gap / (gamma_l eta T) + 8 L kappa rho S eta gamma_u^2 / gamma_l
-    + 2 sigma (1 + rho sqrt(S) gamma_u / gamma_l) / sqrt(B)``. The remark prints no formula: this is what its recipe
-    gives, every +eta in the proof replaced by eta gamma_u and every -eta by -eta gamma_l. Assumes what Theorem 3 does,
-    and momentum on phi g / ||g||. With gamma_l = gamma_u it is Theorem 3 at ``gamma eta``.
+    + 2 sigma (1 + rho sqrt(S) gamma_u / gamma_l) / sqrt(B)``. The remark prints no formula: this one follows its
+    instructions, to replace every +eta in the proof by eta gamma_u and every -eta by -eta gamma_l. The assumptions are
+    those of Theorem 3, with momentum on phi g / ||g||. With gamma_l = gamma_u = gamma it is Theorem 3 at learning rate
+    ``gamma eta``.
 
     >>> lars_bound(1, 0.03125, 100, 16, 1, 1, 0, 1, 4, 0.5, gamma_l=2, gamma_u=2)
     2.16
@@ -204,7 +209,10 @@ def lars_best(
     gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats, lam: Floats, blocks: Floats,
     rho: Floats, gamma_l: Floats, gamma_u: Floats,
 ) -> Best:  # fmt: skip
-    """Return the best learning rate of `lars_bound`, Theorem 3's over gamma_u or the condition's limit, and its bound.
+    """Return the learning rate with the lowest `lars_bound`, and that bound.
+
+    The learning rate is the smaller of ``sqrt((1-beta) gap / (4 L kappa T S)) / gamma_u`` and the largest one that the
+    condition of `lars_bound` allows.
 
     >>> lars_best(1, 100, 16, 1, 1, 0, 0, 4, 0.5, gamma_l=1, gamma_u=2)
     Best(eta=0.0125, bound=3.1)
@@ -235,8 +243,8 @@ def _lars(
 def rho(norms: ArrayLike) -> Number:
     """Return ||g|| over the sum of its blocks' norms (Theorem 3); the last axis of `norms` holds the blocks.
 
-    The ratio is between 1/sqrt(S), for equal norms, and 1, for one block. The theorem's constant is the maximum over a
-    run: ``rho(norms).max()``, with a row for each step.
+    The ratio is 1/sqrt(S) for S blocks of equal norms, and 1 if one block has all of the gradient. The theorem's
+    constant is the maximum over a run: ``rho(norms).max()``, with a row for each step.
 
     >>> rho([3.0, 4.0])
     0.7142857142857143
@@ -257,8 +265,8 @@ def rho(norms: ArrayLike) -> Number:
 def cos_angle(norms: ArrayLike) -> Number:
     """Return the cosine between g and the block-wise direction n = (g_s / ||g_s||), from the norms of g's blocks.
 
-    Section 6: ``sum of norms / (sqrt(S) ||g||)``, that is ``1 / (sqrt(S) rho(norms))``: 1 for equal norms, 1/sqrt(S)
-    when one block has all of the gradient. As in the paper every block counts in S, also one of norm 0.
+    By Section 6 it is ``sum of norms / (sqrt(S) ||g||)``, that is ``1 / (sqrt(S) rho(norms))``: 1 for equal norms, and
+    1/sqrt(S) if one block has all of the gradient. As in the paper, S also counts blocks of norm 0.
 
     >>> round(cos_angle([3.0, 4.0]), 4)
     0.9899

@@ -1,4 +1,4 @@
-"""Batch size and learning rate for a budget of gradients: Corollaries 1 and 2, Table 1, the order of EXTRAP-SGD."""
+"""Batch size and learning rate for C single-sample gradients: Corollaries 1 and 2, Table 1, order of EXTRAP-SGD."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from .terms import ROUNDING, Floats, Number, as_number, check_condition, largest
 
 
 class Plan(NamedTuple):
-    """A batch size, a learning rate and a number of steps for a budget of gradients, and the bound they lead to.
+    """Batch size, learning rate and steps for a budget (a number of single-sample gradients), and their bound.
 
-    `batch` is the paper's real number; `whole_batch` and `whole_steps` are for a run. `bound` is for the mean of
-    E||grad F||, with MSGD too.
+    `batch` is a real number, as in the paper; `whole_batch` and `whole_steps` are for a run. `bound` is for the mean of
+    E||grad F||, also for MSGD.
     """
 
     batch: Number
     lr: Number
     steps: Number
-    """ceil(gradients / batch), as in the corollaries: up to one batch more than the budget."""
+    """ceil(gradients / batch), as in the corollaries: this may exceed the budget by up to one batch."""
     bound: Number
     least_gradients: Number
-    """The smallest budget at which lr meets the condition of the bound; 0 if every budget does."""
+    """The smallest budget at which lr meets the condition of the bound; 0 if lr meets it at every budget."""
     gradients: Number
 
     @property
@@ -49,13 +49,13 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Return batch size, learning rate and bound of Table 1, for C gradients and the method "msgd" or "sngm".
 
-    - "sngm": ``batch = sqrt(C)``, ``lr = sqrt(batch / C) = C^(-1/4)``, and the bound of Corollary 1; where lam is above
-      0 that of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises ValueError.
-    - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))``, ``lr = batch / sqrt(C)``, and the square root of `msgd_bound`'s
-      formula there. Table 1 gives orders. With their constants taken as 1, as here, lr is above the bound's condition
-      ``eta <= 1 / (kappa L)`` unless beta = 0 or ``C >= (kappa L)^4``; `proved` says whether it is met.
+    - "sngm": ``batch = sqrt(C)``, ``lr = sqrt(batch / C) = C^(-1/4)``, and the bound of Corollary 1. If lam > 0, the
+      bound of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises ValueError.
+    - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))``, ``lr = batch / sqrt(C)``, and the square root of `msgd_bound` at
+      this batch and lr. Table 1 gives only orders; their constants are taken as 1. Then lr violates the condition of
+      the bound, ``eta <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; `proved` says whether lr meets it.
 
-    Assumes what the theorems behind them do; for "msgd" that includes lam = 0.
+    The assumptions are those of the corresponding theorems; for "msgd" they include lam = 0.
 
     >>> found = plan(10**8, "sngm", gap=1, L=2, sigma=3, beta=0)
     >>> found.batch, found.lr, found.steps, found.bound
@@ -103,8 +103,9 @@ def least_gradients(beta: Floats, lam: Floats) -> Number:
 def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Number:
     """Return the order that Section 3 states for EXTRAP-SGD, ``B / (eta C) + (eta + eta^2) / B`` if ``eta <= 1 / L``.
 
-    An order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, also that of the
-    condition. With eta = B / sqrt(C) it is of order 1 / sqrt(C), up to the batch sqrt(C) / L where the condition ends.
+    This is the order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, also that
+    of the condition. With eta = B / sqrt(C) it is of order 1 / sqrt(C), for batches up to sqrt(C) / L, where eta
+    reaches the limit of the condition.
 
     >>> extrap_order(gradients=10_000, eta=0.1, batch=10, L=1)
     0.021

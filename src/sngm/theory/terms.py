@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 Floats: TypeAlias = float | NDArray[Any]
 Number: TypeAlias = Any  # a float if every argument was one, otherwise an array
 
-ROUNDING = 1e-12  # relative: equality in a condition must not fail by rounding
+ROUNDING = 1e-12  # relative tolerance: equality in a condition must not fail because of rounding
 
 _AT_LEAST_0 = ("a finite number of at least 0", lambda x: (x >= 0) & (x < math.inf))
 _ABOVE_0 = ("a finite number above 0", lambda x: (x > 0) & (x < math.inf))
@@ -99,7 +99,7 @@ class Terms(NamedTuple):
 
         The derivative is zero where ``2 * square * eta**3 + linear * eta**2 == inverse``. For x = 1/eta this is the
         cubic ``x**3 == 3 * p * x + 2 * p**1.5 * t`` with 3 * p = linear / inverse, and its one positive root is
-        ``x = 2 * sqrt(p) * cos(arccos(t) / 3)`` (Viète), with cosh for t above 1. Without a square, t is 0 and eta is
+        ``x = 2 * sqrt(p) * cos(arccos(t) / 3)`` (Viète), with cosh for t above 1. If square = 0, t is 0 and eta is
         sqrt(inverse / linear).
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
@@ -107,7 +107,7 @@ class Terms(NamedTuple):
             t = math.sqrt(27) * self.square / self.linear * root
             third = np.where(t <= 1, np.cos(np.arccos(np.minimum(t, 1)) / 3), np.cosh(np.arccosh(np.maximum(t, 1)) / 3))
             stationary = root * np.where(t > 0, math.sqrt(0.75) / third, 1.0)
-        # Where nothing grows with eta (square > 0 implies linear > 0), the largest eta is the best.
+        # If no term grows with eta (square > 0 implies linear > 0), the largest eta is the best.
         eta = np.minimum(np.where(self.linear > 0, stationary, math.inf), self.limit)
         return Best(as_number(eta), as_number(self._value(eta)))
 

@@ -16,12 +16,12 @@ class BatchPlan:
     """How one step splits the global batch.
 
     Attributes:
-        batch: samples of the global batch, over all workers.
-        workers: data-parallel workers, real or virtual. Each has a contiguous part of the batch.
-        micro: samples of a micro-batch.
-        bn_group: samples that BatchNorm normalises together. A pass through the model is one such group, or several if
-            the task sets `pass_size`.
-        ranks: processes. Each computes ``workers / ranks`` consecutive workers, one after another.
+        batch: number of samples of the global batch, over all workers.
+        workers: number of data-parallel workers, real or virtual. Each has a contiguous part of the batch.
+        micro: number of samples of a micro-batch.
+        bn_group: number of samples that BatchNorm normalises together. A pass through the model is one such group, or
+            several if the task sets `pass_size`.
+        ranks: number of processes. Each computes ``workers / ranks`` consecutive workers, one after another.
 
     >>> plan = BatchPlan.of(batch=1024, workers=8, micro=64)
     >>> plan.share, plan.bn_group, len(plan.pieces(0)), plan.pieces(1)[0]
@@ -73,10 +73,11 @@ class BatchPlan:
         return cls(batch, workers, micro, bn_group, ranks)
 
     def for_rest(self, count: int) -> BatchPlan | None:
-        """Return the plan of a last, smaller batch of at most `count` samples, for the same workers; None if too few.
+        """Return the plan of an epoch's last, smaller batch of at most `count` samples; None if `count` is too small.
 
-        It keeps the micro-batches if one fits into a worker's part; else that part is one micro-batch. BatchNorm groups
-        keep their size unless they are whole micro-batches. What does not fill a micro-batch is left out.
+        The plan has the same workers. The micro-batch size stays the same if a worker's part has as many samples; else
+        the part is one micro-batch. BatchNorm groups keep their size unless they are whole micro-batches. Samples that
+        do not fill a micro-batch are left out.
 
         >>> plan = BatchPlan.of(batch=32768, workers=8, micro=128)
         >>> plan.for_rest(50000 - 32768).describe()
@@ -100,12 +101,12 @@ class BatchPlan:
         return range(rank * each, (rank + 1) * each)
 
     def pieces(self, worker: int) -> list[slice]:
-        """Return the parts of the global batch that are a worker's passes, one BatchNorm group each, in order."""
+        """Return a worker's passes in order, as slices of the global batch: one BatchNorm group per pass."""
         start = worker * self.share
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
 
     def merged(self, workers: range, most: int) -> list[slice]:
-        """Return the passes of consecutive workers, merged into as few as possible of at most `most` samples.
+        """Return the passes of consecutive workers, merged into as few passes of at most `most` samples as possible.
 
         Passes hold whole BatchNorm groups and are of nearly equal size. A single group may exceed `most`.
 

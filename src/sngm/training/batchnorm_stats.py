@@ -35,7 +35,7 @@ def draws(task: Task, model: nn.Module) -> bool:
 
 
 class PerGroupStatistics:
-    """Running statistics of any BatchNorm with one group per pass: every worker starts from the same statistics."""
+    """Running statistics of BatchNorm with one group per pass: every worker starts from the same statistics."""
 
     def __init__(self, model: nn.Module, plan: BatchPlan, policy: str) -> None:
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -49,7 +49,7 @@ class PerGroupStatistics:
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Update statistics by the passes in the body if this worker's are kept; None for no update."""
+        """Update statistics in the passes of the body, if those of this worker are kept; None: do not update."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
         track(self.norms, worker is not None if self.mean else worker == 0)
@@ -61,7 +61,7 @@ class PerGroupStatistics:
             self.kept.append(self._copies())
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch of the next pass: nothing to do here."""
+        """Set the part of the batch that the next pass processes. Do nothing: these statistics do not need it."""
 
     def end(self) -> None:
         """End a step: with the policy "mean", set the statistics to their mean over workers."""
@@ -82,7 +82,7 @@ class PerGroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What a pass adds to running statistics, see :class:`GhostBatchNorm2d`; nothing if `weights` is None."""
+    """How a pass updates running statistics, see :class:`GhostBatchNorm2d`; not at all if `weights` is None."""
 
     weights: Tensor | None
     keep: float = 1.0
@@ -90,9 +90,10 @@ class Share:
 
 
 class GhostStatistics:
-    """Running statistics of GhostBatchNorm2d with several groups per pass; equal to `PerGroupStatistics`.
+    """Running statistics of GhostBatchNorm2d with several groups per pass; the result equals `PerGroupStatistics`.
 
-    A worker with groups 1..n moves r to (1-m)^n r + sum_i m (1-m)^(n-i) s_i, so each group has a fixed weight. With
+    With momentum m, a worker whose groups 1..n have statistics s_i updates the running statistics r to
+    (1-m)^n r + sum_i m (1-m)^(n-i) s_i, so each group has a fixed weight. With
     the policy "first", groups of other workers have weight 0; with "mean", weights are divided by the number of
     workers.
     """
@@ -114,7 +115,7 @@ class GhostStatistics:
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Share]:
-        """Return the share of each pass by its start. Only the first pass with weights decays the old statistics."""
+        """Return start of pass -> its share. Only the first pass with a non-zero weight decays the old statistics."""
         each = self.plan.share // self.plan.bn_group  # groups per worker
         weights, keep = one_after_another(each, momentum)
         if self.mean:  # over the workers of this process; `end` averages over processes
@@ -133,11 +134,11 @@ class GhostStatistics:
         return shares
 
     def begin(self) -> None:
-        """Start a step: nothing to do here."""
+        """Start a step. Do nothing: these statistics need no preparation."""
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Update statistics by the passes in the body; None for no update."""
+        """Update statistics in the passes of the body; if `worker` is None, do not update them."""
         self.tracks = worker is not None
         try:
             yield
@@ -145,7 +146,7 @@ class GhostStatistics:
             track(self.tracked, True)
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch of the next pass."""
+        """Set the part of the batch that the next pass processes."""
         for norm in self.norms:
             norm.group = self.plan.bn_group
         for norm in self.tracked:

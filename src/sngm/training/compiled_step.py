@@ -1,4 +1,4 @@
-"""The loss of a pass with torch.compile: augmentation, model and loss in one graph."""
+"""The loss of a forward pass, compiled by torch.compile: augmentation, model and loss in one graph."""
 
 from __future__ import annotations
 

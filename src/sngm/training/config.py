@@ -44,7 +44,7 @@ ADDED_LATER = {
 }  # fields that older records lack, with their former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
 WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
-BN_SAMPLES = 10_000  # that estimate the statistics of averaged weights, if not given
+BN_SAMPLES = 10_000  # default number of samples that estimate the statistics of averaged weights
 INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr: linear scaling for one of eight workers
 
 
@@ -53,8 +53,9 @@ class RunConfig:
     """Resolved config of one run. Runs with equal configs give the same numbers on the same machine.
 
     Attributes:
-        task, task_settings, task_source: the task; a checksum of its code if it is the user's own.
-        method, method_settings, method_source: the optimizer; a checksum of its code if it is a registered one.
+        task, task_settings, task_source: the task, its settings, and a checksum of its code if it is the user's own.
+        method, method_settings, method_source: the optimizer, its settings, and a checksum of its code if it is the
+            user's own.
         part: "full" trains on the whole training set and tests; "select" holds out a validation set and scores it.
         running_stats: BatchNorm's running statistics: of the "first" worker, as in DDP, or the "mean" of all workers.
         precision: dtype of weights and arithmetic. "bfloat16" is autocast: convolutions and matrix products in
@@ -145,7 +146,7 @@ class RunConfig:
 
     @property
     def hash(self) -> str:
-        """Short hash of the config. Independent of the order of settings, and unchanged by fields added later."""
+        """Short hash of the config, independent of the order of settings and of fields added by later versions."""
         values = {k: v for k, v in self.as_dict().items() if k not in ADDED_LATER or v != ADDED_LATER[k]}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -185,7 +186,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """Build a config from :meth:`as_dict`, also of older records. Lists in settings become tuples, as for betas."""
+        """Build a config from the dict of :meth:`as_dict` or of older records. Lists, such as betas, become tuples."""
         values = completed(values)
         missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
         if missing:
@@ -234,7 +235,7 @@ def resolve(
     """Return the config given by arguments and the defaults of the task. None stands for the default.
 
     Args:
-        task, method: their names.
+        task, method: names of the task and the method.
         method_settings, task_settings: settings that differ from the defaults.
         device: the device of the run. On a GPU the default precision is the task's `precision_on_gpu`.
         processes: the number of processes. The default number of workers is a multiple of it.
@@ -277,7 +278,7 @@ def resolve(
 
 
 def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int) -> dict[str, int]:
-    """Return workers, micro and bn_group: as given, else the task's defaults as far as they fit the batch."""
+    """Return workers, micro and bn_group: the given values, else the task's defaults, fitted to the batch."""
     batch, micro, bn_group = settings["batch"], settings.get("micro"), settings.get("bn_group")
     workers = settings.get("workers")
     if workers is None:

@@ -1,4 +1,4 @@
-"""Estimate of the time and memory of a run, from a pass of it through the model."""
+"""Estimate of the time and memory of a run, from a measured forward and backward pass."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from .data_loading import loaders_of, size_of, to_device, to_device_if_fits
 from .distributed import set_numerics
 
 MOST_ON_CPU = 128  # samples of the measured pass on a CPU
-SECONDS = 8.0  # for the whole measurement on a CPU
-TIMES = 4  # passes: the first measures memory, the others time
+SECONDS = 8.0  # time limit of the whole measurement on a CPU
+TIMES = 4  # number of passes: the first measures memory, the others time
 PROBE = 8  # samples of the warm-up pass, whose time sets the size of the measured pass
 
 
@@ -32,8 +32,9 @@ class Measured:
     Attributes:
         samples: number of samples of the measured pass.
         largest: number of samples of the run's largest pass.
-        sample_seconds, step_seconds: forward and backward pass per sample; optimizer step.
-        memory: peak bytes by purpose.
+        sample_seconds: seconds of the forward and backward pass per sample.
+        step_seconds: seconds of an optimizer step.
+        memory: peak memory in bytes, by purpose.
     """
 
     samples: int
@@ -50,7 +51,7 @@ class Measured:
 
 
 def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int | None = None) -> Measured:
-    """Measure a pass of a prepared run on a copy of its model."""
+    """Measure time and memory of a pass and an optimizer step of a prepared run, on a copy of its model."""
     set_numerics(device)
     model = copy.deepcopy(setup.model).train()
     optimizer = build_optimizer(config, model)
@@ -131,7 +132,7 @@ def _activations(take: Callable[[], float], model: nn.Module, device: torch.devi
 
 
 def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Return the seconds of an optimizer step, the second of two; 0 for CLARS and EXTRAP-SGD, which need more input."""
+    """Return the seconds of the second of two optimizer steps; 0 for CLARS and EXTRAP-SGD, which need arguments."""
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
         return 0.0
     optimizer.step()

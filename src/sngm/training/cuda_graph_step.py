@@ -24,8 +24,8 @@ def choose(
     """Return the step mode of a run: "eager", "compiled", "captured" or "compiled+captured".
 
     Args:
-        asked: one of `sngm.options.STEPS`.
-        task, model, device, ranks: of the run.
+        asked: the mode that the user chose, one of `sngm.options.STEPS`.
+        task, model, device, ranks: task, model, device and number of processes of the run.
         not_on_gpu: why the samples are not in GPU memory, as text; empty if they are.
         passes: the number of passes of a step if BatchNorm groups are not merged.
 
@@ -72,9 +72,9 @@ def without_capture(mode: str) -> str:
 class CapturedStepper:
     """The training step of a run as a CUDA graph of a :class:`Stepper`.
 
-    The first `WARM_UP` steps run eagerly on a side stream. Then a step is captured, and it and all later ones are
-    replays. Values that change between steps are in tensors: `indices`, `epoch` and the optimizer's learning rates.
-    Everything else is a constant of the graph.
+    The first `WARM_UP` steps run eagerly on a side stream. Then one step is captured, and this and
+    all later steps replay the graph. Values that change between steps are in tensors: `indices`, `epoch` and the
+    optimizer's learning rates. Everything else is a constant of the graph.
     """
 
     def __init__(self, stepper: Stepper, batch: int, device: torch.device) -> None:
@@ -94,7 +94,7 @@ class CapturedStepper:
         return without_capture(self.stepper.mode) if self.capture_failed else self.stepper.mode
 
     def __call__(self, indices: Tensor, *, epoch: int, step: int) -> Tensor:
-        """Train on the samples of the global batch; return their mean loss, which the next step overwrites."""
+        """Train on the global batch; return its mean loss, in a tensor that the next step overwrites."""
         self.indices.copy_(indices, non_blocking=True)
         if epoch != self.epoch_on_device:
             self.epoch.fill_(epoch)

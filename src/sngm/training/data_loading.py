@@ -1,8 +1,8 @@
 """Data loading: samples in device memory, or batches prepared ahead by worker processes.
 
 ``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a pass. `indices` is an int64 tensor on the device of
-the samples; worker processes make batches on the host. `seed` and `epoch` are ints, except that captured steps pass
-`epoch`, and compiled steps both, as 0-d int64 tensors, because an int would be a constant of the graph.
+the samples; worker processes make batches on the host. `seed` and `epoch` are ints in eager steps. Captured steps
+pass `epoch`, and compiled steps pass both, as 0-d int64 tensors, because an int would be a constant of the graph.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def fits(samples: Samples, device: torch.device) -> bool:
 
 
 def size_of(samples: Any) -> int:
-    """Return the bytes of samples that are tensors in memory, or of the samples a `Part` refers to; else 0."""
+    """Return the size in bytes of samples that are tensors in memory, or that a `Part` of them refers to; else 0."""
     held = getattr(samples, "samples", samples)
     return sum(t.nbytes for t in getattr(held, "tensors", ()))
 
@@ -57,7 +57,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 class Resident:
-    """Samples gathered by each pass, from device memory if they fit, else from host memory."""
+    """Samples held in device memory if they fit, else in host memory; each pass gathers its batch."""
 
     streams = False
 
@@ -73,7 +73,7 @@ class Resident:
             self.on_gpu = getattr(getattr(self.samples, "device", None), "type", "cpu") == "cuda"
         if not self.on_gpu:
             return order
-        if self.pinned is None:  # once: pinning is slow. Copies from it finish within their epoch
+        if self.pinned is None:  # pinned once: pinning is slow. Copies from it finish in their epoch
             self.pinned = torch.empty_like(order, pin_memory=True)
         return self.pinned.copy_(order).to(self.device, non_blocking=True)
 
@@ -116,7 +116,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Function of (epoch, indices) that returns the batch."""
+    """Callable that takes (epoch, indices) and returns the batch."""
 
     task: Task
     samples: Samples

@@ -1,11 +1,11 @@
-"""Seeds as functions of run, epoch and step: independent of restarts and of the number of processes."""
+"""Random seeds computed from run, epoch and step, so that restarts and the number of processes do not change them."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-ORDER, DROPOUT, MODEL, HOLDOUT = range(4)  # purposes of random numbers: part of each key
+ORDER, DROPOUT, MODEL, HOLDOUT = range(4)  # the purpose of random numbers, which is a part of their seed
 MASK = (1 << 64) - 1
 
 

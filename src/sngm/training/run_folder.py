@@ -72,7 +72,7 @@ class RunFolder:
     def check_checkpoint(self, state: dict[str, Any], record: dict[str, Any], config: RunConfig) -> None:
         """Raise UsageError if a checkpoint belongs to another run.
 
-        Checkpoints of older versions hold no config; that of `record` is used for them.
+        Checkpoints of older versions hold no config; for these, the config of `record` is compared.
         """
         there = state.get("config", record.get("config"))
         if there is None:
@@ -114,7 +114,7 @@ class RunFolder:
             file.flush()
 
     def close(self, record: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Write the record of a run that ended; rewrite metrics.jsonl if it was changed meanwhile."""
+        """Write the record of a run that ended; rewrite metrics.jsonl if it was changed during the run."""
         digest = hashlib.sha256(_lines(history)).hexdigest()
         if digest != metrics_digest(self.path):
             self.rewrite(history)
@@ -128,7 +128,7 @@ class RunFolder:
         history = state["run"]["history"] if state else []
         made = hashlib.sha256(_lines(history)).hexdigest()
         if state and record.get("metrics_digest", made) == made:
-            with contextlib.suppress(OSError):  # a folder that is only for reading
+            with contextlib.suppress(OSError):  # a read-only folder
                 self.rewrite(history)
         else:
             warnings.warn(f"{self.metrics} was lost, or changed after it was written", stacklevel=2)
@@ -179,11 +179,11 @@ def describe(
     }
 
 
-RESUMED = ("started", "commit", "hardware", "versions", "made_before")  # what `resumed_fields` needs of a record
+RESUMED = ("started", "commit", "hardware", "versions", "made_before")  # fields of a record that `resumed_fields` needs
 
 
 def resumed_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a resumed run takes over: its start, and earlier commits, hardware and versions."""
+    """Return the fields that a resumed run keeps: its start time, and earlier commits, hardware and versions."""
     kept = {"started": before["started"]} if "started" in before else {}
     made = {key: before.get(key) for key in ("commit", "hardware", "versions")}
     others = before.get("made_before", []) + ([made] if any(made[key] != now[key] for key in made) else [])

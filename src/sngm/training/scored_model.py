@@ -1,4 +1,4 @@
-"""The model that is scored: averaged weights, and BatchNorm statistics that are estimated again before a test."""
+"""The model that is evaluated: optionally with averaged weights, and with newly estimated BatchNorm statistics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ScoredModel:
             ours.copy_(saved)
 
     def follow(self, step: int) -> None:
-        """Update the averaged weights after step number `step`; the first steps average over fewer."""
+        """Update the averaged weights after step number `step`; the first averages are over fewer steps."""
         if self.config.ema is not None:
             keep = min(self.config.ema, step / (step + 10))
             torch._foreach_lerp_(self.averages, [p.data for p in self.trained.parameters()], 1.0 - keep)

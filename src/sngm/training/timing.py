@@ -12,7 +12,7 @@ SECONDS_BETWEEN_CHECKPOINTS = 60.0
 
 
 def peak_memory(device: torch.device) -> dict[str, float]:
-    """Return the most bytes that tensors took on a GPU in this process, for the record; nothing on a CPU."""
+    """Return the peak GPU memory of tensors in this process, in bytes, as a field for the record; {} on a CPU."""
     return {"peak_memory": torch.cuda.max_memory_allocated(device)} if device.type == "cuda" else {}
 
 
@@ -54,7 +54,7 @@ class Clock:
         self.saved = self.mark
 
     def due(self, every: int | None, step: int) -> bool:
-        """Return whether to write a checkpoint: after `every` steps, or for None about once a minute."""
+        """Return whether to write a checkpoint: every `every` steps, or about once a minute if `every` is None."""
         return step % every == 0 if every else time.perf_counter() - self.saved >= SECONDS_BETWEEN_CHECKPOINTS
 
     def pack(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Clock:
         return {"all": everything, "training": self.training, "evaluation": self.evaluation, "epochs": self.epochs}
 
     def timing(self) -> dict[str, float]:
-        """Return the times for the record. The first epoch, with its warm-up, counts only if there is no other."""
+        """Return the times for the record. The time per epoch excludes the first epoch if there are others."""
         found = {
             "seconds": time.perf_counter() - self.start,
             "training_seconds": self.training,

@@ -97,14 +97,14 @@ def open_tracker(
 ) -> Tracker | None:
     """Return the tracker of this name, or None for None.
 
-    `group` names the study of the run: a group of W&B, an experiment of MLflow. TensorBoard shows the runs of a folder.
+    `group` names the study of the run: it becomes a W&B group or an MLflow experiment. TensorBoard does not use it.
     """
     check_tracker(tracker)
     return None if tracker is None else TRACKERS[tracker](folder, name, config, group)
 
 
 def prepare_group(tracker: str | None, group: str) -> None:
-    """Check that a tracker is installed, and create what the runs of a study share, before several begin at once."""
+    """Check that a tracker is installed, and create the shared MLflow experiment, before several runs start at once."""
     check_tracker(tracker)
     if tracker is not None:
         module = _import(tracker)

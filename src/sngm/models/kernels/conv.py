@@ -1,7 +1,7 @@
 """3 x 3 convolutions of few channels in bfloat16, where cuDNN reaches a seventh of the memory bandwidth.
 
-Activations are channels_last. A program applies all nine taps to some pixels, so that neighbours come from its cache;
-the gradient of the weights is summed in parts, in a fixed order.
+Activations are channels_last. A program applies all nine taps (filter positions) to some pixels, so that it reads
+neighbouring pixels from the cache. The gradient of the weights is summed in parts, in a fixed order.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -57,7 +57,7 @@ def correlate(
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum products of inputs and output gradients over a part of the pixels, for one row of taps or all."""
+    """Sum products of inputs and output gradients over a part of the pixels, for one row of taps or all rows."""
     part = tl.program_id(0) // (3 // ROWS)
     down = tl.program_id(0) % 3 - 1 if ROWS == 1 else -1
     k, o = tl.arange(0, K), tl.arange(0, COUT)
@@ -117,7 +117,7 @@ def convolve_few(
     x, w, y, pixels, by_out, by_in, by_row, by_column,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do what `convolve` does, for images."""
+    """Compute the same as `convolve`, for images: inputs of few channels."""
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k, o = tl.arange(0, K), tl.arange(0, COUT)
     a = taps_of(x, p, pixels, H, W, CIN, K)
@@ -132,7 +132,7 @@ def correlate_few(
     x, grad, partial, pixels, each,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Do what `correlate` does, for images and all taps at once."""
+    """Compute the same as `correlate`, for images (inputs of few channels) and all taps at once."""
     part = tl.program_id(0)
     k, o = tl.arange(0, K), tl.arange(0, COUT)
     total = tl.zeros((K, COUT), tl.float32)
@@ -144,10 +144,10 @@ def correlate_few(
     tl.store(at, total, mask=(k < 9 * CIN)[:, None])
 
 
-FORWARD = {16: (256, 4), 32: (128, 4)}  # by channels: pixels per program, warps
-WEIGHTS = {16: (64, 4, 3), 32: (64, 4, 1), 64: (64, 4, 1)}  # pixels at once, warps, rows of taps per program
+FORWARD = {16: (256, 4), 32: (128, 4)}  # channels -> pixels per program, warps
+WEIGHTS = {16: (64, 4, 3), 32: (64, 4, 1), 64: (64, 4, 1)}  # channels -> pixels at once, warps, rows of taps
 PROGRAMS = 528  # for the gradient of the weights: four per multiprocessor of a large GPU
-MANY = 1 << 18  # pixels from which cuDNN is faster with 32 channels; with 64 it always is faster
+MANY = 1 << 18  # with 32 channels, cuDNN is faster from this many pixels on; with 64, always
 
 
 def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:

@@ -1,12 +1,12 @@
 """One LSTM layer in one kernel launch forward and one backward, for any number of time steps.
 
-Streams are independent, so a program processes some of them through all steps. It reads the recurrent weights from the
-GPU's cache at each step; outputs go through memory, from which a product reads them in blocks. Whatever does not depend
-on the preceding step - the inputs' part of the gates, the gradients of the weights - is computed by torch, for all
-steps at once.
+Streams (samples of the batch) are independent, so a program processes some streams through all time steps. It reads the
+recurrent weights from the GPU's cache at each step; outputs go through memory, from which a product reads them in
+blocks. What does not depend on the preceding step - the inputs' part of the gates, the gradients of the weights - is
+computed by torch, for all steps at once.
 
-Few streams would leave most of a GPU idle. Then several programs share the same streams: each has some of the hidden
-units, holds their weights, and waits at each step until the others have stored their outputs.
+Few streams would leave most of a GPU idle. In that case several programs share the same streams: each computes some of
+the hidden units, keeps their weights, and waits at each step until the others have stored their outputs.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from ...triton_support import LARGEST, ONE_ROUNDING
 from ..vocabulary_loss import wide_product
 
-WIDEST = 256  # hidden units: the gates of all of them must fit the registers
+WIDEST = 256  # most hidden units: all their gates must fit into the registers
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -31,18 +31,18 @@ class Cut(NamedTuple):
     """Block sizes of a launch."""
 
     rows: int  # streams per program; a product needs at least 16
-    depth: int  # of the blocks in which a product is accumulated
+    depth: int  # inner dimension of the blocks that a product is accumulated over
     warps: int
-    stages: int  # blocks that are prefetched
+    stages: int  # number of blocks that are prefetched
 
 
-# By bytes per element. Forward, a block of weights is depth x 1024 elements, and four sums of 16 x 256 take 64
-# registers of each thread of 8 warps; backward there is one sum, and a block is depth x 256. Of a block of outputs,
-# rows x depth, each thread must have at least 4 bytes, else it is not prefetched.
+# Block sizes for elements of 2 and 4 bytes. In the forward pass, a block of weights has depth x 1024 elements, and four
+# sums of 16 x 256 take 64 registers of each thread of 8 warps. In the backward pass there is one sum, and a block of
+# weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched if each thread has >= 4 bytes of it.
 FORWARD = {2: Cut(16, 32, 8, 3), 4: Cut(16, 16, 8, 2)}
 BACKWARD = {2: Cut(16, 64, 8, 4), 4: Cut(16, 16, 8, 4)}
-PRECISION = "ieee"  # of products in float32; others ignore it
-UNITS, WARPS = 32, 4  # of a program that shares its streams: 8 units of each gate per warp
+PRECISION = "ieee"  # of float32 products; other dtypes ignore it
+UNITS, WARPS = 32, 4  # per program if programs share streams: 8 units of each gate per warp
 
 
 @triton.jit
@@ -67,10 +67,10 @@ def four(gates, inside, H: tl.constexpr):
 
 @triton.jit
 def plus(total, x, PRECISION: tl.constexpr):
-    """Return the sum of a product and of values from memory, which are distributed over threads differently.
+    """Return the sum of a product and of values from memory, whose layouts over threads differ.
 
-    In 16 bits they are multiplied by the identity matrix, which is exact for finite values: converting the layout would
-    synchronise threads more often.
+    Values of 16 bits are multiplied by the identity matrix to get the product's layout, which is exact for finite
+    values: converting the layout would synchronise threads more often.
     """
     if x.dtype == tl.float32:
         return total + x
@@ -85,10 +85,10 @@ def run_forward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and cells of all steps, given those before the first in row 0.
+    """Compute outputs and cells of all steps; row 0 holds those before the first step.
 
-    `gates` is (steps, streams, 4 H) and holds the inputs' part, `weight` is (H, 4 H), the others are
-    (steps + 1, streams, H). HP is H, padded.
+    `gates`, of shape (steps, streams, 4 H), holds the inputs' part of the gates; `weight` is (H, 4 H); `outputs` and
+    `cells` are (steps + 1, streams, H). HP is H, padded.
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -100,7 +100,7 @@ def run_forward(
     for t in range(steps):
         i, f = plus(none, given_i, PRECISION), plus(none, given_f, PRECISION)
         g, o = plus(none, given_g, PRECISION), plus(none, given_o, PRECISION)
-        # those of the next step are loaded before the product, and used after it; the last step has no next
+        # values of the next step are loaded before the product and used after it; the last step has no next step
         to = tl.minimum(t + 1, steps - 1) * streams
         given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
         before = outputs + t * streams * H + row[:, None] * H
@@ -126,9 +126,9 @@ def run_backward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite `gates` by the gradients before their sigmoid or tanh; compute those of the first output and cell.
+    """Overwrite `gates` by their gradients before sigmoid or tanh; compute the gradients of the first output and cell.
 
-    `grad` is that of the outputs, `weight` is (4 H, H); `of_cell` holds the gradient of the last cell as input.
+    `grad` is the gradient of the outputs, `weight` is (4 H, H), and `of_cell` initially holds the last cell's gradient.
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -157,7 +157,7 @@ def run_backward(
         tl.debug_barrier()  # the product reads the stores of all threads
         dc *= f
         c = c_before
-        # those of the next step are loaded before the product, and used after it; the last step has no next
+        # values of the next step are loaded before the product and used after it; the last step has no next step
         to = tl.maximum(t - 1, 0) * streams
         given_i, given_f, given_g, given_o = four(gates + to * (4 * H) + at_gates, inside, H)
         given = tl.load(grad + to * H + at, mask=inside, other=0.0)
@@ -175,7 +175,7 @@ def run_backward(
 
 @triton.jit
 def wait_for_all(counter, arrivals):
-    """Wait until the programs that share a counter have arrived here so many times in total."""
+    """Count this program, and wait until the programs that share a counter were counted `arrivals` times."""
     tl.debug_barrier()  # the stores of all threads must be visible before the count is
     seen = tl.atomic_add(counter, 1, sem="acq_rel") + 1
     while seen < arrivals:
@@ -187,7 +187,7 @@ def run_forward_shared(
     gates, weight, outputs, cells, counters, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Do what :func:`run_forward` does, with UNITS hidden units per program. `counters` are zeros, one per tile."""
+    """Compute the same as :func:`run_forward`, with UNITS units per program. `counters` are zeros, one per tile."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -215,7 +215,7 @@ def run_backward_shared(
     gates, grad, weight, cells, of_output, of_cell, counters, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Do what :func:`run_backward` does, with UNITS hidden units per program."""
+    """Compute the same as :func:`run_backward`, with UNITS hidden units per program."""
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -262,7 +262,7 @@ def fits(x: Tensor, width: int, dtype: torch.dtype) -> bool:
 
 
 def _memory(width: int, dtype: torch.dtype) -> int:
-    """Return the most shared memory of a program in bytes: for prefetched blocks, and to convert a sum's layout."""
+    """Return the shared memory in bytes that a program needs at most: for prefetched blocks and layout conversions."""
     units, most = _padded(width), 0
     for cuts, sums in ((FORWARD, 4), (BACKWARD, 1)):
         cut = cuts[dtype.itemsize]
@@ -326,7 +326,7 @@ class Recur(torch.autograd.Function):
 def _launch(
     kernels: tuple[Any, Any], cuts: dict[int, Cut], gates: Tensor, *tensors: Tensor, shape: tuple[int, int, int]
 ) -> None:
-    """Launch the first of the kernels, or the second if all programs of it can run at the same time."""
+    """Launch the first of two kernels, or the second if all its programs can run at the same time."""
     steps, streams, width = shape
     alone, shared = kernels
     cut = cuts[gates.element_size()]
@@ -348,7 +348,7 @@ def _launch(
 def _concurrent(x: Tensor) -> int:
     """Return the number of programs that may wait for each other: one per multiprocessor on a quarter of them.
 
-    All of these must run at the same time. Other processes may do the same on the rest, under NVIDIA's Multi-Process
-    Service. The interpreter runs one program after another.
+    All programs that wait for each other must run at the same time. The rest of the GPU is left to other processes that
+    do the same, under NVIDIA's Multi-Process Service. Triton's interpreter runs one program after another.
     """
     return torch.cuda.get_device_properties(x.device).multi_processor_count // 4 if x.is_cuda else 1

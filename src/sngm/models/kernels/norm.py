@@ -1,7 +1,7 @@
 """Ghost BatchNorm with shortcut and ReLU in four launches: two forward, two backward.
 
-An activation is (groups, rows, channels) in memory. The first launch of each direction sums over parts of the rows,
-in a fixed order, and its last program computes the sums over all groups; the second works on the elements.
+An activation is (groups, rows, channels) in memory. In each direction, the first launch sums over parts of the
+rows, in a fixed order, and its last program computes the sums over all groups; the second launch computes the elements.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -52,8 +52,8 @@ def sum_rows(
 ):  # fmt: skip
     """Compute mean, 1 / standard deviation and variance of each group, and update the running statistics.
 
-    Sums are of differences from a group's first row, so that a mean far from zero loses no digits. The last program of
-    a group sums its parts, the last of all sums over the groups.
+    The sums are over differences from a group's first row, so that a mean far from zero loses no precision. The last
+    program of a group sums its parts, and the last of all programs sums over the groups.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -193,7 +193,7 @@ def differentiate(
         at = base + row[:, None] * C + c[None, :]
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
-        if RELU:  # without a shortcut: with one, it has been applied before
+        if RELU:  # only without a shortcut: with one, `sum_gradients` has applied the ReLU's mask
             g = tl.where(normal * slope + shift > 0, g, 0.0)
         value = (g - one - normal * two) * (scale * slope)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)

@@ -1,4 +1,4 @@
-"""The shortcut of He's CIFAR networks where the image halves: every other pixel, padded with channels of zeros."""
+"""The shortcut of He's CIFAR ResNets in blocks that halve the image: every other pixel, and channels of zeros."""
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ def subsample(
     x, y, elements,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Fill `y` of half the height and width from `x`; BACK: fill `x`'s gradient, of (H, W, C), from that of `y`."""
+    """Write every other pixel of `x` to `y`; BACK: write the gradient of `x`, (H, W, C), given that of `y`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     before: tl.constexpr = (OUT - C) // 2
@@ -43,7 +43,7 @@ def _launch(x: Tensor, y: Tensor, back: bool) -> None:
 
 
 class Subsample(torch.autograd.Function):
-    """Halve height and width, both even, of channels_last activations, and pad them to `channels`."""
+    """Halve the (even) height and width of channels_last activations, and pad channels with zeros up to `channels`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, channels: int) -> Tensor:

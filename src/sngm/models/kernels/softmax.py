@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, which are overwritten by their gradients: read twice and written once."""
+"""Cross entropy of rows of logits, which the kernel reads twice and overwrites by their gradients once."""
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
@@ -56,7 +56,8 @@ def differentiate(logits, targets, losses, words, STRIDE: tl.constexpr, BLOCK: t
 def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, words: int, slopes: bool) -> None:
     """Write the loss of each row to `losses`, and with `slopes` its gradient to the logits.
 
-    Rows may be longer than the number of words: gradients are 0 there. Rows with a negative target have no loss.
+    Rows may be padded beyond the number of words: the gradients of the padding are 0. Rows with a negative target
+    have no loss.
     """
     sizes = {"STRIDE": logits.stride(0), "BLOCK": BLOCK, "SLOPES": slopes, "num_warps": WARPS}
     differentiate[(len(logits),)](logits, targets, losses, words, **sizes, **ONE_ROUNDING)

@@ -12,13 +12,13 @@ from torch import Tensor
 
 # Triton's interpreter runs the kernels on the CPU, slowly, for tests
 DEVICES: tuple[str, ...] = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-# round a * b + c once, whatever Triton's default: another default would change bits after a resume
+# always round a * b + c once: if this followed Triton's default, a new Triton could change a resumed run's results
 ONE_ROUNDING = {"enable_fp_fusion": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
 
 class Unsupported(Exception):
-    """The kernels cannot take this step: a tensor has gaps or no memory of its own, or there are several devices."""
+    """The kernels cannot take this step: a tensor is not dense or has no storage, or there are several devices."""
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""What the kernels do to one chunk of one tensor, block by block.
+"""Device functions that process one chunk of one tensor, block by block.
 
 A WHOLE chunk is processed without masks; only the last chunk of a tensor needs them.
 """
@@ -22,7 +22,7 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    """Load elements as WIDE numbers, zeros past the end."""
+    """Load elements and convert them to the dtype WIDE; return zeros past the end of the tensor."""
     # a whole chunk has no mask: a mask of unknown alignment would prevent wide loads
     if WHOLE:
         values = tl.load(there + at)
@@ -33,7 +33,7 @@ def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store(there, at, values, left, WHOLE: tl.constexpr):
-    """Store elements, none past the end."""
+    """Store elements, but none past the end of the tensor."""
     if WHOLE:
         tl.store(there + at, values)
     else:
@@ -50,7 +50,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTIC: tl.constexpr, stochastic):
-    """Round to `dtype`: to nearest, or for bfloat16, if `stochastic`, at random with the exact expected value."""
+    """Round to `dtype`: to nearest, or for bfloat16, if `stochastic`, at random such that the mean is exact."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         finite = (bits & 0x7F800000) != 0x7F800000

@@ -1,7 +1,8 @@
 """The host side of a step: look up the tensors' addresses, copy them to the device as a table, launch the kernels.
 
-Addresses are looked up at every step. What is kept from step to step is a `Layout`: scratch memory, and which program
-works on which tensor. It is used again only for the memory, shapes and dtypes that it was made for.
+Addresses are looked up at every step. A `Layout` is kept from step to step: scratch memory, and the assignment of
+Triton programs to tensors. It is reused only while the addresses of parameters and state, and all shapes and dtypes,
+stay the same.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ dtype_of = attrgetter("dtype")
 
 @dataclass
 class KernelStep:
-    """All that the kernels know about one step of an optimizer."""
+    """Inputs of the kernels for one step of an optimizer."""
 
     method: str  # "lamb", or a branch of `triton_kernels.coefficients`
     scope: str  # what a norm of SNGM spans
@@ -63,7 +64,7 @@ class KernelStep:
     rounding: Tensor | None  # counter of steps, if a group rounds stochastically
     mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS: for each parameter
     whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only a part of it
-    captured: bool  # into a CUDA graph
+    captured: bool  # whether the step is captured in a CUDA graph
     held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
 
 
@@ -74,12 +75,12 @@ def take_step(
 
     Args:
         step: the step.
-        layout: what the last step returned, or None.
-        gather: checks all tensors and makes missing state; called if the layout does not fit.
+        layout: the layout that the last step returned, or None.
+        gather: checks all tensors and makes missing state; called if the layout cannot be reused.
         adapts: for each tensor of a bucket, whether a ratio of norms scales its step.
 
     Raises:
-        Unsupported: a tensor has no memory that can be read in order.
+        Unsupported: a tensor is not dense or has no storage.
     """
     rows, facts = look_up(step)
     if layout is None or facts is None or facts != layout.facts:
@@ -107,7 +108,7 @@ def take_step(
 def look_up(step: KernelStep) -> tuple[Rows, Any]:
     """Return the addresses of all tensors, and facts that must be equal for a layout to be used again.
 
-    The facts are None if the tensors need a closer look, as with missing state or sparse gradients.
+    The facts are None if `gather` must prepare the tensors first, such as for missing state or sparse gradients.
     """
     params, states, grads = step.params, step.states, step.grads
     has = [grad is not None for grad in grads]
@@ -142,7 +143,7 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
 
 
 class Kind(NamedTuple):
-    """What the tensors of one launch have in common."""
+    """Properties that all tensors of one launch share."""
 
     param: torch.dtype
     grad: torch.dtype
@@ -150,7 +151,7 @@ class Kind(NamedTuple):
     aligned: bool
 
     def constants(self) -> dict[str, Any]:
-        """Return what the kernels are compiled for."""
+        """Return the compile-time constants of the kernels for this kind of tensors."""
         return {
             "P": TRITON_DTYPES[self.param],
             "G": TRITON_DTYPES[self.grad],
@@ -161,14 +162,14 @@ class Kind(NamedTuple):
 
 
 class Layout:
-    """Which program works on which tensor, and scratch memory: what steps need besides addresses and settings."""
+    """The assignment of Triton programs to tensors, and scratch memory: kept from step to step."""
 
     def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
         if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
             raise Unsupported("the parameters are on several devices, or on one without kernels")
-        self.facts: Any = None  # of `look_up`
-        self.copies: list[Tensor] = []  # of gradients, until the step is taken
-        self.launches: dict[Any, Any] = {}  # of compiled kernels, with their arguments
+        self.facts: Any = None  # as returned by `look_up`
+        self.copies: list[Tensor] = []  # copies of gradients, needed until the step is taken
+        self.launches: dict[Any, Any] = {}  # compiled kernels with their arguments
         found: list[tuple[int, Kind, list[int], int, int, bool]] = []
         for bucket in work.buckets:
             bucket.match_layouts()
@@ -220,7 +221,7 @@ class Layout:
 
 
 def address(tensor: Tensor) -> int:
-    """Return where the memory of a tensor begins."""
+    """Return the address of the first element of a tensor."""
     try:
         found = tensor.data_ptr()
     except RuntimeError:  # a tensor subclass that wraps other tensors
@@ -231,12 +232,12 @@ def address(tensor: Tensor) -> int:
 
 
 def chunk_size(elements: int) -> int:
-    """Return the number of elements for each program: enough programs to fill a GPU, and few more."""
+    """Return the number of elements per program, such that there are just enough programs to fill a GPU."""
     return 1024 if elements < 1 << 22 else 4096 if elements < 1 << 26 else 8192
 
 
 def constants(step: KernelStep) -> dict[str, Any]:
-    """Return what the kernels are compiled for, besides the kinds of tensors."""
+    """Return the compile-time constants of the kernels that do not depend on the kind of tensors."""
     settings = step.settings
     return {
         "METHOD": step.method,
@@ -253,7 +254,7 @@ def constants(step: KernelStep) -> dict[str, Any]:
 
 
 def send(step: KernelStep, rows: Rows) -> Tensor:
-    """Copy settings and addresses to the device together, as 8-byte words; copy what is on a device from there."""
+    """Copy settings and addresses to the device in one transfer of 8-byte words; device tensors are copied there."""
     numbers: list[Any] = [1.0 if step.scale is None else step.scale, 0.0 if step.found_inf is None else step.found_inf]
     for own in step.settings:
         numbers += map(own.get, SETTINGS, SETTINGS.values())
@@ -293,7 +294,7 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 
 
 def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layout: Layout) -> None:
-    """Launch the kernels of the method, each once for every kind of tensors; in between sum over ranks."""
+    """Launch each kernel of the method once for every kind of tensors; sum squared norms over ranks in between."""
 
     def run(kernel: Any) -> None:
         # Triton's own look-up by the types of all arguments takes three times as long as the launch
@@ -335,7 +336,7 @@ def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layo
 
 
 def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
-    """Sum over ranks what the norms span."""
+    """Sum the squared norms of each span (all parameters, or each group) over ranks."""
     if step.whole_square is not None:
         values["spans"][:2] = step.whole_square
     elif step.shards.active:
@@ -348,7 +349,7 @@ def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
 
 
 def sum_rows(step: KernelStep, values: dict[str, Any], first: int, last: int) -> None:
-    """Sum rows of squares over ranks, for each tensor."""
+    """Sum rows of squared norms over ranks, separately for each tensor."""
     if step.shards.active:
         packed = step.shards.tensors(per_parameter(step, values, first, last))
         values["sums"][first : last + 1] = packed[:, values["table"][FIELDS.index("index")]]
@@ -357,7 +358,7 @@ def sum_rows(step: KernelStep, values: dict[str, Any], first: int, last: int) ->
 
 
 def per_parameter(step: KernelStep, values: dict[str, Any], first: int, last: int) -> Tensor:
-    """Return rows of squares with one column for each parameter, zero without a gradient."""
+    """Return rows of squared norms with one column per parameter, zero for parameters without a gradient."""
     packed = torch.zeros(last + 1 - first, len(step.params), dtype=torch.float64, device=step.home)
     packed[:, values["table"][FIELDS.index("index")]] = values["sums"][first : last + 1]
     return packed

@@ -2,13 +2,13 @@
 
 # int64 tables with one row for each name and one column for each tensor: addresses, looked up at every step ...
 ADDRESSES = ("param", "grad", "buffer", "second_buffer", "count")
-# ... and what stays the same as long as the tensors have the same sizes and kinds
+# ... and values that stay the same as long as the tensors have the same sizes and kinds
 FIELDS = ("elements", "first_chunk", "chunks", "group", "adapts", "index")
 
 # float64 values of the whole step
 STEP = ("scale", "found_inf")
 
-# float64 values of each group after them; a method without a setting leaves it at this value, where it has no effect
+# followed by float64 values of each group; settings that a method lacks keep these values, which have no effect
 SETTINGS = {
     "lr": 0.0,
     "momentum": 0.0,  # LAMB: beta1
@@ -30,5 +30,5 @@ SETTINGS = {
 MODES = ("coupled", "after_norm", "decoupled")
 VARIANTS = ("you2017", "unscaled", "momentum")
 
-# squared norms, one row for each: of the gradient (for SNGM of what is divided by its norm), the parameter, the update
+# rows of squared norms: of the gradient (for SNGM, of the tensor that it normalises), the parameter and the update
 SQUARES = ("grad", "param", "direction")

@@ -3,7 +3,7 @@
 `measure` sums squares: each program writes its chunk's sum, the last program of a tensor adds up the chunks, and the
 last of all adds up the tensors. The order of every sum is fixed, so equal inputs give equal bits. `update` then
 computes the coefficients of its tensor from these sums and takes the step. Methods that need the norm of their update
-(LAMB, and LARS "momentum") measure it meanwhile, and `apply` takes their step.
+(LAMB, and LARS "momentum") measure it in `moments` or `update`, and `apply` takes their step.
 
 The host knows neither the norms, nor the loss scale, nor whether the step is skipped.
 """
@@ -65,7 +65,7 @@ def _own(numbers, table, tensors, i):
 
 @triton.jit
 def _finish(table, partial, sums, counters, i, chunks, tensors, KINDS: tl.constexpr, ROW: tl.constexpr):
-    """Count this program; the last one of a tensor adds up the chunks and resets the counter. Return whether it is."""
+    """Count this program; a tensor's last one sums its chunks and resets the counter. Return whether it was last."""
     first = tl.load(table + FIRST_CHUNK * tensors + i)
     count = tl.load(table + CHUNKS * tensors + i).to(tl.int32)
     tl.debug_barrier()  # all threads have stored before one of them counts
@@ -108,7 +108,7 @@ def measure(
     P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Squared norms of gradients (with COUPLED_DECAY of g + decay * w) and, with PARAM_NORMS, of parameters."""
+    """Sum squares of gradients (COUPLED_DECAY: of g + decay * w) and, with PARAM_NORMS, of parameters."""
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.program_id(0)
     i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)
@@ -144,13 +144,13 @@ def measure(
 
 @triton.jit
 def _finite(numbers, spans):
-    """Return whether the step is taken: a finite norm, no overflow, and a loss scale that is neither 0 nor NaN."""
+    """Return whether the step is taken: the norm is finite, nothing overflowed, and the loss scale is above 0."""
     return (tl.load(spans) < float("inf")) & (tl.load(numbers + FOUND_INF) == 0.0) & (tl.load(numbers + SCALE) > 0.0)
 
 
 @triton.jit
 def _report(chunk, numbers, spans, norm, skipped):
-    """Write the norm of the gradient, and count the step if it is skipped. The first chunk does it for all."""
+    """Write the norm of the gradient, and count the step if it is skipped; only the program of the first chunk does."""
     if chunk == 0:
         tl.store(norm, tl.sqrt(tl.load(spans)) / tl.load(numbers + SCALE))
         tl.store(skipped, tl.load(skipped) + tl.where(_finite(numbers, spans), 0, 1))
@@ -254,7 +254,7 @@ def update(
     STOCHASTIC: tl.constexpr, BUFFERED: tl.constexpr, P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr,
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The step of a momentum method; for groups of LARS "momentum" (AVERAGES), of the buffers only."""
+    """Take the step of a momentum method; for groups of LARS "momentum" (AVERAGES), update only the buffers."""
     # in reverse: the gradients that `measure` read last may still be in the cache
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.num_programs(0) - 1 - tl.program_id(0)
@@ -306,7 +306,7 @@ def moments(
     P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """LAMB's moments, and the norms of its direction and of the parameters."""
+    """Update LAMB's moments, and sum the squares of its direction q and of the parameters."""
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.num_programs(0) - 1 - tl.program_id(0)
     _report(chunk, numbers, spans, norm, skipped)
@@ -342,7 +342,7 @@ def moments(
         tl.store(partial + chunk, of_param)
         tl.store(partial + chunks + chunk, of_direction)
         if _finish(table, partial, sums, counters, i, chunks, tensors, 2, OF_PARAM):
-            tl.store(count, t)  # every program of the tensor has read it
+            tl.store(count, t)  # safe: every program of the tensor has read the old count
 
 
 @kernel
@@ -351,7 +351,7 @@ def apply(
     LAMB: tl.constexpr, STOCHASTIC: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The step by lr * phi(||w||) / ||q|| along -q, where q is LAMB's direction or the buffer of LARS "momentum"."""
+    """Step by lr * phi(||w||) / ||q|| along -q, where q is LAMB's direction or the buffer of LARS "momentum"."""
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.program_id(0)
     i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)

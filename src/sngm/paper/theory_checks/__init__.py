@@ -44,7 +44,7 @@ def check(names: Iterable[str] = CHECKS, seeds: int = 20, show: Show = lambda na
 
     Args:
         names: keys of `CHECKS`.
-        seeds: runs behind every mean, at least 2.
+        seeds: number of runs behind every mean, at least 2.
         show: called with a name before its experiment, and with the finding after it.
     """
     found = []

@@ -1,4 +1,4 @@
-"""The largest batch of each method at a fixed budget of gradients, and block-wise against global normalisation."""
+"""The largest batch of each method for a fixed number of gradients, and block-wise against global normalisation."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from .problems import UNEVEN, Problem, even, quadratic, simulate
 
 Flags = NDArray[np.bool_]
 
-BUDGET = 2**18  # gradients, so that sqrt(C) is 512
+BUDGET = 2**18  # C, the number of gradients; sqrt(C) is 512
 TRIED_BATCHES = [2**k for k in range(2, 15)]
 SLACK = 2.0  # a batch is tolerated if it increases the gradient norm by at most this factor
-FIXED = (0.15, 0.25, 0.5, 1.0)  # gradient norms, for another meaning of "tolerated"; the norm at the start is 1
+FIXED = (0.15, 0.25, 0.5, 1.0)  # norms to reach, as another meaning of "tolerated"; at the start the norm is 1
 BETA = 0.9
 TUNING_RATES = np.array([float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)])
 RACE_RATES = np.geomspace(1e-5, 0.5, 60)  # a grid of twice as many rates changes no norm by more than 0.3 %
@@ -34,7 +34,7 @@ TOLERATES = (
 
 
 class Ends(NamedTuple):
-    """Mean gradient norms and the ends of their intervals, by L and batch."""
+    """Mean gradient norms and the ends of their confidence intervals, by L and batch."""
 
     mean: Array
     low: Array
@@ -42,9 +42,11 @@ class Ends(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """For each L, the largest batch that is surely tolerated, 0 for none, and the largest that is not surely too large.
+    """Lower and upper limit of the largest tolerated batch, for each L.
 
-    The second is infinite where that is the largest batch of the grid: a larger one may be tolerated as well.
+    `sure` is the largest batch whose whole confidence interval is within the target, or 0. `possible` is the largest
+    batch for which the lower end of the interval is; it is infinite if that is the largest batch of the grid, because a
+    larger batch may be tolerated as well.
     """
 
     sure: Array
@@ -52,7 +54,7 @@ class Limits(NamedTuple):
 
 
 def limits(ends: Ends, target: Any) -> Limits:
-    """Return the largest batches that reach the target, one for all L or one for each; unknown if it is infinite.
+    """Return the limits of the largest batch that reaches the target norm; `target` is one number, or one for each L.
 
     >>> two = np.array([[0.1] * 5 + [0.9] * 8, [0.1] * 2 + [0.4] * 2 + [0.9] * 9])
     >>> in_words(limits(Ends(two, two - 0.01, two + 0.01), 0.4))
@@ -114,12 +116,12 @@ EACH_L = f"L = {listed(f'{L:g}' for L in SHARPNESS)}"
 
 
 def falls(found: Limits) -> tuple[bool, bool]:
-    """Return whether the limit at the largest L is surely below that at the smallest, and whether it surely is not."""
+    """Return two flags: the intervals show that the limit at the largest L is below that at the smallest; or is not."""
     return bool(found.possible[-1] < found.sure[0]), bool(found.sure[-1] >= found.possible[0])
 
 
 def above(found: dict[str, Limits]) -> tuple[Flags, Flags]:
-    """Return, for each L, whether SNGM's limit is surely above MSGD's, and whether it surely is not."""
+    """Return two flags for each L: the intervals show that SNGM's limit is above MSGD's; or that it is not."""
     return found["sngm"].sure > found["msgd"].possible, found["sngm"].possible <= found["msgd"].sure
 
 
@@ -127,7 +129,7 @@ AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f
 
 
 def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
-    """Describe the fall of SNGM's limit and its comparison with MSGD's, if "tolerated" means to reach `FIXED`."""
+    """Describe how SNGM's limit falls and compares with MSGD's, if "tolerated" means to reach the norms `FIXED`."""
     found = [{method: limits(each, norm) for method, each in ends.items()} for norm in FIXED]
     falling = sum(falls(each["sngm"])[0] for each in found)
     reached = np.array([np.maximum(each["sngm"].possible, each["msgd"].possible) > 0 for each in found])
@@ -182,7 +184,7 @@ def batch_larger(seeds: int, rates: str = TABLE) -> Finding:
 
 
 def batch_larger_tuned(seeds: int) -> Finding:
-    """Compare the limits where both methods use the best learning rate at every batch."""
+    """Compare the limits of both methods if each uses its best learning rate at every batch."""
     found, ends = batch_larger(seeds, TUNED), measure(TUNED, seeds)
     return replace(
         found,
@@ -284,17 +286,17 @@ class Race:
 
     @property
     def faster(self) -> bool:
-        """Whether the block-wise norm is surely below the global one."""
+        """Whether the confidence interval of block-wise SNGM's norm is below that of SNGM's."""
         return self.best[1].high < self.best[0].low
 
     @property
     def not_faster(self) -> bool:
-        """Whether the block-wise norm is surely not below the global one."""
+        """Whether the confidence interval of block-wise SNGM's norm is above that of SNGM's."""
         return self.best[1].low >= self.best[0].high
 
     @property
     def ratio(self) -> float:
-        """The block-wise norm over the global one."""
+        """The norm of block-wise SNGM divided by that of SNGM."""
         return self.best[1].mean / self.best[0].mean
 
     def row(self) -> list[Any]:
@@ -314,7 +316,7 @@ def race(problem: Problem, batch: int, rates: Array, beta: float, steps: int, se
 
 
 def block_speed(seeds: int) -> Finding:
-    """Compare the gradient norms that the two methods reach."""
+    """Compare the gradient norms that SNGM and block-wise SNGM reach."""
     uneven = replace(UNEVEN, name="blocks of uneven curvature")
     noisy = [race(problem, 1, RACE_RATES, BETA, 2000, seeds) for problem in (uneven, ALIKE, QUIET)]
     quiet = [noisy[-1], *(race(QUIET, batch, RACE_RATES, BETA, 2000, seeds) for batch in QUIET_BATCHES[1:])]

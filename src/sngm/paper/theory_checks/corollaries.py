@@ -19,7 +19,7 @@ HEAD = ("function", "momentum", "gradients", "batch", "measured", "bound")
 
 
 def sharp(L: float) -> Problem:
-    """Return a quadratic of gap 1/2: four coordinates of curvature 1, and one of curvature L at its minimum."""
+    """Return a quadratic with gap 1/2: four coordinates of curvature 1, and one, at its minimum, of curvature L."""
     start = np.array([0.5, 0.5, 0.5, 0.5, 0.0])
     return quadratic(f"L = {L:g}", np.array([1.0, 1.0, 1.0, 1.0, L]), start, even(1.0, 5))
 
@@ -27,7 +27,7 @@ def sharp(L: float) -> Problem:
 def powers(budgets: Sequence[float], norms: Array) -> tuple[Array, Array]:
     """Fit norm = constant * budget^power to each column of norms; return the powers and the relative residuals.
 
-    A least-squares line through the logarithms; `norms` has a row for each budget.
+    The fit is a least-squares line through the logarithms; `norms` has a row for each budget.
 
     >>> power, off = powers([1, 16, 256], np.array([[8.0], [4.0], [2.0]]))
     >>> round(float(power.item()), 3), bool(np.abs(off).max() < 1e-9)
@@ -55,7 +55,7 @@ class Growth:
         return interval(self.norms)[0]
 
     def power(self) -> str:
-        """Describe the power of C with its interval over seeds, and how far the mean norms are off a straight line."""
+        """Describe the fitted power of C with its interval over seeds, and how far the means deviate from the line."""
         mean, _, high = interval(powers(self.budgets, self.norms)[0])
         _, off = powers(self.budgets, self.mean[:, None])
         return f"{mean:.3f} ± {high - mean:.3f} (off by up to {np.abs(off).max():.1%}) for {self.label}"
@@ -87,7 +87,7 @@ def series(growths: Sequence[Growth]) -> list[Series]:
 
 
 def of_order(growths: Sequence[Growth]) -> dict[str, Any]:
-    """Return rule, verdict and measured text of a corollary: judged by its bound, with the power of C beside it."""
+    """Return rule, verdict and measurements of a corollary; the verdict depends on its bound, not on the power of C."""
     bound = np.concatenate([each.bound for each in growths])
     _, low, high = interval(np.concatenate([each.norms for each in growths]))
     momenta = {each.beta for each in growths}
@@ -140,7 +140,7 @@ def corollary_1(seeds: int) -> Finding:
 
 
 def corollary_2(seeds: int) -> Finding:
-    """Check the same for relaxed smoothness, from the budget on where the corollary's condition is met."""
+    """Check Corollary 2, for relaxed smoothness: batch sqrt(C), for budgets that meet the corollary's condition."""
     functions = {"cosh(x) - 1": COSH, "x⁴ / 4": QUARTIC}
     pairs = {
         beta: [grow(label, problem, beta, exponents, seeds) for label, problem in functions.items()]

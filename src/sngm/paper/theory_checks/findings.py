@@ -14,7 +14,7 @@ from ...report.figures import Figure, Series
 Array = NDArray[np.float64]
 
 HOLDS, FAILS, OPEN = "holds", "fails", "open"
-LEVEL = 0.99  # of the intervals over seeds
+LEVEL = 0.99  # confidence level of the intervals over seeds
 ROUNDING = 1e-9  # relative tolerance for statements that are met with equality
 
 
@@ -24,17 +24,17 @@ class Finding:
 
     statement: str
     rule: str
-    """When the statement holds, when it fails, and when the numbers leave it open."""
+    """The rule by which the statement holds, fails, or is left open."""
     verdict: str
     measured: str
     expected: str = HOLDS
-    """The verdict in docs/theory.md; "fails" for statements that are known not to hold as the check reads them."""
+    """The verdict in docs/theory.md; "fails" for statements known not to hold as this check interprets them."""
     why: str = ""
-    """The reason, if "holds" is not expected."""
+    """The reason, if the expected verdict is not "holds"."""
     head: Sequence[str] = ()
     rows: Sequence[Sequence[object]] = ()
     figures: dict[str, Figure] = field(default_factory=dict)
-    """By file name."""
+    """Figures by file name."""
     name: str = ""
     seconds: float = 0.0
 
@@ -53,7 +53,7 @@ class Finding:
 def chart(
     title: str, description: str, x_label: str, y_label: str, panels: dict[str, list[Series]], log: str = ""
 ) -> Figure:
-    """Return a figure of which low values are the good ones; `log` names the logarithmic axes, such as "xy"."""
+    """Return a figure in which lower values are better; `log` names the logarithmic axes, such as "xy"."""
     return Figure(
         title, description, x_label, y_label, panels, log_x="x" in log, log_y="y" in log, worst_at_bottom=False
     )
@@ -71,7 +71,7 @@ def digits(value: float, count: int = 4) -> float:
 def interval(values: Array) -> tuple[Array, Array, Array]:
     """Return mean, lower and upper end of the 99 % interval by Student's t, over the seeds along the last axis.
 
-    All three are infinite if one value is.
+    All three are infinite if one of the values is infinite.
 
     >>> [round(float(x), 2) for x in interval(np.array([1.0, 2.0, 3.0]))]
     [2.0, -3.73, 7.73]
@@ -97,6 +97,6 @@ def judge(holds: Any, fails: Any) -> str:
 
 
 def under(low: Any, high: Any, bound: Any) -> str:
-    """Return the verdict on values that must lie under a bound, from the ends of their intervals."""
+    """Return the verdict on values that must be below a bound, from the ends of their intervals."""
     limit = np.multiply(bound, 1 + ROUNDING)
     return judge(np.less_equal(high, limit), np.greater(low, limit))

@@ -21,14 +21,14 @@ LEMMA_BETAS = (0.0, 0.5, 0.9, 0.99)
 NOT_EXCEEDED = (
     f"Holds if the limit is nowhere exceeded by more than rounding (a relative {ROUNDING:g}), fails otherwise."
 )
-# z is a difference of weights divided by 1-β, so its rounding error grows with the weights over the length of a step.
+# z is a difference of weights divided by 1-β, so its error grows with the ratio of the weights to the step length.
 TRAINED_WITHIN = 1e-6
-AT_0 = 1e-6  # LARS ends this close to 0; no start is
+AT_0 = 1e-6  # LARS counts as stopped at 0 if it ends this close to 0; no run starts there
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The steps of an optimizer, a row each: w and u from before the first step on, and the gradients g."""
+    """The steps of an optimizer, one row each: w and u, starting before the first step, and the gradients g."""
 
     w: Array
     u: Array
@@ -40,7 +40,7 @@ class Trace:
 def trace(
     gradient: Callable[[Array], Array], start: Array, eta: float, beta: float, steps: int, blocks: Sequence[int] = ()
 ) -> Trace:
-    """Run the package's SNGM in float64; with block sizes, its block-wise form."""
+    """Run the package's SNGM in float64; if `blocks` gives block sizes, run block-wise SNGM."""
     sizes = list(blocks) or [len(start)]
     params = [torch.nn.Parameter(part.clone()) for part in torch.split(torch.from_numpy(start.copy()), sizes)]
     optimizer = SNGM(params, lr=eta, momentum=beta, scope="tensor" if blocks else "global")
@@ -68,7 +68,7 @@ def noisy(problem: Problem) -> Callable[[Array], Array]:
 
 
 def points(values: Array, first: int = 0) -> list[tuple[float, float]]:
-    """Return the values against the step."""
+    """Return (step, value) points of a line in a plot."""
     return [(float(t), float(x)) for t, x in enumerate(values, first)]
 
 
@@ -109,7 +109,7 @@ def lemma_1(seeds: int) -> Finding:
 
 
 def ratios(problem: Problem, w: Array, u: Array) -> Array:
-    """Return the gradient's norm at u over the limit of Lemma 1, with alpha = ||u - w||."""
+    """Return the norm of the gradient at u divided by the limit of Lemma 1, with alpha = ||u - w||."""
     alpha = length(u - w)
     with np.errstate(over="ignore"):
         limit = (problem.L * alpha + length(problem.gradient(w))) * np.exp(problem.lam * alpha)
@@ -123,7 +123,7 @@ def auxiliary(run: Trace) -> Array:
 
 
 def lemma_2(_: int) -> Finding:
-    """Check the norm of the buffer under gradients of all sizes, and under a constant one, which is the worst case."""
+    """Check the norm of the buffer for gradients of all sizes, and for a constant gradient, which is the worst case."""
     random = np.random.default_rng(2)
     rows, lines = [], []
     for slot, beta in enumerate(LEMMA_BETAS):
@@ -187,7 +187,7 @@ def step_lengths(run: Trace) -> Figure:
 
 
 def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
-    """Return the distance of z from where Lemma 3 puts it, over the length of its move."""
+    """Return the distance of z from its value by Lemma 3, divided by the length of its step."""
     cuts = list(np.cumsum(blocks))[:-1]
     direction = np.concatenate([g / or_1(length(g))[..., None] for g in np.split(run.g, cuts, axis=-1)], axis=-1)
     z, move = auxiliary(run), run.eta / (1 - run.beta)
@@ -284,7 +284,7 @@ def lars(_: int) -> Finding:
 
 
 def descend(method: str, start: float, eta: float, steps: int) -> Array:
-    """Return every x on the way down (x+1)^2 / 2 without momentum, by the package's optimizers."""
+    """Return all iterates x of a package optimizer that minimises (x+1)^2 / 2 without momentum."""
     x = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
     optimizer: torch.optim.Optimizer = SNGM([x], lr=eta, momentum=0.0)
     if method == "lars":

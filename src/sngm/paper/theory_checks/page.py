@@ -13,7 +13,7 @@ from .findings import FAILS, HOLDS, OPEN, Finding
 
 
 def write(folder: Path, findings: Sequence[Finding], facts: dict[str, Any]) -> Path:
-    """Write findings.json, an SVG for each figure, and report.html; return the path of the last."""
+    """Write findings.json, an SVG for each figure, and report.html; return the path of report.html."""
     with results_in(folder):
         write_json(folder / "findings.json", {**facts, "findings": [finding.as_dict() for finding in findings]})
         for finding in findings:

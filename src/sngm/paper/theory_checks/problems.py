@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from ... import theory
 from .findings import Array
 
-DIVERGED = 1e3  # times the gradient norm at the start; noise and overshooting stay far below
+DIVERGED = 1e3  # factor over the initial norm from which a run has diverged; noise and overshooting stay far below
 
 
 @dataclass(frozen=True, slots=True)
 class Phi:
-    """The factor of LARS on a block's step, a function of the norm of its weights with values from `low` to `high`."""
+    """LARS's phi, which scales the step of a block: a function of the norm of its weights, from `low` to `high`."""
 
     low: float
     high: float
     radius: float | None = None
-    """None: phi is the norm, clipped at both ends, as in the paper's example. Else phi jumps from low to high here."""
+    """None: phi is the norm, clipped to [low, high], as in the paper. Else phi jumps from low to high at this norm."""
 
     def __call__(self, norms: Array) -> Array:
         """Return phi of these norms.
@@ -46,7 +46,7 @@ class Problem:
     formula: str
     loss: Callable[[Array], Array]
     gradient: Callable[[Array], Array]
-    """Returns a new array, which a step may modify."""
+    """Function that returns the gradient as a new array, which a step may modify."""
     start: Array
     L: float
     noise: Array
@@ -55,13 +55,13 @@ class Problem:
     blocks: tuple[int, ...] = ()
     """The sizes of consecutive blocks; empty: one block."""
     coin: bool = False
-    """Whether noise is plus or minus its deviation, rather than normal; it can hide the sign of a gradient."""
+    """Whether noise is plus or minus its standard deviation, not normal; it can hide the sign of a gradient."""
     phi: Phi | None = None
-    """For runs of LARS."""
+    """The function phi, for runs of LARS."""
 
     @property
     def gap(self) -> float:
-        """The loss at the start above its infimum, which is 0."""
+        """The loss at the start minus its infimum, which is 0."""
         return float(self.loss(self.start))
 
     @property
@@ -70,7 +70,7 @@ class Problem:
         return float(np.linalg.norm(self.noise))
 
     def diverges(self, norm: Any) -> Any:
-        """Return whether a mean gradient norm is so far above the start's that the run must have diverged."""
+        """Return whether a mean gradient norm is so far above the norm at the start that the run must have diverged."""
         return np.greater(norm, DIVERGED * np.linalg.norm(self.gradient(self.start)))
 
     def draw(self, random: np.random.Generator, seeds: int, batch: int) -> Array:
@@ -151,7 +151,7 @@ def or_1(norms: Array) -> Array:
 def quadratic(
     name: str, curvature: Array, start: Array, noise: Array, blocks: tuple[int, ...] = (), turn: Array | None = None
 ) -> Problem:
-    """Return half the sum of curvature times square. An orthogonal matrix `turn` couples the coordinates."""
+    """Return half the sum of curvature times coordinate squared. An orthogonal matrix `turn` couples coordinates."""
     if turn is None:
         loss, gradient = (lambda w: 0.5 * (curvature * w * w).sum(axis=-1)), (lambda w: curvature * w)
     else:
@@ -192,7 +192,7 @@ SLOPES = replace(
     noise=np.ones(2), blocks=(1, 1),
 )  # fmt: skip
 
-# cosh'' = sqrt(1 + sinh^2) <= 1 + |cosh'|, and of a sum the largest counts: (1, 1)-smooth
+# cosh'' = sqrt(1 + sinh^2) <= 1 + |cosh'|; in a sum over coordinates the largest term counts: (1, 1)-smooth
 COSH = Problem(
     "cosh", "sum of cosh(x) - 1, 6 coordinates in 2 blocks: (1, 1)-smooth",
     lambda w: (np.cosh(w) - 1).sum(axis=-1), np.sinh, np.array([3.0, 3.0, 3.0, 0.3, 0.3, 0.3]), 1.0, even(1.0, 6),

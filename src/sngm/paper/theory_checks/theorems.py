@@ -16,13 +16,13 @@ from .problems import Problem, simulate
 
 MOMENTA = (0.0, 0.5, 0.9)
 BATCHES = (1, 16, 256)
-ANY_RATES = np.array([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0])  # where the theorem has no condition on the learning rate
-SHARES = np.array([0.01, 0.03, 0.1, 0.3, 1.0])  # of the largest admissible learning rate, where it has one
+ANY_RATES = np.array([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0])  # for a theorem without a condition on the learning rate
+SHARES = np.array([0.01, 0.03, 0.1, 0.3, 1.0])  # of the largest admissible learning rate, with a condition
 # The bowl starts at 1. A step of 2 goes to -1 and back forever, which attains the bound of Theorem 1.
 OSCILLATING = np.array([0.03, 0.3, 2.0, 10.0])
 # In so few steps, momentum 0.9 overshoots the bowl's minimum by far at these learning rates, so that kappa matters.
 SHORT, OVERSHOOTING = 20, np.array([0.005, 0.01, 0.02, 0.05])
-LONG = 4000  # so many steps that noise is the largest term of a bound
+LONG = 4000  # steps; enough that noise is the largest term of a bound
 RULE = (
     "Holds if the upper end of the 99 % interval over seeds is under the bound at every point of the grid, "
     "fails if the lower end is above it at one, open otherwise."
@@ -34,8 +34,8 @@ NEEDED = (
 HEAD = ("function", "steps", "momentum", "batch", "eta", "measured", "bound", "upper limit / bound")
 
 Given = dict[str, Any]  # the arguments of a bound
-# A part of a bound: the argument whose term it is in (the term vanishes if the argument is 0), and the factor that is
-# left of that term without the part.
+# A part of a bound, such as a factor of a term: the argument in whose term it is (the term vanishes if the argument is
+# 0), and the factor by which the term is multiplied if the part is left out.
 Part = tuple[str, Callable[[Given], Any]]
 TERMS: dict[str, Part] = {name: (key, lambda a: 0.0) for name, key in (("gap", "gap"), ("L", "L"), ("noise", "sigma"))}
 KAPPA: dict[str, Part] = {"κ": ("L", lambda a: 1 / theory.kappa(a["beta"]))}
@@ -43,12 +43,12 @@ KAPPA: dict[str, Part] = {"κ": ("L", lambda a: 1 / theory.kappa(a["beta"]))}
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A function, and how to run on it."""
+    """A function, and the settings of the runs on it."""
 
     problem: Problem
     steps: int
     etas: Array | None = None
-    """None: those of the theorem."""
+    """Learning rates; None for those of the theorem."""
     betas: Sequence[float] = MOMENTA
 
 
@@ -67,7 +67,7 @@ class Measurement:
 
     @property
     def ratios(self) -> Array:
-        """The upper end of the interval over the bound."""
+        """The upper end of the interval divided by the bound."""
         return ratio(self.high, self.bound)
 
     @property
@@ -81,7 +81,7 @@ class Measurement:
         return [self.problem.name, *(self.given[key] for key in ("steps", "beta", "batch")), *map(digits, numbers)]
 
     def needed(self, part: str) -> float:
-        """Return the share of a part that is needed, at the learning rate where that share is largest."""
+        """Return the largest fraction of a part, over learning rates, that the bound needs to hold."""
         size = self.bound - self.without[part]
         there = size > 0
         shares = (self.low[there] - self.without[part][there]) / size[there]
@@ -101,21 +101,21 @@ class Theorem:
     name: str
     statement: str
     title: str
-    """Of the figure."""
+    """Title of the figure."""
     drawn: Problem
     method: str
     bound: str
-    """The function of `sngm.theory`."""
+    """Name of the function in `sngm.theory`."""
     arguments: str
     cases: Sequence[Case]
     parts: dict[str, Part]
     slope: Callable[[Problem, float], float] = lambda problem, beta: 0.0
     """The condition on the learning rate is eta * slope(problem, beta) <= 1."""
     rates: Array = field(default_factory=lambda: ANY_RATES)
-    """The learning rates where the slope is 0."""
+    """The learning rates to use if the slope is 0."""
     unit: str = "norm"
     more: Callable[[list[Measurement]], str] = lambda lines: ""
-    """Text to add to what was measured."""
+    """Function that returns text to add to the description of the measurements."""
 
     def __call__(self, seeds: int) -> Finding:
         """Run the grid and compare it with the bound. Without noise, seeds and batch sizes make no difference."""
@@ -235,7 +235,7 @@ THEOREM_3 = Theorem(
 
 
 def even_noise(a: Given) -> Any:
-    """Return what is left of the noise term of LARS without γ_u/γ_l."""
+    """Return the factor that remains of the noise term of LARS if γ_u/γ_l is left out."""
     even = a["rho"] * np.sqrt(a["blocks"])
     return (1 + even) / (1 + even * a["gamma_u"] / a["gamma_l"])
 
@@ -262,7 +262,7 @@ LARS = Theorem(
 
 
 def third_over_second(a: Given) -> Any:
-    """Return the third term of MSGD's bound over the second; both are proportional to sigma squared."""
+    """Return the third term of MSGD's bound divided by the second; both are proportional to sigma squared."""
     return 4 * a["L"] * a["eta"] * a["batch"]
 
 
