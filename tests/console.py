@@ -122,10 +122,10 @@ def until(process: "subprocess.Popen[str]", condition: Callable[[], Any]) -> Non
         raise AssertionError(f"{error}: {finish(process)}") from None
 
 
-def finish(process: "subprocess.Popen[str]") -> Result:
+def finish(process: "subprocess.Popen[str]", patience: float = PATIENCE) -> Result:
     """Wait for a process to end, and return its output."""
     try:
-        out, err = process.communicate(timeout=PATIENCE)
+        out, err = process.communicate(timeout=patience)
     except subprocess.TimeoutExpired as late:
         raise AssertionError(f"still running, and said {late.stdout!r} {late.stderr!r}") from None
     return Result(process.returncode, out, err)

@@ -14,7 +14,7 @@ import pytest
 from console import finish, refused, sngm, until
 from runs import assert_same_end
 from test_study import cells_of, linux, living, results
-from waiting import launch, wait_for
+from waiting import PATIENCE, launch, wait_for
 
 from sngm.errors import UsageError
 from sngm.options import Cluster, Execution
@@ -133,7 +133,7 @@ def assert_same_study(folder: str | Path, undisturbed: tuple[dict, list]) -> Non
 @pytest.mark.parametrize("executor", ["ray", "slurm"])
 def test_every_executor_makes_the_same_records(executor, undisturbed):
     pytest.importorskip(executors.PACKAGES[executor])
-    shown = finish(start(executor, "study"))
+    shown = finish(start(executor, "study"), 4 * PATIENCE)  # submitit starts all jobs at once
     assert shown.code == 0, shown.err
     assert_same_study("study", undisturbed)
     assert len(list(Path("study").glob("runs/*/log.txt"))) == len(undisturbed[0])
