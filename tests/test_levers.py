@@ -91,6 +91,16 @@ def test_a_resumed_run_ends_as_an_unbroken_one_and_keeps_what_was_scored(more, t
     assert plain["result"] != whole["result"]
 
 
+def test_frozen_layers_keep_their_statistics():
+    made = config(bn_samples=256)
+    setup = prepare(made, ONE)
+    next(m for m in setup.model.modules() if isinstance(m, nn.BatchNorm2d)).eval()
+    tested = ScoredModel(made, setup).prepare(0)
+    pairs = zip(setup.model.modules(), tested.modules(), strict=True)
+    same = [torch.equal(a.running_mean, b.running_mean) for a, b in pairs if isinstance(a, nn.BatchNorm2d)]
+    assert same == [True, False]
+
+
 def test_averaging_brings_new_statistics_unless_told_otherwise():
     assert config(ema=0.9).bn_samples == 10_000
     assert config(ema=0.9, bn_samples=0).bn_samples == 0
@@ -178,6 +188,12 @@ def test_the_last_batch_of_an_epoch_is_a_step_of_its_own(tmp_path):
     with pytest.raises(Interrupted):
         train(kept, tmp_path / "cut", Options(should_stop=lambda: next(calls) == 2, checkpoint_every=1))
     assert train(kept, tmp_path / "cut")["result"] == whole["result"]
+
+
+def test_a_last_batch_that_cannot_be_kept_is_told():
+    with pytest.warns(UserWarning, match="the last 2 samples of an epoch"):
+        setup = prepare(config(batch=639, workers=3, last_batch="keep"), ONE)
+    assert setup.rest == 0
 
 
 @pytest.mark.slow

@@ -46,6 +46,16 @@ def test_points_fill_their_ranges_and_more_trials_begin_with_the_same():
     assert len(thirds) == 9  # every third of one range with every third of the other
 
 
+def test_trials_in_a_narrow_range_stay_apart():
+    assert len({point["lr"] for point in points({"lr": (0.1, 0.12)}, 64)}) == 64
+    with pytest.raises(UsageError, match="too narrow"):
+        points({"lr": (0.1, 0.1000001)}, 64)
+
+
+def test_what_makes_a_method_is_not_searched():
+    assert "momentum" not in ranges_of("digits", "sngd", 512, 10, {"lr": None, "momentum": None})
+
+
 def test_ranges_follow_the_method():
     search = {"lr": None, "weight_decay": None, "momentum": None, "warmup": None}
     of_sngm, of_adamw = (ranges_of("digits", name, 512, 10, search) for name in ("sngm", "adamw"))

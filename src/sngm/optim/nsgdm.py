@@ -112,8 +112,10 @@ class NSGDM(LargeBatchOptimizer):
         for bucket, buffers in zip(work.buckets, momenta, strict=True):
             group = bucket.group
             eps = max(group["eps"], MIN_EPS)
-            norm = max(math.sqrt(total), eps) if work.on_host else total.sqrt().clamp_min(eps).to(bucket.device)
-            directions = list(torch._foreach_mul(buffers, 1.0 / norm))
+            inverse = 1.0 / (max(math.sqrt(total), eps) if work.on_host else total.sqrt().clamp_min(eps))
+            if isinstance(inverse, Tensor):
+                inverse = inverse.to(bucket.device, buffers[0].dtype)
+            directions = list(torch._foreach_mul(buffers, inverse))
             if group["weight_decay_mode"] == "decoupled" and (decay := group["weight_decay"]):
                 directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
             on_device = skip.to(bucket.device) if isinstance(skip, Tensor) else None

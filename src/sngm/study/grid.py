@@ -142,7 +142,8 @@ class Cell:
 
     @functools.cached_property
     def label(self) -> str:
-        return without_settings(self.config(self.grid[0], "select", 0).label, hidden_by(self.study.search))
+        label = self.config(self.grid[0], "select", 0).label
+        return without_settings(label, hidden_by(self.study.search)) if self.study.search else label
 
     def computes(self) -> tuple[Any, ...]:
         """Return the class of the method and all its settings, defaults included."""

@@ -109,7 +109,7 @@ def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Split
     data: dict[str, Record] = {}
     for cell in cells:
         for part in ("select", "full") if len(cell.grid) > 1 else ("full",):
-            config = cell.config(cell.grid[0], part, 0)
+            config, *_ = [cell.config(lr, part, 0) for lr in cell.grid]  # building a config validates it
             data[part] = prepare(config, single, options, splits).data
     return data
 
@@ -134,6 +134,7 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         raise UsageError(
             f"{folder} holds another study; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
         )
+    _check_runs(folder, cells)  # a default of this version may differ from that of an older one
 
 
 def _check_runs(folder: Path, cells: list[Cell]) -> None:

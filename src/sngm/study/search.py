@@ -83,7 +83,9 @@ def ranges_of(
     >>> ranges_of("digits", "sngm", 512, 15, {"lr": None, "weight_decay": None})
     {'lr': (0.0164, 1.83), 'weight_decay': (1e-05, 0.001)}
     """
-    known = {"lr", "warmup", *registry.settings_of(method)}
+    # momentum 0 is what makes a method such as "sngd"
+    fixed = {name for name, value in registry.find(method).settings.items() if value == 0}
+    known = {"lr", "warmup", *registry.settings_of(method)} - fixed
     if "betas" in known:
         known.add("momentum")  # searched as the first of the betas
     rates = sorted(tasks.rates_of(task, method))
@@ -99,9 +101,9 @@ def ranges_of(
     return {name: (rounded(low), rounded(high)) for name, (low, high) in chosen.items()}
 
 
-def rounded(value: float) -> float:
-    """Return a number with three significant digits."""
-    return float(f"{value:.3g}")
+def rounded(value: float, digits: int = 3) -> float:
+    """Return a number with this many significant digits."""
+    return float(f"{value:.{digits}g}")
 
 
 def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
@@ -117,17 +119,25 @@ def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
 
     engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # skip the first point, the corner of all ranges
     rows = [engine.random(1)[0] for _ in range(trials)]  # one by one: many at once warn unless a power of 2
-    return [
-        {name: _between(name, *ranges[name], float(x)) for name, x in zip(ranges, row, strict=True)} for row in rows
-    ]
+    for digits in (3, 6):  # learning rates tell trials apart, so a narrow range needs more digits
+        found = [
+            {
+                name: rounded(_between(name, *ranges[name], float(x)), digits)
+                for name, x in zip(ranges, row, strict=True)
+            }
+            for row in rows
+        ]
+        if len({point["lr"] for point in found}) == trials:
+            return found
+    raise UsageError(f"the range of lr, {ranges['lr'][0]:g} to {ranges['lr'][1]:g}, is too narrow for {trials} trials")
 
 
 def _between(name: str, low: float, high: float, share: float) -> float:
     if name == "warmup":
-        return rounded(low + share * (high - low))
+        return low + share * (high - low)
     if name == "momentum":
-        return rounded(1 - (1 - low) * ((1 - high) / (1 - low)) ** share)
-    return rounded(low * (high / low) ** share)
+        return 1 - (1 - low) * math.pow((1 - high) / (1 - low), share)
+    return low * math.pow(high / low, share)
 
 
 def as_settings(method: str, point: Mapping[str, float]) -> dict[str, Any]:

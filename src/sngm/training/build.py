@@ -124,6 +124,11 @@ def prepare(
 
     rest_stepper, rest = None, 0
     small = plan.for_rest(len(training) % plan.batch) if config.last_batch == "keep" else None
+    if small is not None and isinstance(optimizer, CLARS) and small.batch == small.bn_group:
+        small = None  # CLARS needs several micro-batches
+    if config.last_batch == "keep" and small is None and len(training) % plan.batch:
+        left = len(training) % plan.batch
+        warnings.warn(f"the last {left} samples of an epoch fill no micro-batch and are dropped", stacklevel=2)
     if small is not None:
         if streams or state.rows:
             raise UsageError("`last_batch` keep needs samples in memory that do not follow one another")
@@ -234,7 +239,9 @@ def _scale_vectors(optimizer: LARS | CLARS) -> None:
 
 def can_capture(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a CUDA graph can capture this optimizer's step, given learning rates in tensors."""
-    return isinstance(optimizer, (LargeBatchOptimizer, *FUSED))
+    # not subclasses of a user's, whose Python code a replayed graph would skip
+    own = isinstance(optimizer, LargeBatchOptimizer) and type(optimizer).__module__.startswith("sngm.")
+    return own or type(optimizer) in FUSED
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
@@ -255,7 +262,7 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
     """Turn on torch's fused steps on a GPU, unless the settings choose otherwise."""
     for group in optimizer.param_groups:
-        if not isinstance(optimizer, FUSED) or any(p.device.type != "cuda" for p in group["params"]):
+        if type(optimizer) not in FUSED or any(p.device.type != "cuda" for p in group["params"]):
             continue
         if group["fused"] is None and not group["foreach"] and not group["differentiable"]:
             group["fused"] = True

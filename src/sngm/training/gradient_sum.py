@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -22,18 +23,31 @@ class GradientSum:
     """
 
     def __init__(self, params: Sequence[Tensor], ranks: int, elements: int = BUCKET) -> None:
-        self.params, self.ranks = [p for p in params if p.requires_grad], ranks
-        self.buckets = list(buckets(self.params, elements))[::-1]
-        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        self.all_params, self.ranks, self.elements = list(params), ranks, elements
+        self.params: list[Tensor] = []
+        self.hooked: set[Tensor] = set()
         self.awaited: list[set[Tensor]] = []  # parameters whose gradients are yet to come, by bucket
         self.begun: list[tuple[Tensor, Any]] = []  # the flat copies of the first buckets, and handles to wait for
         self.first = self.overlaps = True
         self.active = self.changed = False
-        for p in self.params:
-            p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
+        self._find_params()
+
+    def _find_params(self) -> None:
+        """Put the parameters that require gradients into buckets; a task may freeze and unfreeze some between steps."""
+        found = [p for p in self.all_params if p.requires_grad]
+        if len(found) == len(self.params) and all(map(is_, found, self.params)):
+            return
+        self.params = found
+        self.buckets = list(buckets(found, self.elements))[::-1]
+        self.bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
+        for p in found:
+            if p not in self.hooked:
+                self.hooked.add(p)
+                p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """Start to sum: call it before the last backward pass of a step."""
+        self._find_params()
         self.awaited = [set(bucket) for bucket in self.buckets]
         self.active = self.overlaps
 
@@ -54,6 +68,8 @@ class GradientSum:
     def finish(self, loss: Tensor) -> None:
         """Sum what is left, and the loss; set each ``p.grad`` to its sum, or to None if no process has it."""
         self.active = False
+        if not self.begun:  # CLARS sums after its passes, without `begin`
+            self._find_params()
         missing = [p.grad is None for p in self.params]
         for p, without in zip(self.params, missing, strict=True):
             if without:  # another process may have a gradient

@@ -247,6 +247,8 @@ def _run(
                     processes.heartbeat.advance()
                     processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
                     tested = scored.prepare(epoch)
+                    if tested is not model:
+                        processes.broadcast_buffers(tested)
                     metrics |= evaluate(task, tested, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):

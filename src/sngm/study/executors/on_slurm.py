@@ -111,7 +111,7 @@ class OnSlurm:
 
     def stop(self) -> None:
         self.ends.set()
-        for attempt in self.attempts.values():
+        for attempt in list(self.attempts.values()):
             attempt.job.cancel(check=False)  # SLURM sends SIGTERM, on which a run writes a checkpoint
 
     def shutdown(self) -> None:
