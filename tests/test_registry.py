@@ -179,6 +179,12 @@ def test_an_optimizer_that_keeps_state_elsewhere_is_found_out():
     assert restores_its_state(lambda params: torch.optim.Adam(params, lr=0.1))
     assert restores_its_state(lambda params: torch.optim.LBFGS(params))  # needs a closure
 
+    class Nothing(torch.optim.SGD):
+        def state_dict(self):
+            return None
+
+    assert not restores_its_state(lambda params: Nothing(params, lr=0.1))
+
 
 @pytest.mark.parametrize(
     ("wrong", "near"), [("sngmm", "sngm"), ("lambs", "lamb"), ("extrap_sgd", "extrap-sgd"), ("blocksngm", "block-sngm")]

@@ -116,6 +116,8 @@ def test_a_dry_run_names_ranges_budget_and_recipe():
         ("--search lr,beta --trials 4", "'beta'"),
         ("--search lr,lr --trials 4", "twice"),
         ("--search lr", "--trials"),
+        ("--lrs sngm=", "once"),
+        ("--lrs 'sngm=0.1;msgd=0.1;adamw=0.1'", "adamw, which is not one of the methods"),
         ("--search lr --trials 1", "from 2 to"),
         ("--trials 4", "search"),
         ("--search lr=1:0.1 --trials 4", "two rising numbers"),
@@ -125,8 +127,8 @@ def test_a_dry_run_names_ranges_budget_and_recipe():
         ("--search lr --trials 4 --lrs 0.1,0.2", "either"),
         ("--search lr,warmup --trials 4 --warmup 1", "warmup is searched"),
         ("--search lr,weight_decay --trials 4 --set weight_decay=1e-4", "weight_decay is searched"),
-        ("--lrs sngm=0.1,0.2", "'msgd'"),
-        ("--lrs 'sngm=0.1,0.2;msgd=0.1'", "as many rates"),
+        ("--lrs sngm=0.1,0.2", "no learning rates for msgd"),
+        ("--lrs 'sngm=0.1,0.2;msgd=0.1'", "same number of learning rates"),
         ("--lrs 'sngm=0.1;sngm=0.2'", "once"),
         ("--lrs 'sngm=0.1;msgd=fast'", "numbers"),
     ],
@@ -145,6 +147,9 @@ def test_learning_rates_can_be_given_by_method():
     assert tried["adamw"] & {0.01, 0.02}
     plan = sngm('compare own.py:Line --methods sngm,adamw --lrs "sngm=0.1,0.3;adamw=1e-3,3e-3" --dry-run --json').json
     assert [cell["lrs"] for cell in plan["cells"]] == [[0.1, 0.3]] * 2 + [[0.001, 0.003]] * 2
+    both = "--methods 'sngm,sngm(weight_decay=8e-4)' --lrs 'sngm=0.1;sngm(weight_decay=8e-4)=0.2'"
+    plan = sngm(f"compare own.py:Line {both} --batches 8 --dry-run --json").json
+    assert [cell["lrs"] for cell in plan["cells"]] == [[0.1], [0.2]]
 
 
 @pytest.mark.parametrize("search", ["lr", 3, {"lr": 3}, ["lr", "speed"]])

@@ -148,8 +148,8 @@ def numbers_by_name(option: str, text: str) -> list[float] | dict[str, list[floa
         return numbers(option, text)
     found: dict[str, list[float]] = {}
     for part in text.split(";"):
-        name, equals, some = part.partition("=")
-        if not equals or not name.strip() or name.strip() in found:
+        name, equals, some = part.rpartition("=")  # the last: settings in parentheses have one too
+        if not equals or not name.strip() or not some.strip() or name.strip() in found:
             raise UsageError(f"{option} wants name=numbers for each method once, separated by semicolons, got {part!r}")
         found[name.strip()] = numbers(option, some)
     return found

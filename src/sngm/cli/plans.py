@@ -192,7 +192,8 @@ def show_study(
     for plan in plans:
         if "ranges" in plan:
             ranges = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in plan["ranges"].items())
-            tried = f"{len(plan['trials'])} trials over {ranges}"
+            missing = [name for name in study.search if name not in plan["ranges"]]
+            tried = f"{len(plan['trials'])} trials over {ranges}" + f" (it has no {', '.join(missing)})" * bool(missing)
         else:
             tried = f"lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}"
         print(f"  {plan['method']} at batch {plan['batch']}: {tried}")

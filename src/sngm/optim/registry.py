@@ -137,6 +137,8 @@ def name_of(method: Any) -> str:
     if isinstance(method, type) and importable(method):
         return f"{method.__module__}:{method.__qualname__}"
     name = getattr(method, "__name__", type(method).__name__).strip("<>")
+    if name == "lambda":
+        name = f"lambda-{digest_of(method)[:4]}"  # several may be compared
     name = f"own-{name}" if name in BUILT_IN else name
     register(name, method)
     return name

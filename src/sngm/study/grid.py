@@ -59,9 +59,13 @@ class StudyConfig:
                 raise UsageError(f"{name} lists something twice: {again} is there twice; leave one out")
         if self.search and self.lrs:
             raise UsageError("give either `lrs`, a grid of learning rates, or `search`")
-        names = {parse_call(text)[0] for text in self.methods}
-        if isinstance(self.lrs, dict) and (others := sorted(self.lrs.keys() ^ names)):
-            raise UsageError(f"`lrs` must list the learning rates of each method that is compared; see {others[0]!r}")
+        if isinstance(self.lrs, dict):
+            for text in self.methods:
+                if not self.lrs.keys() & {text, parse_call(text)[0]}:
+                    raise UsageError(f"`lrs` has no learning rates for {text}; give them for each method")
+            known = {name for text in self.methods for name in (text, parse_call(text)[0])}
+            if others := sorted(self.lrs.keys() - known):
+                raise UsageError(f"`lrs` has learning rates for {others[0]}, which is not one of the methods compared")
 
     def cells(self) -> list[Cell]:
         """Return one cell for each method at each batch size."""
@@ -71,12 +75,12 @@ class StudyConfig:
             known = method_settings_of(name)
             common = {k: v for k, v in self.method_settings.items() if k in known}
             for batch in self.batches:
-                grid, searched = self.trials_of(name, {**common, **own}, batch)
+                grid, searched = self.trials_of(text, {**common, **own}, batch)
                 cells.append(Cell(self, name, {**common, **own}, batch, grid, searched))
         if len({len(cell.grid) for cell in cells}) > 1:
             sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in cells if cell.batch == self.batches[0])
-            given = "`lrs` has" if self.lrs else "the task gives"
-            raise UsageError(f"every method must have as many rates to try, but {given} {sizes}; use --lrs")
+            given = "`lrs` has" if self.lrs else "without `lrs` the task gives"
+            raise UsageError(f"every method must have the same number of learning rates to try, but {given} {sizes}")
         first = [cell for cell in cells if cell.batch == self.batches[0]]
         for a, b in itertools.combinations(first, 2):
             if a.label == b.label or a.computes() == b.computes():
@@ -93,11 +97,12 @@ class StudyConfig:
         return ranges_of(self.task, method, batch, self.epochs, self.search)
 
     def trials_of(
-        self, method: str, settings: dict[str, Any], batch: int
+        self, text: str, settings: dict[str, Any], batch: int
     ) -> tuple[tuple[float, ...], dict[float, dict[str, float]]]:
         """Return the learning rates to try, and for each of them the other searched settings."""
+        method = parse_call(text)[0]
         if not self.search:
-            grid = self.lrs.get(method) if isinstance(self.lrs, dict) else self.lrs
+            grid = self.lrs.get(text, self.lrs.get(method)) if isinstance(self.lrs, dict) else self.lrs
             return grid or tasks.rates_of(self.task, method), {}
         given = {**settings, **self.settings}
         for name in self.search:

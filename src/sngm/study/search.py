@@ -28,6 +28,8 @@ def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | No
     """
     if isinstance(search, str) or not isinstance(search, (Mapping, Sequence)):
         raise TypeError(f"search must be a list of names, or a dict of names and ranges, got {search!r}")
+    if trials is None:
+        raise UsageError("`search` needs `trials`, the number of points to try, such as 8")
     if isinstance(trials, bool) or not isinstance(trials, int) or not 2 <= trials <= MOST_TRIALS:
         raise UsageError(f"`trials` must be a whole number from 2 to {MOST_TRIALS:,}, got {trials!r}")
     found: dict[str, tuple[float, float] | None] = {}
@@ -52,7 +54,10 @@ def _check_range(name: str, limits: Any) -> tuple[float, float]:
     except (TypeError, ValueError):
         fits = False
     if not fits:
-        raise UsageError(f"the range of {name} in `search` must be two rising numbers, as {name}=0.01:1, got {limits}")
+        within = {"momentum": ", above 0 and below 1", "warmup": ", at least 0"}.get(name, ", above 0")
+        example = "momentum=0.8:0.99" if name == "momentum" else f"{name}=0.01:1"
+        got = ":".join(map(str, limits)) if isinstance(limits, (tuple, list)) else repr(limits)
+        raise UsageError(f"the range of {name} in `search` must be two rising numbers{within}, as {example}; got {got}")
     return low, high
 
 

@@ -235,8 +235,10 @@ class Task:
 
 def check_labels(labels: Tensor) -> None:
     """Raise an error for labels that cross_entropy does not support; torch's own error does not name them."""
-    if labels.dtype == torch.bool:
-        raise UsageError("labels are bool, but cross-entropy takes class numbers; use labels.long()")
+    probabilities = labels.is_floating_point() and labels.ndim > 1
+    if labels.dtype not in (torch.int64, torch.uint8) and not probabilities:
+        kind = str(labels.dtype).removeprefix("torch.")
+        raise UsageError(f"labels are {kind}, but cross-entropy takes class numbers; use labels.long()")
 
 
 def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:

@@ -204,6 +204,8 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
         optimizer = build(groups, lr=config.lr)
     except (TypeError, ValueError) as error:
         raise UsageError(f"{config.method}: {error}") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise UsageError(f"{config.method}: must return a torch.optim.Optimizer, got {optimizer!r}")
     if config.method not in BUILT_IN and config.label not in CHECKED:
         CHECKED.add(config.label)
         if not restores_its_state(functools.partial(build, lr=config.lr)):
