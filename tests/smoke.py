@@ -123,7 +123,8 @@ def main() -> None:
         check_core()
     else:
         check_command_line()
-    names = sngm.optim.names()
+    libraries = {"lion", "muon", "schedule-free", "signum"}  # methods of libraries that sngm does not install
+    names = [name for name in sngm.optim.names() if name not in libraries]
     for name in names:
         losses = train(name)
         assert all(map(math.isfinite, losses)), f"{name}: losses are not finite: {losses}"
