@@ -90,8 +90,8 @@ def advise_model(
 ) -> Measurement:
     """Say whether the batch of your own training loop can grow, and what to change in it.
 
-    A copy of model and optimizer is trained for some steps, in which gradient norms and the gradient noise scale are
-    measured; yours stay as they are.
+    A copy of model and optimizer is trained for some steps, at the learning rate before schedulers changed it.
+    Gradient norms and the gradient noise scale are measured; yours stay as they are.
 
     Args:
         model: your model, on its device, at its start or in the course of training.
@@ -100,7 +100,7 @@ def advise_model(
         loader: your DataLoader, or any iterable of batches.
         optimizer: your SGD, Adam or AdamW.
         to_batch: the larger batch. Default: twice the loader's.
-        steps: of the copy.
+        steps: of the copy; an epoch of them or more measures the norm best.
 
     Returns:
         A mapping with "answer", "lr", "weight_decay", "batch" and "diff", which is shown as text.

@@ -37,7 +37,7 @@ def carry_model(
     given = _settings(optimizer)
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
         raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
-    if steps < 2:
+    if steps < 2:  # half of them before each measurement of the noise
         raise UsageError(f"`steps` must be at least 2, got {steps}")
     twin, own = copy.deepcopy((model, optimizer))  # together: the copied optimizer then has the copy's parameters
     twin.train()
@@ -72,7 +72,7 @@ def carry_model(
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps: the norm is theirs alone, and may be far "
-            f"from an epoch's. With steps={per_epoch} it is measured as the rule has it."
+            f"from an epoch's. With steps={per_epoch + per_epoch % 2} it is measured as the rule has it."
         )
     notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
     if len(optimizer.param_groups) > 1:
