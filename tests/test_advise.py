@@ -1,9 +1,11 @@
 """Advice: the scaling rule checked by random walks of both methods, the budget by sngm.theory; and the command."""
 
+import collections
 import math
 import re
 import statistics
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -11,10 +13,11 @@ import torch
 from console import OWN_TASK, refused, sngm
 from runs import strict_json
 
-from sngm import SNGM, advise_model, probes, theory
+from sngm import SNGM, advise, advise_model, probes, theory
 from sngm.advice import Constants, Recipe, budget_curves, carry_over
 from sngm.advice.budget import NEAR_LOWEST, advise_budget
-from sngm.advice.verdict import Settings, conclude
+from sngm.advice.model import _moved
+from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
 from sngm.parsing import parse_settings, split_list
 from sngm.training import resolve, train
@@ -127,7 +130,7 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     assert (values["learning rate"], values["weight decay"]) == (0.02, 0.04)
     assert found["diff"][1] == "+ optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.04)"
     assert found["command"].startswith("sngm train own.py:Line --method adamw --lr 0.02 --batch 32")
-    assert found["warnings"] == []
+    assert "no normalisation layer" in found["warnings"][0]
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8,momentum=0.9"), "has no 'momentum'")
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8 --from-sgd lr=0.1,batch=8"), "one of")
 
@@ -139,14 +142,14 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
         ([50.0, 200.0], True, "Up to batch 64 you should lose nothing measurable; at batch 256 expect a small loss"),
         ([9.0], True, "At batch 256 expect a small loss"),
         ([math.nan], True, "At batch 256 expect a small loss"),
-        ([math.inf], True, "Yes: up to batch 512 you should lose nothing measurable"),
+        ([math.inf], True, "Yes: up to at least batch 512 you should lose nothing measurable"),
         ([50.0, 200.0], False, "Batch 256 is a risk, as the model has no normalisation layer: use SNGM with lr 0.4"),
-        ([500.0, 2000.0], False, "Yes: up to batch 512"),
+        ([500.0, 2000.0], False, "Yes, but check it, as the model has no normalisation layer: up to batch 512"),
     ],
 )
 def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, said):
     before = Settings("msgd", 32, {"lr": 0.1})
-    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, normalised, 1000)
+    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, 2000, normalised, 1000)
     assert found["answer"].startswith(said)
     assert "SNGM with lr 0.4" in found["answer"]
     assert len(found["diff"]) == 3
@@ -154,7 +157,26 @@ def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, 
 
 def test_adamw_stays_further_below_the_noise_scale():
     before, after = (Settings("adamw", batch, {"lr": 0.1}) for batch in (32, 256))
-    assert "up to batch 128" in conclude(before, after, [600.0], True, 1000)["answer"].lower()
+    assert "up to batch 128" in conclude(before, after, [600.0], 1000, True, 1000)["answer"].lower()
+    assert "is a risk" in conclude(before, after, [600.0], 1000, False, 1000)["answer"]
+
+
+@pytest.mark.parametrize("scale", [math.inf, 1e9])
+def test_a_noise_scale_above_the_samples_it_was_measured_on_counts_as_their_number(scale):
+    before, after = Settings("msgd", 32, {"lr": 0.1}), Settings("sngm", 128, {"lr": 0.4})
+    found = conclude(before, after, [scale, 64.0], 256, True, 60_000)
+    assert found["answer"].startswith("Yes: up to at least batch 128")
+    assert found["facts"][0].value == pytest.approx(128)
+    assert found["facts"][0].why.startswith("at least, as 256 samples show no more")
+
+
+def test_normalisation_layers_are_told_from_names_and_parametrizations():
+    class NormalNet(torch.nn.Sequential):
+        pass
+
+    weight_norm = torch.nn.utils.parametrizations.weight_norm
+    assert not has_normalisation(NormalNet(weight_norm(torch.nn.Linear(2, 2))))
+    assert has_normalisation(NormalNet(torch.nn.Linear(2, 2), torch.nn.LayerNorm(2)))
 
 
 def test_without_a_batch_the_question_is_whether_to_double():
@@ -171,11 +193,34 @@ def test_verify_trains_both_and_compares_them(tmp_path):
     assert re.search(
         r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\)", result.out
     )
-    records = [strict_json(path.read_text()) for path in (tmp_path / "here" / "verify").glob("*/run.json")]
+    (home,) = (tmp_path / "here").glob("verify-*")
+    records = [strict_json(path.read_text()) for path in home.glob("*/run.json")]
     assert sorted((r["config"]["method"], r["config"]["seed"]) for r in records) == [
         (method, seed) for method in ("msgd", "sngm") for seed in range(3)
     ]
-    assert (tmp_path / "here" / "verify" / "report.html").is_file()
+    assert (home / "report.html").is_file()
+
+
+def test_an_interrupted_verification_can_be_repeated_and_has_a_folder_of_its_own(tmp_path, monkeypatch):
+    compared = []
+
+    def interrupted(folder, sides):
+        compared.append(folder)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sngm.advising.run_config", lambda *given: None)
+    monkeypatch.setattr("sngm.advice.verify.compare_runs", interrupted)
+    for lr in (0.01, 0.01, 0.02):
+        for out in ("here", None):
+            with pytest.raises(KeyboardInterrupt):
+                advise(
+                    f"{tmp_path}/own.py:Line", from_sgd={"lr": lr, "batch": 8}, out=out, verify=True,
+                    pilot_steps=2, device="cpu", progress=False,
+                )  # fmt: skip
+        assert (tmp_path / "here" / "advice.json").is_file()
+    first, again, other = compared[1::2]
+    assert first == again != other
+    assert first.parent == Path("runs")
 
 
 # ---------------------------------------------------------------- a model in one's own loop
@@ -214,6 +259,63 @@ def test_models_with_adamw_and_without_normalisation():
     assert adamw["lr"] == pytest.approx(1e-3 * math.sqrt(2), rel=1e-2)
     bare = advise_model(*own_loop(lambda params: torch.optim.SGD(params, lr=0.01), layer=False), steps=4)
     assert "no normalisation layer" in bare["warnings"][0]
+
+
+def test_a_part_of_an_epoch_and_the_rate_of_a_scheduler():
+    model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, nesterov=True))
+    torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: step / 10)  # warm-up: the rate is 0 now
+    found = advise_model(model, loss_fn, loader, sgd, steps=4)
+    assert "in the first 4 of 16 steps" in found["facts"][0].why
+    assert "4 of an epoch's 16 steps" in found["warnings"][0]
+    assert found["diff"][0].endswith("SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0, nesterov=True)")
+    assert "nesterov=True" in found["diff"][1]
+    assert sgd.param_groups[0]["lr"] == 0
+
+
+def test_adam_with_coupled_weight_decay_is_noted_and_stays_adam():
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95)}
+    adam = advise_model(*own_loop(lambda params: torch.optim.Adam(params, weight_decay=0.1, **settings)), steps=4)
+    assert adam["diff"][0] == (
+        "- optimizer = torch.optim.Adam(model.parameters(), lr=0.001, weight_decay=0.1, betas=(0.9, 0.95))"
+    )
+    assert adam["diff"][1].startswith("+ optimizer = torch.optim.Adam(")
+    assert any("(coupled)" in note for note in adam["notes"])
+    for optimizer in (torch.optim.Adam, torch.optim.AdamW):
+        decay = {} if optimizer is torch.optim.AdamW else {"weight_decay": 0.0}
+        found = advise_model(*own_loop(lambda params: optimizer(params, **settings, **decay)), steps=4)  # noqa: B023
+        assert not any("(coupled)" in note for note in found["notes"])
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+
+class Stream(torch.utils.data.IterableDataset):
+    def __iter__(self):
+        generator = torch.Generator().manual_seed(0)
+        return ((torch.randn(8, generator=generator), torch.ones(1)) for _ in range(96))
+
+
+def test_a_stream_of_batches_of_any_kind():
+    model, _, _, sgd = own_loop(lambda params: torch.optim.SGD(params, lr=0.01))
+    collate = torch.utils.data.default_collate
+    loader = torch.utils.data.DataLoader(Stream(), 32, collate_fn=lambda rows: Pair(*collate(rows)))
+    found = advise_model(model, lambda model, batch: (model(batch.x) - batch.y).square().mean(), loader, sgd, steps=4)
+    assert "in steps 1 to 4" in found["facts"][0].why
+
+
+def test_batches_are_moved_with_their_types():
+    class Own:
+        def to(self, device):
+            return device
+
+    meta, x = torch.device("meta"), torch.ones(2)
+    assert _moved(Own(), meta) == meta
+    pair = _moved(Pair(x, (x, [Own()])), meta)
+    assert isinstance(pair, Pair)
+    assert (pair.x.device, pair.y[0].device, pair.y[1]) == (meta, meta, [meta])
+    assert _moved(collections.UserDict(x=x), meta)["x"].device == meta
 
 
 @pytest.mark.parametrize(

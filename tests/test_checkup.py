@@ -75,9 +75,12 @@ def test_clipping_is_found_where_it_matters():
     model, optimizer = build(weight_decay=0.0)
     clip = stepping(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
     assert faults(model, optimizer, clip) == {}
+    for decay in (0.1, 0.0):
+        model, optimizer = build(weight_decay=decay)
+        clip = stepping(model, optimizer, before=lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3))  # noqa: B023
+        assert "single entries, at 0.001" in faults(model, optimizer, clip)["clipping"]
     model, optimizer = build()
-    clip = stepping(model, optimizer, before=lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3))
-    assert "at 0.001" in faults(model, optimizer, clip)["clipping"]
+    assert "ok    clipping: none seen" in str(sngm.check(model, optimizer, stepping(model, optimizer)))
 
 
 @pytest.mark.parametrize("factors", [[1 / 3], [1.0, 1 / 3], [], [1.0]])
@@ -94,6 +97,27 @@ def test_a_sum_over_micro_batches_is_told_from_a_mean(factors):
 
     found = faults(model, optimizer, step)
     assert found == {} if 1 / 3 in factors else "3 times too weak" in found["accumulation"]
+
+
+@pytest.mark.parametrize(("decay", "ok"), [(0.1, None), (0.0, True)])
+@pytest.mark.parametrize("kind", ["sum", "scaler"])
+def test_an_accumulation_that_cannot_be_judged_is_not_known(kind, decay, ok):
+    model, optimizer = build(weight_decay=decay)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=kind == "scaler")
+    before = torch.amp.GradScaler.scale
+
+    def step():
+        for _ in range(3):
+            loss = model(torch.randn(6, 4, dtype=torch.float64)).square().mean()
+            scaler.scale(loss / 3 + loss / 3 if kind == "sum" else loss).backward()
+        scaler.step(optimizer)
+
+    found = sngm.check(model, optimizer, step)
+    assert found.ok
+    (finding,) = (finding for finding in found.findings if finding.name == "accumulation")
+    assert finding.ok is ok
+    assert ("?     accumulation: not known" in str(found)) == (ok is None)
+    assert torch.amp.GradScaler.scale is before
 
 
 def test_a_scheduler_that_cycles_the_momentum_is_found():

@@ -634,6 +634,14 @@ def test_what_was_not_measured_well_is_marked():
     assert list(shown.values()) == ["42", "100", "~6000", "inf"]
 
 
+@pytest.mark.parametrize(
+    ("scales", "said"), [([42.0, 73.0, 104.0], "up to about 100"), ([42.0, 104.0, math.inf], "up to at least 256")]
+)
+def test_what_follows_from_the_noise_scale_is_no_more_than_the_samples_show(scales, said):
+    found = {"points": [{"noise_scale": scale} for scale in scales], "samples": 256}
+    assert f"with SGD or SNGM a batch of {said} loses nothing measurable" in text._follows(found)
+
+
 def test_runs_are_held_beside_each_other_on_the_same_groups(tmp_path):
     (tmp_path / "own.py").write_text(OWN_TASK)
     for batch in (8, 32):

@@ -431,6 +431,21 @@ def test_learning_rates_have_decades_as_ticks_and_bad_ones_are_marked_at_the_flo
     assert "sngm: 20 at 2" in texts(svg, "title")
 
 
+@pytest.mark.parametrize(("metric", "worst"), [("accuracy", 10.0), ("loss", 0.9)])
+def test_a_diverged_trial_counts_as_the_worst_of_all_methods(tmp_path, metric, worst):
+    folder = Folder(tmp_path, metric=metric)
+    scores = {"sngm": [0.9, 0.1], "msgd": [0.8, 0.8, None]}
+    cells = []
+    for method, trials in scores.items():
+        folder.run(method, 32, 0.8)
+        found = [{"lr": 0.1, "score": score} for score in trials]
+        cells.append({"method": method, "batch": 32, "lr": 0.1, "ranges": {"lr": [0.01, 1.0]}, "trials": found})
+    figure = figures.by_trials(folder.study([*scores], [32], cells, searched=["lr"]).summary())
+    msgd = {series.label: series for series in figure.panels["batch 32"]}["msgd"]
+    finite = 80.0 if metric == "accuracy" else 0.8
+    assert msgd.points[0][1] == pytest.approx((2 * finite + worst) / 3)
+
+
 def test_means_that_cannot_be_told_apart_from_the_best_are_shaded_together(folder):
     folder.runs("sngm", 32, [0.97, 0.98, 0.96]).runs("msgd", 32, [0.96, 0.98, 0.955]).runs("lars", 32, [0.5, 0.51, 0.5])
     summary = folder.summary()
@@ -492,6 +507,12 @@ def test_time_to_accuracy_is_of_the_first_epoch_at_the_target(folder):
 def test_the_target_of_a_metric_to_be_minimised(tmp_path):
     folder = Folder(tmp_path, metric="loss")
     assert targets.target(folder.runs("sngm", 32, [2.0, 3.0]).summary()) == 1.5  # the best epoch of a seed counts
+
+
+def test_a_run_without_a_curve_does_not_hide_the_target(folder):
+    (folder.run("sngm", 32, 0.5) / "metrics.jsonl").unlink()
+    folder.run("sngm", 32, 0.8, seed=1)
+    assert targets.target(folder.summary()) == 0.8
 
 
 def test_tables_are_written_as_csv_and_json(folder):

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import re
 import threading
 
 import pytest
@@ -19,6 +20,12 @@ def study(tmp_path):
     (tmp_path / "secret.txt").write_text("secret")
     (folder.path / "runs" / "out.txt").symlink_to(tmp_path / "secret.txt")
     (folder.path / "runs" / "up").symlink_to(tmp_path)
+    (folder.path / "sub").mkdir()
+    (folder.path / "sub" / "index.html").symlink_to(tmp_path / "secret.txt")
+    (folder.path / "sub" / "checkpoint.pt").write_text("secret")
+    (folder.path / "sub" / "link.txt").symlink_to(folder.path / "sub" / "checkpoint.pt")
+    (folder.path / "sub" / ".hidden.txt").write_text("secret")
+    (folder.path / "sub" / "a & b.txt").write_text("open")
     return folder
 
 
@@ -59,13 +66,18 @@ def test_the_page_follows_the_records(study, server):
 def test_records_are_served_and_nothing_outside_the_folder(study, server):
     assert json.loads(ask(server, "/runs/run000/run.json")[1])["status"] == "finished"
     assert "run.json" in ask(server, "/runs/run000/")[1]
+    for path in ("/sub/", "/sub/?a", "/sub/#a"):
+        assert re.findall('href="(.*?)">(.*?)<', ask(server, path)[1]) == [("./a%20%26%20b.txt", "a &amp; b.txt")]
+    assert ask(server, "/sub/a%20%26%20b.txt") == (200, "open")
+    assert ask(server, "/sub")[0] == 301
     for path in (
         "/../secret.txt", "/%2e%2e/secret.txt", "/runs/out.txt", "/runs/up/secret.txt", "/runs/up/", "//secret.txt",
         "/runs/run000/../../../secret.txt", "/..%2fsecret.txt", "/..%5csecret.txt",
+        "/sub/index.html", "/sub/checkpoint.pt", "/sub/link.txt", "/sub/.hidden.txt", "/a%00b",
     ):  # fmt: skip
         status, text = ask(server, path)
         assert status == 404, path
-        assert text != "secret"
+        assert "secret" not in text
 
 
 def test_only_reading_requests_under_our_own_name_are_answered(study, server):
@@ -74,6 +86,8 @@ def test_only_reading_requests_under_our_own_name_are_answered(study, server):
     assert (study.path / "runs" / "run000" / "run.json").exists()
     assert ask(server, "/", "HEAD") == (200, "")
     assert ask(server, "/", Host="evil.example")[0] == 403
+    assert ask(server, "/", Host="localhost.evil.example:80")[0] == 403
+    assert ask(server, "/", Host="localhost:1234")[0] == 200, "through a tunnel"
     assert server.server_address[0] == "127.0.0.1"
 
 

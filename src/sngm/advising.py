@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from . import tasks
 from .api import TaskLike, run_config
 from .errors import UsageError
-from .files import check_folder, read_json
+from .files import check_folder, read_json, short_hash
 from .measure import Measurement, teller
 from .options import BudgetOptions, Execution, as_dict, takes
 from .progress import note, step_progress
@@ -68,12 +68,14 @@ def advise(
     if out is not None:
         check_folder(Path(out), "advice.json")
     found = advice_for(asked, execution, progress)
-    if verify:
-        found = verified(found, Path(out or "runs") / "verify", execution, progress)
     if out is not None:
         from .advice.page import write
 
         write(Path(out), dict(found))
+    if verify:
+        found = verified(found, Path(out or "runs"), execution, progress)
+        if out is not None:
+            write(Path(out), dict(found))
     return found
 
 
@@ -88,8 +90,8 @@ def advise_model(
 ) -> Measurement:
     """Say whether the batch of your own training loop can grow, and what to change in it.
 
-    A copy of model and optimizer is trained for some steps, in which gradient norms and the gradient noise scale are
-    measured; yours stay as they are.
+    A copy of model and optimizer is trained for some steps, at the learning rate before schedulers changed it.
+    Gradient norms and the gradient noise scale are measured; yours stay as they are.
 
     Args:
         model: your model, on its device, at its start or in the course of training.
@@ -98,7 +100,7 @@ def advise_model(
         loader: your DataLoader, or any iterable of batches.
         optimizer: your SGD, Adam or AdamW.
         to_batch: the larger batch. Default: twice the loader's.
-        steps: of the copy.
+        steps: of the copy; an epoch of them or more measures the norm best.
 
     Returns:
         A mapping with "answer", "lr", "weight_decay", "batch" and "diff", which is shown as text.
@@ -197,10 +199,14 @@ SEEDS = 3  # of each side of a verification
 
 
 def verified(found: Measurement, folder: Path, execution: Execution, progress: bool) -> Measurement:
-    """Train the recipe and the advised settings with three seeds each; add what was measured to the advice."""
+    """Train the recipe and the advised settings with three seeds each; add what was measured to the advice.
+
+    The runs are in a folder of their own in `folder`, which has a hash of both configs in its name.
+    """
     from .advice.verify import compare_runs
 
     configs = [RunConfig.from_dict(config) for config in found["configs"]]
+    folder = folder / f"verify-{short_hash(found['configs'])}"
     for config, seed in itertools.product(configs, range(SEEDS)):
         own = replace(config, seed=seed)
         if progress:

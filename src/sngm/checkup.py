@@ -20,10 +20,10 @@ TOLERANCE = 1e-3  # relative difference of norms that float32 and bfloat16 gradi
 
 
 class Finding(NamedTuple):
-    """One result of a check: its name, whether it is right, and a sentence about it."""
+    """One result of a check: its name, whether it is right (None: not known), and a sentence about it."""
 
     name: str
-    ok: bool
+    ok: bool | None
     text: str
 
 
@@ -41,10 +41,11 @@ class Checkup:
     @property
     def faults(self) -> list[Finding]:
         """The findings that are wrong."""
-        return [finding for finding in self.findings if not finding.ok]
+        return [finding for finding in self.findings if finding.ok is False]
 
     def __str__(self) -> str:
-        return "\n".join(f"{'ok   ' if ok else 'FAULT'} {name}: {text}" for name, ok, text in self.findings)
+        words = {True: "ok   ", False: "FAULT", None: "?    "}
+        return "\n".join(f"{words[ok]} {name}: {text}" for name, ok, text in self.findings)
 
     __repr__ = __str__
 
@@ -55,8 +56,10 @@ class _Watch:
 
     squares: list[float] = field(default_factory=list)  # of the whole gradient of each optimizer
     strangers: int = 0  # parameters of the model with a gradient that no optimizer has
-    scaled: list[bool] = field(default_factory=list)  # for each `backward`: whether its loss is a multiple of another
+    scaled: list[bool | None] = field(default_factory=list)  # for each `backward`: the result of `_is_scaled`
+    loss_scale: bool = False  # whether a GradScaler multiplied a loss
     clips: list[tuple[float, float]] = field(default_factory=list)  # limit and norm
+    value_clip: float | None = None  # limit of single entries of the gradient
 
 
 def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
@@ -111,11 +114,12 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
 def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[None]:
     """Note what happens during a step, in `watch`."""
     backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
-    clip_value = torch.nn.utils.clip_grad_value_
+    clip_value, scale = torch.nn.utils.clip_grad_value_, torch.amp.GradScaler.scale
 
     def watched_backward(tensors: Any, *rest: Any, **options: Any) -> None:
         roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        watch.scaled.append(all(_is_scaled(root.grad_fn) for root in roots))
+        found = [_is_scaled(root.grad_fn) for root in roots]
+        watch.scaled.append(None if None in found else all(found))
         backward(tensors, *rest, **options)
 
     def watched_clip(parameters: Any, max_norm: float, *rest: Any, **options: Any) -> Tensor:
@@ -125,8 +129,12 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
         return norm
 
     def watched_value(parameters: Any, clip_to: float, *rest: Any, **options: Any) -> None:
-        watch.clips.append((float(clip_to), math.nan))
+        watch.value_clip = float(clip_to)
         clip_value(parameters, clip_to, *rest, **options)
+
+    def watched_scale(scaler: Any, outputs: Any) -> Any:
+        watch.loss_scale |= scaler.is_enabled()
+        return scale(scaler, outputs)
 
     def watched_step(taken: Callable[..., None]) -> Callable[..., None]:
         def take(*given: Any) -> None:
@@ -140,6 +148,7 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
 
     torch.autograd.backward = watched_backward
     torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = watched_clip, watched_value  # type: ignore[assignment]
+    torch.amp.GradScaler.scale = watched_scale  # type: ignore[assignment, method-assign]
     for optimizer in inner:
         optimizer._take_step = watched_step(optimizer._take_step)
     try:
@@ -147,18 +156,22 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
     finally:
         torch.autograd.backward = backward
         torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = clip, clip_value
+        torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
         for optimizer in inner:
             del optimizer._take_step
 
 
-def _is_scaled(function: Any) -> bool:
-    """Return whether a loss is another one times or divided by numbers other than 1, from its graph."""
+def _is_scaled(function: Any) -> bool | None:
+    """Return whether a loss is another one times or divided by numbers other than 1, from its graph.
+
+    None stands for not known: each term of a sum may have been scaled.
+    """
     while type(function).__name__ in ("DivBackward0", "MulBackward0"):
         factor = function._saved_other
         if not isinstance(factor, Tensor) or factor.numel() != 1 or float(factor) != 1.0:
             return True
         function = function.next_functions[0][0]
-    return False
+    return None if type(function).__name__ in ("AddBackward0", "SubBackward0") else False
 
 
 @torch.no_grad()
@@ -268,8 +281,11 @@ def _coupled(inner: list[Any]) -> bool:
 
 
 def _clipping(inner: list[Any], watch: _Watch) -> Finding:
+    if watch.value_clip is not None:
+        text = f"of single entries, at {watch.value_clip:g}; it changes the direction of the gradient; turn it off"
+        return Finding("clipping", False, text)
     if not watch.clips:
-        return Finding("clipping", True, "off")
+        return Finding("clipping", True, "none seen")
     limit, norm = watch.clips[-1]
     if not _coupled(inner):
         return Finding("clipping", True, f"on, at {limit:g}; without effect, because the step is normalised")
@@ -281,6 +297,10 @@ def _accumulation(inner: list[Any], watch: _Watch) -> Finding:
     count = len(watch.scaled)
     if count < 2:
         return Finding("accumulation", True, "one backward per step")
+    if _coupled(inner) and (watch.loss_scale or None in watch.scaled):
+        why = "a GradScaler multiplies the losses" if watch.loss_scale else "a loss is a sum of terms"
+        text = f"not known, as {why}: each of the {count} losses should be divided by {count}"
+        return Finding("accumulation", None, text)
     if all(watch.scaled):
         return Finding("accumulation", True, f"mean over {count} micro-batches: each loss is multiplied or divided")
     text = f"the gradient is the sum over {count} micro-batches: no loss was divided by {count}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -13,11 +13,15 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..probes.gradients import norm
-from ..probes.noise import noise, size_of
+from ..probes.noise import Noise, noise, size_of
 from .recipe import Recipe, convert
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
+COUPLED = (
+    "Adam adds its weight decay to the gradient (coupled); rule and runs are of AdamW's, which is decoupled: search "
+    "around this weight decay, or change to AdamW."
+)
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -33,46 +37,55 @@ def carry_model(
     given = _settings(optimizer)
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
         raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
-    if steps < 2:
+    if steps < 2:  # half of them before each measurement of the noise
         raise UsageError(f"`steps` must be at least 2, got {steps}")
     twin, own = copy.deepcopy((model, optimizer))  # together: the copied optimizer then has the copy's parameters
     twin.train()
+    for group in own.param_groups:
+        group["lr"] = _peak(group)
     device = next(twin.parameters()).device
     batches = _cycle(loader)
-    lengths, rates, scales, batch = list[float](), list[float](), list[float](), 0
+    lengths, noises, batch = list[float](), list[Noise](), 0
     for _ in range(2):
         for data in itertools.islice(batches, steps // 2):
             batch = batch or size_of(data)
             lengths.append(_step(twin, loss_fn, _moved(data, device), own))
-            rates.append(float(own.param_groups[0]["lr"]))
         fresh = (_moved(data, device) for data in itertools.islice(iter(loader), NOISE_BATCHES))
-        scales.append(noise(lambda data: loss_fn(twin, data), twin.parameters(), fresh).scale)
+        noises.append(noise(lambda data: loss_fn(twin, data), twin.parameters(), fresh))
     if not all(map(math.isfinite, lengths)):
         raise UsageError("the gradient is NaN or infinite within a few steps; lower the learning rate")
-    if not any(lengths) or not any(rates):
+    if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
     to_batch = 2 * batch if to_batch is None else to_batch
     if to_batch < batch:
         raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
     recipe = Recipe(**given, batch=batch)
-    each = min(len(loader), len(lengths)) if isinstance(loader, Sized) else len(lengths)
-    longest, which = _longest_epoch(rates, lengths, each)
-    samples = len(loader.dataset) if isinstance(loader, torch.utils.data.DataLoader) else math.inf  # type: ignore[arg-type]
+    per_epoch = _length(loader)
+    longest, which = _longest_epoch(lengths, per_epoch)
+    samples = _length(loader.dataset) if isinstance(loader, torch.utils.data.DataLoader) else None
     _, found = convert(
-        recipe, to_batch, recipe.weight_decay or 0.0, longest, which, scales,
-        epochs=None, model=model, samples=samples,
+        recipe, to_batch, recipe.weight_decay or 0.0, longest, which,
+        [one.scale for one in noises], min(one.samples for one in noises),
+        epochs=None, model=model, samples=samples or math.inf, own_class=_class(optimizer), extra=_extra(optimizer),
     )  # fmt: skip
-    bare = recipe.method == "msgd" and not has_normalisation(model)
+    warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
+    if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
+        warnings.append(
+            f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps: the norm is theirs alone, and may be far "
+            f"from an epoch's. With steps={per_epoch + per_epoch % 2} it is measured as the rule has it."
+        )
     notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
     if len(optimizer.param_groups) > 1:
         notes.append(
             "These are the settings of the first parameter group: change those of the others by the same factors."
         )
+    if recipe.weight_decay and _is_coupled(optimizer):
+        notes.append(COUPLED)
     about = {
         "format": 1,
         "kind": "recipe",
         "norms": lengths,
-        "warnings": [WITHOUT_NORMALISATION] * bare,
+        "warnings": warnings,
         "notes": notes,
     }
     name = "from_sgd" if recipe.method == "msgd" else "from_adamw"
@@ -86,13 +99,36 @@ def carry_model(
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings of the first parameter group, as a recipe."""
     group = optimizer.param_groups[0]
-    known = {"lr": float(group["lr"]), "weight_decay": float(group.get("weight_decay", 0.0))}
+    known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0))}
     if isinstance(optimizer, torch.optim.SGD):
         return {**known, "momentum": float(group["momentum"]), "method": "msgd"}
     if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
         return {**known, "method": "adamw"}
     name = type(optimizer).__name__
     raise UsageError(f"`optimizer` must be torch's SGD, Adam or AdamW, whose recipe the rule converts, got {name}")
+
+
+def _peak(group: Mapping[str, Any]) -> float:
+    """Return the learning rate of a group as it was before schedulers changed it: the highest of its schedule."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))  # OneCycleLR sets max_lr
+
+
+def _class(optimizer: torch.optim.Optimizer) -> str:
+    """Return the class of an optimizer, as in a script."""
+    own = type(optimizer)
+    return f"torch.optim.{own.__name__}" if own.__module__.startswith("torch.optim.") else own.__name__
+
+
+def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return those arguments of SGD, Adam or AdamW that the advised optimizer has too, if they are not the defaults."""
+    group, defaults = optimizer.param_groups[0], {"betas": (0.9, 0.999), "nesterov": False}
+    return {name: group[name] for name, default in defaults.items() if group.get(name, default) != default}
+
+
+def _is_coupled(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether an optimizer is Adam with weight decay in its gradient."""
+    decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    return isinstance(optimizer, torch.optim.Adam) and not decoupled
 
 
 def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Optimizer) -> float:
@@ -107,12 +143,26 @@ def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Opt
     return length
 
 
-def _longest_epoch(rates: list[float], norms: list[float], each: int) -> tuple[float, str]:
-    """Return the root mean square of the norms in the epoch with the longest steps, and which steps these are."""
-    steps = [lr * norm for lr, norm in zip(rates, norms, strict=True)]
-    start = max(range(0, len(steps) - each + 1, each), key=lambda i: math.hypot(*steps[i : i + each]))
-    weighted = math.hypot(*steps[start : start + each]) / math.hypot(*rates[start : start + each])
-    return weighted, f"in steps {start + 1} to {start + each}, the longest of an epoch"
+def _length(of: Any) -> int | None:
+    """Return the length of a loader or a dataset; None for a stream."""
+    try:
+        return len(of)
+    except TypeError:
+        return None
+
+
+def _longest_epoch(norms: list[float], per_epoch: int | None) -> tuple[float, str]:
+    """Return the root mean square of the norms in the epoch where it is largest, and which steps these are."""
+    each = len(norms) if per_epoch is None else min(per_epoch, len(norms))
+    start = max(range(0, len(norms) - each + 1, each), key=lambda i: math.hypot(*norms[i : i + each]))
+    steps = f"in steps {start + 1} to {start + each}"
+    if per_epoch is None:
+        which = steps
+    elif each < per_epoch:
+        which = f"in the first {each} of {per_epoch:,} steps of an epoch"
+    else:
+        which = f"{steps}, the longest of an epoch"
+    return math.hypot(*norms[start : start + each]) / math.sqrt(each), which
 
 
 def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
@@ -127,9 +177,12 @@ def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _moved(data: Any, device: torch.device) -> Any:
-    """Return a batch on a device: a tensor, or tensors in tuples, lists and dicts."""
-    if isinstance(data, Tensor):
+    """Return a batch on a device: what has a method `to`, also in tuples, lists and mappings."""
+    if hasattr(data, "to"):
         return data.to(device)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {key: _moved(value, device) for key, value in data.items()}
-    return type(data)([_moved(value, device) for value in data]) if type(data) in (tuple, list) else data
+    if isinstance(data, (tuple, list)):
+        moved = [_moved(value, device) for value in data]
+        return data._make(moved) if hasattr(data, "_make") else type(data)(moved)
+    return data

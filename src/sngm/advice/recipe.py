@@ -25,12 +25,12 @@ from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
-from .verdict import WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
+from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 DIGITS = 3  # significant digits of advised numbers
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
-NOISE_SAMPLES = 1024  # samples for the noise scale, measured after each epoch of the pilot
+NOISE_SAMPLES = 1024  # least samples for the noise scale, measured after each epoch of the pilot
 Record = dict[str, Any]
 
 
@@ -170,7 +170,7 @@ def carry_recipe(
     samples = samples_of(setup.task, small)[0]
     steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # raises before the pilot
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
-    norms, epochs, scales = _pilot(small, setup, where, pilot_steps, say, progress)
+    norms, epochs, scales, measured_on = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
     part = len(norms) if len(norms) < setup.per_epoch else None  # steps made, if no epoch was finished
     decay = small.method_settings["weight_decay"]
@@ -181,7 +181,7 @@ def carry_recipe(
     if part is not None:
         which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
     carried, found = convert(
-        recipe, to_batch, decay, peak.norm, which, scales,
+        recipe, to_batch, decay, peak.norm, which, scales, measured_on,
         epochs=small.epochs, model=setup.model, samples=len(samples), sums=sums,
     )  # fmt: skip
     facts = [*found.pop("facts"), Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
@@ -210,11 +210,14 @@ def convert(
     norm: float,
     which: str,
     scales: Sequence[float],
+    measured_on: int,
     *,
     epochs: int | None,
     model: nn.Module,
     samples: float,
     sums: float = 1.0,
+    own_class: str | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> tuple[Carried, Record]:
     """Return the advised learning rate and weight decay, and the facts, answer, diff and evidence.
 
@@ -224,11 +227,13 @@ def convert(
         decay: the recipe's weight decay.
         norm: norm of SGD's gradient, as in `carry_over`.
         which: the steps over which `norm` was measured, in words.
-        scales: gradient noise scales along the pilot.
+        scales, measured_on: gradient noise scales along the pilot, and the number of samples each was measured on.
         epochs: number of epochs of the recipe, if known.
         model: the model, to find whether it has normalisation layers.
         samples: number of training samples.
         sums: factor by which the loss grows with the batch if it is a sum over the batch; else 1.
+        own_class: the class of the recipe's optimizer, if it is not the method's own.
+        extra: arguments of the optimizer that stay as they are.
     """
     growth = f"sqrt({to_batch} / {recipe.batch})"
     summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
@@ -240,11 +245,13 @@ def convert(
     else:
         carried = carry_adamw(recipe.lr, decay, to_batch / recipe.batch)
         measured, kept, how = [], [], f"{recipe.lr:g} * {growth}: as far in an epoch as before"
-    momentum = {"momentum": recipe.momentum} if recipe.method == "msgd" else {}
-    old = Settings(recipe.method, recipe.batch, {"lr": recipe.lr, **momentum, "weight_decay": decay})
-    method = "sngm" if recipe.method == "msgd" else recipe.method
-    new = Settings(method, to_batch, {"lr": carried.lr, **momentum, "weight_decay": carried.weight_decay})
-    found = conclude(old, new, scales, has_normalisation(model), samples)
+    sgd, unchanged = recipe.method == "msgd", dict(extra or {})
+    momentum = {"momentum": recipe.momentum} if sgd else {}
+    arguments = {"lr": recipe.lr, **momentum, "weight_decay": decay, **unchanged}
+    old = Settings(recipe.method, recipe.batch, arguments, own_class)
+    arguments = {"lr": carried.lr, **momentum, "weight_decay": carried.weight_decay, **unchanged}
+    new = Settings("sngm" if sgd else recipe.method, to_batch, arguments, None if sgd else own_class)
+    found = conclude(old, new, scales, measured_on, has_normalisation(model), samples)
     facts = [
         *measured,
         *found["facts"],
@@ -264,8 +271,10 @@ def _pilot(
     most: int | None,
     say: Callable[[str], None],
     progress: Callable[[int, int, Record], None],
-) -> tuple[list[float], list[Epoch], list[float]]:
-    """Train with `config` until steps stop getting longer; return gradient norms, epochs and noise scales.
+) -> tuple[list[float], list[Epoch], list[float], int]:
+    """Train with `config` until steps stop getting longer.
+
+    Return gradient norms, epochs, noise scales, and the number of samples that these were measured on.
 
     At first, steps get longer from epoch to epoch during warm-up, or until the model leaves a plateau. SNGM's learning
     rate, the peak of its schedule, corresponds to the longest steps.
@@ -274,7 +283,8 @@ def _pilot(
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
     say(f"pilot: {config.method} at batch {config.batch} and lr {config.lr:g}, usually 2 epochs of {each}")
     recorded, epochs, scales = Norms(setup.model, 1.0), list[Epoch](), list[float]()
-    sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, NOISE_SAMPLES, 1, say)
+    samples = max(NOISE_SAMPLES, 2 * MARGIN[config.method] * config.batch)  # enough to allow twice the batch
+    sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, 1, say)
     walk = training(config, setup, device, recorded)
     try:
         for step in range(1, steps + 1):
@@ -296,7 +306,7 @@ def _pilot(
         setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
-    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, scales
+    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, scales, sample.samples
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
@@ -321,7 +331,7 @@ def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data
 def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None) -> list[str]:
     """Return warnings for cases in which the rule is known to fail, or its assumptions do not hold."""
     found = []
-    if small.method == "msgd" and not has_normalisation(setup.model):
+    if not has_normalisation(setup.model):
         found.append(WITHOUT_NORMALISATION)
     pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
     if differ := [f"{name} {_said(old)} before, {_said(new)} now" for name, old, new in pairs if old != new]:

@@ -76,11 +76,12 @@ def advise(
     check_folder(folder, "advice.json")
     execution = Execution(device=device, data_dir=data_dir)
     advice = advising.advice_for(asked, execution, progress=True)
+    page = write(folder, dict(advice))
     if verify:
         if not as_json:
             print(f"{advice}\n")
-        advice = advising.verified(advice, folder / "verify", execution, progress=True)
-    page = write(folder, dict(advice))
+        advice = advising.verified(advice, folder, execution, progress=True)
+        write(folder, dict(advice))
     if as_json:
         print(json.dumps({**finite(plain(dict(advice))), "report": str(page)}, indent=2))
     else:

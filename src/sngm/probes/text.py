@@ -83,14 +83,20 @@ def _legend(columns: dict[str, Any]) -> str:
 
 
 def _follows(found: dict[str, Any]) -> str:
-    """Return which batch sizes the noise scale allows, by its median over the later half of the points."""
-    points = found["points"]
+    """Return which batch sizes the noise scale allows, by its median over the later half of the points.
+
+    A scale above the number of samples only means that their gradient is mostly noise.
+    """
+    points, samples = found["points"], found["samples"]
     scales = [scale for p in points[len(points) // 2 :] if (scale := p["noise_scale"]) == scale]
     if not scales:
         return ""
-    largest = float(format(sorted(scales)[len(scales) // 2], ".1g"))
-    size = "any batch of this size" if math.isinf(largest) else f"a batch up to about {largest:,.0f}"
-    return f"\nWhat follows: with SGD or SNGM {size} loses nothing measurable; sngm advise converts your recipe.\n"
+    scale = sorted(scales)[len(scales) // 2]
+    size = f"at least {samples:,}" if scale > samples else f"about {float(format(scale, '.1g')):,.0f}"
+    return (
+        f"\nWhat follows: with SGD or SNGM a batch of up to {size} loses nothing measurable; sngm advise converts your "
+        "recipe.\n"
+    )
 
 
 def _table(rows: list[dict[str, Any]], columns: dict[str, Any]) -> str:

@@ -144,16 +144,19 @@ def by_trials(summary: Summary) -> Figure:
     """Return the best validation metric after k trials of a search, for each k, a panel for each batch size.
 
     For each k, the figure shows the best value of k trials over all sets of k of a method's trials: the mean, and the
-    10 % and 90 % quantiles. A trial that diverged counts as the worst value of its method and batch size.
+    10 % and 90 % quantiles. A trial that diverged counts as the worst finite value of all methods at its batch size.
     """
+    sign = 1 if summary.higher_is_better else -1
+
+    def scores_of(cell: Cell) -> list[float]:
+        return [trial["score"] for trial in cell.search.trials] if cell.search else []
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
-        scores = [trial["score"] for trial in cell.search.trials] if cell.search else []
-        finite = [score for score in scores if math.isfinite(score)]
-        if not finite:
+        scores = scores_of(cell)
+        if not any(map(math.isfinite, scores)):
             return None
-        sign = 1 if summary.higher_is_better else -1
-        worst = sign * min(sign * score for score in finite)
+        panel = [score for name in summary.methods for score in scores_of(summary.cells[name, cell.batch])]
+        worst = min(filter(math.isfinite, panel), key=lambda s: sign * s)
         ranked = sorted((score if math.isfinite(score) else worst for score in scores), key=lambda s: sign * s)
         mean, low, high = zip(*(best_of(k, ranked) for k in range(1, len(ranked) + 1)), strict=True)
         lines: list[Points] = [[(k, _shown(summary, y)) for k, y in enumerate(line, 1)] for line in (mean, low, high)]

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import io
+import os
+import re
 import threading
 from functools import partial
+from html import escape
 from http import HTTPStatus
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from .page import html
+from .records import clean
 from .summary import summarise_tasks
 
 ADDRESS = "127.0.0.1"
+SERVED = (".json", ".jsonl", ".html", ".svg", ".csv", ".md", ".txt")  # records and files of reports
 SHOWN = ("run.json", "metrics.jsonl", "study.json")  # files that make the page change
 
 
@@ -43,7 +50,7 @@ class Page:
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Answer GET and HEAD: the page at /, and files and listings within the folder; everything else is an error."""
+    """Answer GET and HEAD: the page at /, and records, files of reports and listings; everything else is an error."""
 
     def __init__(self, *args: Any, page: Page, **settings: Any) -> None:
         self.page = page
@@ -60,18 +67,41 @@ class Handler(SimpleHTTPRequestHandler):
             super().do_HEAD()
 
     def translate_path(self, path: str) -> str:
-        """Return the file of an address; one that leads out of the folder, by a symbolic link too, does not exist."""
-        found, home = Path(super().translate_path(path)), self.page.folder.resolve()
-        inside = found.resolve() == home or home in found.resolve().parents
-        return super().translate_path(path) if inside else str(home / "not-here" / "not-here")
+        """Return the file of an address; one that is not served does not exist."""
+        found = super().translate_path(path)
+        return found if self._served(found) else str(self.page.folder / "not-here" / "not-here")
+
+    def send_head(self) -> Any:
+        """Send the headers of a file or a listing; never an index.html in place of a listing."""
+        found = Path(self.translate_path(self.path))
+        if found.is_dir() and re.split("[?#]", self.path)[0].endswith("/"):
+            return self.list_directory(found)
+        return super().send_head()
+
+    def list_directory(self, path: Any) -> io.BytesIO:
+        """Send the headers of a listing of what is served, and return its text."""
+        names = sorted(p.name + "/" * p.is_dir() for p in Path(path).iterdir() if self._served(str(p)))
+        links = "".join(f'<li><a href="./{quote(os.fsencode(name))}">{_shown(name)}</a>' for name in names)
+        text = f'<!doctype html><meta charset="utf-8"><title>{_shown(Path(path).name)}</title><ul>{links}</ul>'.encode()
+        self._send_headers(text)
+        return io.BytesIO(text)
+
+    def _served(self, path: str) -> bool:
+        """Return whether a path is a folder, a record or a file of a report, within the folder and not hidden."""
+        if "\0" in path:
+            return False
+        found = Path(os.path.realpath(path))  # follows symbolic links; a loop is no error
+        if not found.is_relative_to(self.page.folder):
+            return False
+        hidden = any(part.startswith(".") for part in found.relative_to(self.page.folder).parts)
+        return not hidden and (found.is_dir() or found.suffix in SERVED)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing for a request."""
 
     def _allowed(self) -> bool:
         """Refuse a request under another name: a web page elsewhere could have pointed its own name here."""
-        port = self.connection.getsockname()[1]
-        if self.headers.get("Host") in (f"{ADDRESS}:{port}", f"localhost:{port}"):
+        if self.headers.get("Host", "").partition(":")[0] in (ADDRESS, "localhost"):  # a tunnel may have another port
             return True
         self.send_error(HTTPStatus.FORBIDDEN, "open it as http://127.0.0.1")
         return False
@@ -80,14 +110,21 @@ class Handler(SimpleHTTPRequestHandler):
         if self.path.partition("?")[0] not in ("/", "/report.html"):
             return False
         text = self.page.read()
+        self._send_headers(text)
+        if body:
+            self.wfile.write(text)
+        return True
+
+    def _send_headers(self, text: bytes) -> None:
         self.send_response(HTTPStatus.OK)
         for name, value in {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}.items():
             self.send_header(name, value)
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
-        if body:
-            self.wfile.write(text)
-        return True
+
+
+def _shown(name: str) -> str:
+    return escape(clean(name))
 
 
 def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:

@@ -33,11 +33,8 @@ def target(summary: Summary) -> float | None:
     """
     ranked = [ranking[0] for batch in summary.batches if (ranking := summary.ranking(batch))]
     worst, best = (min, max) if summary.higher_is_better else (max, min)
-    scores = [
-        worst(best(_scores(run, summary), default=math.nan) for run in cell.runs if run.seed in cell.values)
-        for cell in ranked
-    ]
-    known = [score for score in scores if math.isfinite(score)]
+    runs = [run for cell in ranked for run in cell.runs if run.seed in cell.values]
+    known = [best(scores) for run in runs if (scores := _scores(run, summary))]
     return _rounded(worst(known), summary.higher_is_better) if known else None
 
 
