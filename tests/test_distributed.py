@@ -436,3 +436,26 @@ def test_a_sharded_model_trains_as_a_whole_one_and_resumes_on_other_numbers_of_p
 def test_methods_that_need_the_gradient_of_each_worker_cannot_be_sharded(method, tmp_path):
     with pytest.raises(UsageError, match=r"`shard`: .* needs the gradient of each worker"):
         run(tmp_path / "run", config(method, workers=2), shard=True)
+
+
+def test_weights_that_are_unfrozen_between_steps_are_summed_over_processes(monkeypatch):
+    class Sum:
+        def wait(self):
+            pass
+
+    def double(tensor, async_op=False):  # two processes with the same gradients
+        tensor.mul_(2)
+        return Sum()
+
+    monkeypatch.setattr("sngm.training.gradient_sum.dist.all_reduce", double)
+    first, second = (torch.nn.Parameter(torch.ones(n)) for n in (2, 3))
+    second.requires_grad_(False)
+    total = gradient_sum.GradientSum([first, second], ranks=2)
+    for frozen in (True, False):
+        second.requires_grad_(not frozen)
+        first.grad = second.grad = None
+        total.begin()
+        (first.sum() + second.sum()).backward()
+        total.finish(torch.zeros(()))
+        assert first.grad.tolist() == [2.0, 2.0]
+    assert second.grad.tolist() == [2.0, 2.0, 2.0]

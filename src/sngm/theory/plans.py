@@ -23,12 +23,12 @@ class Plan(NamedTuple):
     """ceil(gradients / batch), as in the corollaries: this may exceed the budget by up to one batch."""
     bound: Number
     least_gradients: Number
-    """The smallest budget at which lr meets the condition of the bound; 0 if lr meets it at every budget."""
+    """The smallest budget at which lr satisfies the condition of the bound; 0 if lr satisfies it at every budget."""
     gradients: Number
 
     @property
     def proved(self) -> Any:
-        """Whether lr meets the condition of the bound; if not, `bound` is not guaranteed."""
+        """Whether lr satisfies the condition of the bound; if not, `bound` is not guaranteed."""
         enough = np.asarray(self.gradients) >= np.asarray(self.least_gradients) * (1 - 4 * ROUNDING)
         return bool(enough) if enough.ndim == 0 else enough
 
@@ -53,7 +53,7 @@ def plan(
       bound of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises ValueError.
     - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))``, ``lr = batch / sqrt(C)``, and the square root of `msgd_bound` at
       this batch and lr. Table 1 gives only orders; their constants are taken as 1. Then lr violates the condition of
-      the bound, ``eta <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; `proved` says whether lr meets it.
+      the bound, ``eta <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; see `proved`.
 
     The assumptions are those of the corresponding theorems; for "msgd" they include lam = 0.
 

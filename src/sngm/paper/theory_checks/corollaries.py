@@ -140,7 +140,7 @@ def corollary_1(seeds: int) -> Finding:
 
 
 def corollary_2(seeds: int) -> Finding:
-    """Check Corollary 2, for relaxed smoothness: batch sqrt(C), for budgets that meet the corollary's condition."""
+    """Check Corollary 2, for relaxed smoothness: batch sqrt(C), for budgets that satisfy the corollary's condition."""
     functions = {"cosh(x) - 1": COSH, "x⁴ / 4": QUARTIC}
     pairs = {
         beta: [grow(label, problem, beta, exponents, seeds) for label, problem in functions.items()]

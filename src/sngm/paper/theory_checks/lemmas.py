@@ -250,7 +250,7 @@ def training(_: int) -> Finding:
 
 
 def lars(_: int) -> Finding:
-    """Check that LARS with phi(z) = z stops at 0 on its way to the minimum of (x+1)^2 / 2, and SNGM does not."""
+    """Check that LARS with phi(z) = z gets stuck at 0, before the minimum of (x+1)^2 / 2, and SNGM does not."""
     rows: list[list[object]] = []
     stuck, arrived, panel = [], [], []
     for eta in (0.05, 0.1, 0.5):
