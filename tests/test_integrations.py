@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import waiting
 
 FOLDER = Path(__file__).parent / "integrations"
@@ -37,7 +38,7 @@ EXACT = {
 @functools.cache
 def results(library: str, ranks: int, *arguments: str) -> dict:
     """Run a program of the folder integrations, and return what its cases returned."""
-    module = {"huggingface": "transformers"}.get(library, library)
+    module = {"huggingface": "transformers", "gpu": "accelerate"}.get(library, library)
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{module} is not installed")
     with socket.socket() as free:
@@ -124,3 +125,26 @@ print(type(made).__module__, create_optimizer_v2(model, "blocksngm", lr=0.1).sco
     code += "runpy.run_module('sngm.integrations.timm', run_name='__main__')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.stdout.split() == ["sngm.optim.sngm", "tensor"], done.stderr
+
+
+# differences from float32: a step of length 0.1 turns by the rounding of the gradients
+GPU = {"no": 1e-6, "32-true": 1e-6, "bf16": 0.02, "bf16-mixed": 0.02, "fp16": 2e-3, "16-mixed": 2e-3}
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(("accelerate", precision) for precision in ("no", "bf16", "fp16")),
+        *(("lightning", "fsdp", precision) for precision in ("32-true", "bf16-mixed", "16-mixed")),
+        *(("lightning", "model-parallel", precision) for precision in ("32-true", "bf16-mixed")),
+    ],
+    ids="-".join,
+)
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_steps_on_a_gpu_equal_plain_ones(arguments):
+    found = results("gpu", 1, *arguments)["found"]
+    assert found["steps"] <= GPU[arguments[-1]]
+    assert GPU[arguments[-1]] < 1e-5 or found["steps"] > 1e-6  # the lower precision was used
+    assert found["resumed"] <= GPU[arguments[-1]]
+    assert found.get("faults", []) == []

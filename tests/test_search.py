@@ -65,6 +65,9 @@ def test_ranges_follow_the_method():
     assert of_adamw["momentum"] == of_sngm["momentum"]  # AdamW's first beta
     assert of_sngm["warmup"] == (0.0, 2.0)
     assert ranges_of("digits", "sngm", 512, 10, {"lr": (0.5, 2)}) == {"lr": (0.5, 2.0)}
+    search = check_search({"lr": (0.5, 2), "lr[adamw]": (0.01, 0.1), "weight_decay[adamw]": (0.1, 1)}, 4)
+    assert ranges_of("digits", "adamw", 512, 10, search) == {"lr": (0.01, 0.1), "weight_decay": (0.1, 1.0)}
+    assert ranges_of("digits", "sngm", 512, 10, search) == {"lr": (0.5, 2.0), "weight_decay": (1e-5, 1e-3)}
 
 
 def test_a_search_gives_every_method_the_same_trials_and_resumes():
@@ -124,6 +127,10 @@ def test_a_dry_run_names_ranges_budget_and_recipe():
         ("--search lr=0:1 --trials 4", "two rising numbers"),
         ("--search lr=a:b --trials 4", "two rising numbers"),
         ("--search lr,momentum=0.5:1 --trials 4", "two rising numbers"),
+        ("--search lr,lr[msgd] --trials 4", "needs a range for lr[msgd]"),
+        ("--search lr,lr[msgd]=1:0.1 --trials 4", "two rising numbers"),
+        ("--search lr,lr[adamw]=0.1:1 --trials 4", "adamw, which is not one of the methods"),
+        ("--search lr,lr[msgd=0.1:1 --trials 4", "'lr[msgd'"),
         ("--search lr --trials 4 --lrs 0.1,0.2", "either"),
         ("--search lr,warmup --trials 4 --warmup 1", "warmup is searched"),
         ("--search lr,weight_decay --trials 4 --set weight_decay=1e-4", "weight_decay is searched"),

@@ -168,6 +168,7 @@ def show_study(
 ) -> None:
     """Print what a study would do, with the job script of SLURM."""
     from ..study.launch import check, load_data
+    from ..study.search import names_in
 
     options = cluster.here(options)
     script = _job_script(cluster, folder)
@@ -192,7 +193,7 @@ def show_study(
     for plan in plans:
         if "ranges" in plan:
             ranges = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in plan["ranges"].items())
-            missing = [name for name in study.search if name not in plan["ranges"]]
+            missing = [name for name in names_in(study.search) if name not in plan["ranges"]]
             tried = f"{len(plan['trials'])} trials over {ranges}" + f" (it has no {', '.join(missing)})" * bool(missing)
         else:
             tried = f"lr {', '.join(f'{lr:g}' for lr in plan['lrs'])}"

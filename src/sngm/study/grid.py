@@ -15,7 +15,7 @@ from ..errors import UsageError
 from ..optim import registry
 from ..parsing import parse_call, without_settings
 from ..training.config import RunConfig, method_settings_of, resolve
-from .search import Ranges, as_settings, hidden_by, points, ranges_of
+from .search import Ranges, as_settings, hidden_by, names_in, points, ranges_of, split_entry
 from .select import Scores, at_edge, best_rate, next_rate
 
 MOST_SEEDS = 10_000
@@ -59,11 +59,14 @@ class StudyConfig:
                 raise UsageError(f"{name} lists something twice: {again} is there twice; leave one out")
         if self.search and self.lrs:
             raise UsageError("give either `lrs`, a grid of learning rates, or `search`")
+        known = {name for text in self.methods for name in (text, parse_call(text)[0])}
+        for entry in self.search:
+            if (method := split_entry(entry)[1]) and method not in known:
+                raise UsageError(f"`search` has a range for {method}, which is not one of the methods compared")
         if isinstance(self.lrs, dict):
             for text in self.methods:
                 if not self.lrs.keys() & {text, parse_call(text)[0]}:
                     raise UsageError(f"`lrs` has no learning rates for {text}; give them for each method")
-            known = {name for text in self.methods for name in (text, parse_call(text)[0])}
             if others := sorted(self.lrs.keys() - known):
                 raise UsageError(f"`lrs` has learning rates for {others[0]}, which is not one of the methods compared")
 
@@ -105,7 +108,7 @@ class StudyConfig:
             grid = self.lrs.get(text, self.lrs.get(method)) if isinstance(self.lrs, dict) else self.lrs
             return grid or tasks.rates_of(self.task, method), {}
         given = {**settings, **self.settings}
-        for name in self.search:
+        for name in names_in(self.search):
             if name in given or (name == "momentum" and "betas" in given):
                 raise UsageError(f"{name} is searched, but also set for {method}; do one of the two")
         assert self.trials is not None

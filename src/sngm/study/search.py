@@ -20,11 +20,11 @@ def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | No
     """Return the names to search, each with its given range, or with None for a method's own range.
 
     Args:
-        search: names, or a dict of names with (lowest, highest) or None.
+        search: names, or a dict of names with (lowest, highest) or None. ``name[method]`` is for one method only.
         trials: the number of trials of each method at each batch size.
 
-    >>> check_search({"lr": (0.01, 1), "weight_decay": None}, 8)
-    {'lr': (0.01, 1.0), 'weight_decay': None}
+    >>> check_search({"lr": (0.01, 1), "lr[adamw]": (1e-3, 0.1)}, 8)
+    {'lr': (0.01, 1.0), 'lr[adamw]': (0.001, 0.1)}
     """
     if isinstance(search, str) or not isinstance(search, (Mapping, Sequence)):
         raise TypeError(f"search must be a list of names, or a dict of names and ranges, got {search!r}")
@@ -33,17 +33,37 @@ def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | No
     if isinstance(trials, bool) or not isinstance(trials, int) or not 2 <= trials <= MOST_TRIALS:
         raise UsageError(f"`trials` must be a whole number from 2 to {MOST_TRIALS:,}, got {trials!r}")
     found: dict[str, tuple[float, float] | None] = {}
-    for name in search:
+    entries = [str(entry) for entry in search]
+    for entry in entries:
+        name, method = split_entry(entry)
         if name not in SEARCHED:
-            meant = registry.nearest(str(name), list(SEARCHED))
-            raise UsageError(f"`search` takes {', '.join(SEARCHED)}, got {name!r}{meant}")
-        limits = search[name] if isinstance(search, Mapping) else None
-        if name in found:
-            raise UsageError(f"`search` lists {name} twice; leave one out")
-        found[name] = None if limits is None else _check_range(name, limits)
+            meant = registry.nearest(name, list(SEARCHED))
+            raise UsageError(f"`search` takes {', '.join(SEARCHED)}, got {entry!r}{meant}")
+        limits = search[entry] if isinstance(search, Mapping) else None
+        if entries.count(entry) > 1:
+            raise UsageError(f"`search` lists {entry} twice; leave one out")
+        if method and limits is None:
+            raise UsageError(f"`search` needs a range for {entry}, as {entry}=0.01:1")
+        found.setdefault(name, None)
+        found[entry] = None if limits is None else _check_range(name, limits)
     if "lr" not in found:
         raise UsageError("`search` must include lr: no setting can be judged at one learning rate")
     return found
+
+
+def split_entry(entry: str) -> tuple[str, str]:
+    """Split an entry of a search into the name of the setting, and the method it is for, or "" for all.
+
+    >>> split_entry("lr[adamw]"), split_entry("lr")
+    (('lr', 'adamw'), ('lr', ''))
+    """
+    name, bracket, method = entry.partition("[")
+    return (name, method[:-1]) if bracket and method.endswith("]") else (entry, "")
+
+
+def names_in(search: Iterable[str]) -> list[str]:
+    """Return the names of the settings that are searched."""
+    return [entry for entry in search if not split_entry(entry)[1]]
 
 
 def _check_range(name: str, limits: Any) -> tuple[float, float]:
@@ -64,8 +84,8 @@ def _check_range(name: str, limits: Any) -> tuple[float, float]:
 def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
     """Parse ``lr,weight_decay=1e-5:1e-3``: a name without a range has the method's own range.
 
-    >>> parse_search("lr,weight_decay=1e-5:1e-3")
-    {'lr': None, 'weight_decay': ('1e-5', '1e-3')}
+    >>> parse_search("lr,weight_decay=1e-5:1e-3,lr[adamw]=1e-3:1e-2")
+    {'lr': None, 'weight_decay': ('1e-5', '1e-3'), 'lr[adamw]': ('1e-3', '1e-2')}
     """
     found: dict[str, Any] = {}
     for part in text.split(","):
@@ -79,7 +99,7 @@ def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
 def ranges_of(
     task: str, method: str, batch: int, epochs: int, search: Mapping[str, tuple[float, float] | None]
 ) -> Ranges:
-    """Return the range of each searched setting that a method has.
+    """Return the range of each searched setting that a method has: its own if given, else that of all methods.
 
     The default ranges are: for the learning rate, the method's grid and half a grid step beyond each end; for weight
     decay, a tenth to ten times the method's usual value; for momentum, 0.7 to 0.99; for warm-up, 0 to a fifth of the
@@ -102,7 +122,9 @@ def ranges_of(
         "momentum": (0.7, 0.99),
         "warmup": (0.0, epochs / 5),
     }
-    chosen = {name: given or own[name] for name, given in search.items() if name in known}
+    chosen = {
+        name: search.get(f"{name}[{method}]") or search[name] or own[name] for name in names_in(search) if name in known
+    }
     return {name: (rounded(low), rounded(high)) for name, (low, high) in chosen.items()}
 
 
@@ -165,4 +187,4 @@ def hidden_by(search: Iterable[str]) -> set[str]:
     >>> sorted(hidden_by(["lr", "momentum"]))
     ['betas', 'lr', 'momentum']
     """
-    return {*search, *(["betas"] if "momentum" in search else [])}
+    return {*names_in(search), *(["betas"] if "momentum" in search else [])}
