@@ -497,7 +497,7 @@ def load_a_checkpoint(params, optimizer):
 )
 @pytest.mark.parametrize("rule", ["sngm", "lars-momentum", "lamb"])
 def test_memory_that_changes_between_steps_is_looked_up_again(rule, change):
-    params = make_params([(64, 64), (65,), (3, 4, 5, 6)], torch.float32, device="cuda")
+    params = make_params(torch.float32, [(64, 64), (65,), (3, 4, 5, 6)], device="cuda")
     twins = clone_params(params)
     ours, theirs = build(rule, params), build(rule, twins, "foreach")
     held = []

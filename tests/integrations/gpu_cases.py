@@ -43,23 +43,22 @@ def plain() -> nn.Sequential:
 
 def with_accelerate(precision: str) -> dict[str, float]:
     """Return distances from plain training: of an unbroken run, and of one that was saved and resumed."""
-    AcceleratorState._reset_state()
-    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_offload=False)
-    scaler = GradScalerKwargs(init_scale=2.0**10)
-    accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[scaler])
 
     def prepared():
-        accelerator._models, accelerator._optimizers = [], []
+        AcceleratorState._reset_state()
+        plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_offload=False)
+        scaler = GradScalerKwargs(init_scale=2.0**10)
+        accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[scaler])
         network = model(torch.float32).to(DEVICE)
-        return accelerator.prepare(network, SNGM(groups(network), lr=0.1))
+        return accelerator, *accelerator.prepare(network, SNGM(groups(network), lr=0.1))
 
-    def train(network, optimizer, steps) -> None:
+    def train(accelerator, network, optimizer, steps) -> None:
         for step in steps:
             optimizer.zero_grad()
             accelerator.backward(loss_of(network, *samples(step)))
             optimizer.step()
 
-    network, optimizer = prepared()
+    accelerator, network, optimizer = prepared()
     assert all(hasattr(p, "device_mesh") for p in network.parameters()), "not sharded"
     if accelerator.scaler is not None:
         before = [p.full_tensor().clone() for p in network.parameters()]
@@ -67,20 +66,20 @@ def with_accelerate(precision: str) -> dict[str, float]:
         optimizer.step()
         assert optimizer.step_was_skipped
         assert all(torch.equal(p.full_tensor(), q) for p, q in zip(network.parameters(), before, strict=True))
-    train(network, optimizer, range(STEPS))
+    train(accelerator, network, optimizer, range(STEPS))
     found = {"steps": distance(network, plain())}
     assert {p.dtype for p in network.parameters()} == {torch.float32}
     assert {s["momentum_buffer"].dtype for s in optimizer.state.values()} == {torch.float32}
 
-    network, optimizer = prepared()
-    train(network, optimizer, range(2))
+    accelerator, network, optimizer = prepared()
+    train(accelerator, network, optimizer, range(2))
     with tempfile.TemporaryDirectory() as folder:
         accelerator.save_state(folder)
-        train(network, optimizer, [7])  # lost again
+        accelerator, network, optimizer = prepared()
         accelerator.load_state(folder)
-    train(network, optimizer, range(2, STEPS))
+    train(accelerator, network, optimizer, range(2, STEPS))
     found["resumed"] = distance(network, plain())
-    faults = sngm.check(network, optimizer, lambda: train(network, optimizer, [0])).faults
+    faults = sngm.check(network, optimizer, lambda: train(accelerator, network, optimizer, [0])).faults
     return {**found, "faults": [fault.text for fault in faults]}
 
 
