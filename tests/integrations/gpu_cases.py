@@ -45,7 +45,7 @@ def with_accelerate(precision: str) -> dict[str, float]:
     """Return distances from plain training: of an unbroken run, and of one that was saved and resumed."""
 
     def prepared():
-        AcceleratorState._reset_state()
+        AcceleratorState._reset_state(reset_partial_state=True)
         plugin = FullyShardedDataParallelPlugin(fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", cpu_offload=False)
         scaler = GradScalerKwargs(init_scale=2.0**10)
         accelerator = Accelerator(mixed_precision=precision, fsdp_plugin=plugin, kwargs_handlers=[scaler])
