@@ -1,6 +1,7 @@
 """The command line: output, errors and exit codes."""
 
 import errno
+import importlib
 import json
 import os
 import re
@@ -686,6 +687,17 @@ def test_ctrl_c_anywhere_else_is_one_line(monkeypatch):
 
     monkeypatch.setattr("sngm.tasks.names", interrupt)
     refused(sngm("tasks"), "interrupted", code=130)
+
+
+def test_an_interrupt_while_the_command_line_is_imported_is_one_line(monkeypatch, capsys):
+    def interrupt(name):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sngm.__main__.find_spec", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        importlib.import_module("sngm.__main__").main()
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == "sngm: interrupted\n"
 
 
 @pytest.mark.slow

@@ -9,11 +9,14 @@ NEEDS = {"filelock": "filelock", "rich": "rich", "sklearn": "scikit-learn", "sci
 
 def main() -> None:
     """Run the command line, or say how to install it where only the optimizers are."""
-    lacking = [package for module, package in NEEDS.items() if find_spec(module) is None]
-    if lacking:
-        sys.exit(f"sngm: {', '.join(lacking)} not installed; the command line comes with pip install 'sngm[train]'")
-    from .cli import main as run
-
+    try:
+        lacking = [package for module, package in NEEDS.items() if find_spec(module) is None]
+        if lacking:
+            sys.exit(f"sngm: {', '.join(lacking)} not installed; the command line comes with pip install 'sngm[train]'")
+        from .cli import main as run
+    except KeyboardInterrupt:
+        print("sngm: interrupted", file=sys.stderr)
+        sys.exit(130)
     run()
 
 
