@@ -77,7 +77,9 @@ def test_every_table_and_figure_has_runs_planned_and_every_number_a_cell():
 
 def test_methods_of_a_table_get_as_many_rates():
     for item in experiments.ITEMS:
-        assert len({len(planned.study().lrs) for planned in item.cells()}) == 1, item.name
+        assert len({len(planned.cell().grid) for planned in item.cells()}) == 1, item.name
+        widths = {tuple(high / low for low, high in planned.row.ranges.values()) for planned in item.cells()}
+        assert len({tuple(round(width, 6) for width in row) for row in widths}) == 1, item.name
     advised = next(p for p in experiments.find("table-2").cells() if p.name == "SNGM with advised decay@8192")
     assert advised.cell().config(0.8, "full", 0).method_settings["weight_decay"] == pytest.approx(8e-4)
 

@@ -182,7 +182,8 @@ def as_data(item: Item, outcomes: list[Outcome]) -> dict[str, Any]:
 
 def section(item: Item, outcomes: list[Outcome]) -> list[str]:
     """Return the paragraphs on one experiment."""
-    parts = [f"## {item.name}: {item.title}", f"{item.where} of the paper. Task `{item.task}`."]
+    where = f"{item.where} of the paper." if item.where else "Not in the paper."
+    parts = [f"## {item.name}: {item.title}", f"{where} Task `{item.task}`. {item.about}".strip()]
     if item.apart:
         parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
@@ -196,12 +197,14 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
         if item.metric == "seconds":
             head = ["batch", "method", "paper, eight V100", "ours", "n", "hardware"]
+        elif item.trials:
+            head = ["batch", "method", "lr", "weight decay", "validation", "test", "n", "steps", "seconds", "hardware"]
         parts.append(_table(head, rows))
     if claims := _claims(item, outcomes):
         said = [
             [f'"{c.text}" {c.note}'.strip() if c.by_paper else f"{c.text} {c.note}", *found] for c, *found in claims
         ]
-        parts.append(_table(["the paper says", "verdict", "from"], said))
+        parts.append(_table(["the paper says" if item.where else "claim", "verdict", "from"], said))
     return [*parts, _missing(item, outcomes)]
 
 
@@ -228,6 +231,8 @@ def _row(outcome: Outcome) -> list[str]:
     paper, ours, n = text_of(planned.paper, metric), _ours(outcome, _interval(outcome)), _link(outcome)
     if metric == "seconds":
         return [*first, paper, ours, n, _hardware(outcome)]
+    if planned.item.trials:
+        return [*first, *_searched(outcome), ours, n, *_effort(outcome.lines), _hardware(outcome)]
     gap = on_test = ""
     if values and planned.paper and not planned.item.apart:
         gap = text_of(fmean(values) - planned.paper, metric, signed=True)
@@ -235,6 +240,23 @@ def _row(outcome: Outcome) -> list[str]:
         mean = text_of(fmean(values_of(there, metric)), metric)
         on_test = f"{mean} (lr {there[0].config.lr:g}, n={_link(replace(outcome, lines=there))})"
     return [*first, _lr(outcome), paper, ours, n, gap, of_number(outcome) or "", on_test]
+
+
+def _searched(outcome: Outcome) -> list[str]:
+    """Return the chosen learning rate, weight decay and validation score of a search."""
+    if outcome.lr is None:
+        return [f"{outcome.trials} of {outcome.planned.item.trials} trials", "", ""]
+    decay = outcome.planned.cell().searched[outcome.lr]["weight_decay"]
+    return [f"{outcome.lr:g}", f"{decay:g}", text_of(outcome.validation, outcome.planned.item.metric)]
+
+
+def _effort(lines: list[Line]) -> list[str]:
+    """Return the steps and the mean seconds of full runs."""
+    if not lines:
+        return ["", ""]
+    config, samples = lines[0].config, lines[0].record["data"]["training"]["samples"]
+    seconds = fmean(line.record["timing"]["seconds"] for line in lines)
+    return [str(samples // config.batch * config.epochs), f"{seconds:.1f}"]
 
 
 def _by_batch(outcomes: list[Outcome]) -> list[Outcome]:
@@ -333,7 +355,7 @@ def _link(outcome: Outcome, before: str = "") -> str:
     if not outcome.lines and not outcome.trials:
         return count
     cell = outcome.planned.cell()
-    title = _title(cell.config(cell.grid[0], "full", 0))
+    title = _title(cell.config(outcome.lr or cell.grid[0], "full", 0))
     anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it from a heading
     return f"[{count}]({before}{outcome.planned.item.task}/runs.md#{anchor})"
 

@@ -22,7 +22,7 @@ from ..study.grid import Cell, StudyConfig
 from .tables import FIGURES, NUMBERS, TABLES
 
 Rates = Mapping[int, float]  # by batch
-START = 20.0  # seconds before the first epoch of a run: compiling kernels and loading data
+START = 5.0  # seconds of a run beyond its epochs: loading data, compiling kernels, testing
 COSTS_ON = "one NVIDIA H200"
 ON_MEAN = " on the mean loss"  # suffix of rows that use the mean loss in place of the paper's sum
 
@@ -33,8 +33,10 @@ class Row:
 
     name: str
     method: str
-    rates: Rates
+    rates: Rates = field(default_factory=dict)
     """The middle of the grid of learning rates."""
+    ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """Settings to search in place of that grid, with their ranges at batch 8192; see `at_batch`."""
     seeds: int = 3
     paper: str | None = None
     """The row of the paper's table to compare with; None if the paper has no such row."""
@@ -67,10 +69,16 @@ class Item:
     epochs: int | None = None
     search: bool = True
     """Whether to search for a learning rate; not for tables of times."""
+    trials: int | None = None
+    """Points of a search over `Row.ranges`."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the runs of all rows."""
     needs: str = ""
     """What the user must provide, such as a dataset."""
     apart: str = ""
     """Why the numbers cannot be compared with the paper's; empty if they can."""
+    about: str = ""
+    """What was done, for experiments that are not in the paper."""
     guesses: str = ""
     """What the paper leaves open, in short; docs/deviations.md has more."""
 
@@ -78,7 +86,7 @@ class Item:
         """Yield the cells in the order in which they are run."""
         for batch in self.batches:
             for row in self.rows:
-                if batch in row.rates:
+                if row.ranges or batch in row.rates:
                     yield Planned(self, row, batch)
 
     @property
@@ -112,9 +120,11 @@ class Planned:
         """Return the study of this cell alone."""
         item, row, cls = self.item, self.row, tasks.find(self.item.task)
         usual = cls.usual(self.batch)
-        middle, factor = row.rates[self.batch], item.factor
-        rates = (middle / factor, middle, middle * factor) if item.search else (middle,)
-        method = row.method
+        method, rates = row.method, None
+        if not row.ranges:
+            middle, factor = row.rates[self.batch], item.factor
+            grid = (middle / factor, middle, middle * factor) if item.search else (middle,)
+            rates = tuple(float(f"{rate:.3g}") for rate in grid)
         if row.grows:
             method += f"(weight_decay={usual['weight_decay'] * math.sqrt(self.batch / 128):.3g})"
         return StudyConfig(
@@ -123,11 +133,13 @@ class Planned:
             batches=(self.batch,),
             seeds=row.seeds if seeds is None else seeds,
             epochs=item.epochs or cls.epochs,
-            lrs=tuple(float(f"{rate:.3g}") for rate in rates),
+            lrs=rates,
             method_settings=dict(row.method_settings),
             task_settings=dict(row.task_settings),
-            settings={"precision": usual["precision_on_gpu"], **row.settings},  # the same on every machine
+            settings={"precision": usual["precision_on_gpu"], **item.settings, **row.settings},  # on every machine
             extend=item.extend,
+            search=at_batch(row.ranges, self.batch),
+            trials=item.trials,
         )
 
     def cell(self, seeds: int | None = None) -> Cell:
@@ -139,6 +151,16 @@ class Planned:
         known = self.row.seconds or self.item.seconds
         epochs = self.item.epochs or tasks.find(self.item.task).epochs
         return START + epochs * between(known, self.batch)
+
+
+def at_batch(ranges: Mapping[str, tuple[float, float]], batch: int) -> dict[str, tuple[float, float] | None]:
+    """Return the ranges of a search at a batch: those at 8192, times the square root of the ratio of the batches.
+
+    >>> at_batch({"lr": (0.2, 3.2)}, 2048)
+    {'lr': (0.1, 1.6)}
+    """
+    scale = math.sqrt(batch / 8192)
+    return {name: (low * scale, high * scale) for name, (low, high) in ranges.items()}
 
 
 def between(known: Rates, batch: int) -> float:
