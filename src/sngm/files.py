@@ -54,7 +54,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: the file is not a JSON object.
-        BrokenRecord: the file is not JSON, or does not match its digest; then the second argument is its content.
+        BrokenRecord: the file is not JSON, or does not match its digest.
     """
     record = read_json(path)
     if not isinstance(record, dict):
