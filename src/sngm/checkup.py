@@ -273,7 +273,7 @@ def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
 
 
 def _coupled(inner: list[Any]) -> bool:
-    """Return whether the scale of the gradient matters."""
+    """Return whether scaling the gradient would change the step."""
     groups = [(o, group) for o in inner for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups

@@ -87,7 +87,7 @@ def metrics_changed(folder: Path, record: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def results_in(folder: Path) -> Iterator[None]:
-    """Create a folder for the body to write into; remove it if the body fails and leaves it empty."""
+    """Create a folder for the ``with`` block to write into; remove it if the block fails and leaves it empty."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:

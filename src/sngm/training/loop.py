@@ -96,7 +96,7 @@ class State:
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup, folder: Path) -> State:
-        """Load a checkpoint into `setup` and return the progress of the run; without one, that of its start."""
+        """Load a checkpoint into `setup` and return the progress of the run; without a checkpoint, of its start."""
         if packed is None:
             return cls()
         setup.recurrent_state.load(packed["carried"])

@@ -37,7 +37,7 @@ class Executor(Protocol):
 
 
 def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:
-    """Return the device of a study's runs; a torch.device if it is that of a cluster, not of this machine."""
+    """Return the device of a study's runs; as a torch.device if it is on a cluster, so that it is not checked here."""
     device = cluster.there(execution).device
     return torch.device(device) if cluster.remote and device else device
 
