@@ -8,7 +8,7 @@ NEEDS = {"filelock": "filelock", "rich": "rich", "sklearn": "scikit-learn", "sci
 
 
 def main() -> None:
-    """Run the command line, or say how to install it where only the optimizers are."""
+    """Run the command line; if its packages are missing, print how to install them and exit."""
     try:
         lacking = [package for module, package in NEEDS.items() if find_spec(module) is None]
         if lacking:

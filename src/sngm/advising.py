@@ -90,8 +90,8 @@ def advise_model(
 ) -> Measurement:
     """Say whether the batch of your own training loop can grow, and what to change in it.
 
-    A copy of model and optimizer is trained for some steps, at the learning rate before schedulers changed it.
-    Gradient norms and the gradient noise scale are measured; yours stay as they are.
+    Copies of model and optimizer are trained for some steps, to measure gradient norms and the gradient noise scale.
+    They use the highest learning rate of your schedule. Your own model and optimizer are not changed.
 
     Args:
         model: your model, on its device, at its start or in the course of training.
@@ -100,7 +100,7 @@ def advise_model(
         loader: your DataLoader, or any iterable of batches.
         optimizer: your SGD, Adam or AdamW.
         to_batch: the larger batch. Default: twice the loader's.
-        steps: of the copy; an epoch of them or more measures the norm best.
+        steps: the number of steps to train the copy. The norm is most accurate with an epoch or more.
 
     Returns:
         A mapping with "answer", "lr", "weight_decay", "batch" and "diff", which is shown as text.
@@ -217,7 +217,7 @@ def verified(found: Measurement, folder: Path, execution: Execution, progress: b
 
 
 def check_advice(asked: Asked) -> None:
-    """Refuse arguments that do not go together, before anything is run."""
+    """Raise UsageError for arguments that do not go together, before anything is run."""
     task, budget, pilot_steps, settings = asked.task, asked.budget, asked.pilot_steps, asked.settings
     gradients, recipe = budget.gradients, asked.recipe
     constants = {name: value for name, value in as_dict(budget).items() if name != "gradients" and value is not None}

@@ -152,7 +152,7 @@ def plan_study(
     search: Search | None = None,
     trials: int | None = None,
 ) -> StudyConfig:
-    """Return the config of a study, with every default filled in. A torch.device may be one of another machine."""
+    """Return the config of a study, with every default filled in. A torch.device need not exist on this machine."""
     by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
     grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
     for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):

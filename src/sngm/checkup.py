@@ -65,9 +65,9 @@ class _Watch:
 def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
     """Take one step of your own training code and report whether the optimizer did what its method says.
 
-    Found by name: a norm that is not that of the whole gradient or differs between ranks, state of parameters that
-    are gone, clipping, gradients summed over micro-batches, a scheduler that changes the momentum, parameters without
-    an optimizer; and how the step was computed. Call it on all ranks. The step is a real one: it changes the model.
+    It reports a norm that is not that of the whole gradient or differs between ranks, state of parameters that were
+    replaced, clipping, gradients summed over micro-batches, a scheduler that changes the momentum, parameters without
+    an optimizer, and how the step was computed. Call it on all ranks. The step changes the model.
 
     Args:
         model: the model, as your code trains it.
@@ -112,7 +112,7 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
 
 @contextlib.contextmanager
 def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[None]:
-    """Note what happens during a step, in `watch`."""
+    """Record in `watch` what happens during a step."""
     backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
     clip_value, scale = torch.nn.utils.clip_grad_value_, torch.amp.GradScaler.scale
 
@@ -162,9 +162,9 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
 
 
 def _is_scaled(function: Any) -> bool | None:
-    """Return whether a loss is another one times or divided by numbers other than 1, from its graph.
+    """Return whether the last operations of a loss multiply or divide it by a number other than 1.
 
-    None stands for not known: each term of a sum may have been scaled.
+    Return None if the last operation is a sum: each of its terms may have been scaled.
     """
     while type(function).__name__ in ("DivBackward0", "MulBackward0"):
         factor = function._saved_other
@@ -176,7 +176,7 @@ def _is_scaled(function: Any) -> bool | None:
 
 @torch.no_grad()
 def _square(optimizer: Any) -> float:
-    """Return the square of what `grad_norm` should be, from whole tensors in float64."""
+    """Return the square of the value that `grad_norm` should have, computed from whole tensors in float64."""
     scale = float(getattr(optimizer, "grad_scale", None) or 1.0)
     total = 0.0
     for group in optimizer.param_groups:
@@ -197,7 +197,7 @@ def _whole(tensor: Any) -> Tensor:
 
 
 def _zero_wrapper(optimizer: Any) -> Any:
-    """Return DeepSpeed's ZeRO optimizer if it is what wraps the optimizer, else None."""
+    """Return DeepSpeed's ZeRO optimizer if it wraps the optimizer, else None."""
     while optimizer is not None and not hasattr(optimizer, "unscale_and_clip_grads"):
         optimizer = getattr(optimizer, "optimizer", None)
     return optimizer
@@ -273,7 +273,7 @@ def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
 
 
 def _coupled(inner: list[Any]) -> bool:
-    """Return whether the scale of the gradient matters."""
+    """Return whether scaling the gradient would change the step."""
     groups = [(o, group) for o in inner for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups

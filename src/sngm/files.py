@@ -54,7 +54,7 @@ def read_record(path: Path) -> dict[str, Any]:
 
     Raises:
         UsageError: the file is not a JSON object.
-        BrokenRecord: the file is not JSON, or does not match its digest; then the second argument is its content.
+        BrokenRecord: the file is not JSON, or does not match its digest.
     """
     record = read_json(path)
     if not isinstance(record, dict):
@@ -87,7 +87,7 @@ def metrics_changed(folder: Path, record: dict[str, Any]) -> bool:
 
 @contextlib.contextmanager
 def results_in(folder: Path) -> Iterator[None]:
-    """Create a folder for the body to write into; remove it if the body fails and leaves it empty."""
+    """Create a folder for the ``with`` block to write into; remove it if the block fails and leaves it empty."""
     new = not folder.exists()
     folder.mkdir(parents=True, exist_ok=True)
     try:

@@ -166,13 +166,13 @@ class Cluster:
         return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
 
     def there(self, execution: E) -> E:
-        """Return how runs are executed on the cluster: on the GPUs or CPUs asked for, whatever this machine has."""
+        """Return the execution options for runs on the cluster: unless set, the device is chosen by `gpus`."""
         if not self.remote or execution.device is not None:
             return execution
         return dataclasses.replace(execution, device="cuda" if self.gpus else "cpu")
 
     def here(self, execution: E) -> E:
-        """Return how a run can be checked on this machine, which may have no GPU."""
+        """Return the execution options to check a run here; on the CPU if a cluster will execute it."""
         return dataclasses.replace(execution, device="cpu", step="auto") if self.remote else execution
 
 
@@ -271,7 +271,7 @@ USUAL = {
 
 
 def check_names(function: str, given: Iterable[str], known: list[str]) -> None:
-    """Refuse keyword arguments that a function does not have, with the nearest name that it has."""
+    """Raise TypeError for an unknown keyword argument, and suggest the nearest known one."""
     for name in given:
         if name not in known:
             near = [USUAL[name]] if USUAL.get(name) in known else difflib.get_close_matches(name, known, 1)

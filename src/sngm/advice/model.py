@@ -109,7 +109,7 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _peak(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group as it was before schedulers changed it: the highest of its schedule."""
+    """Return the learning rate of a group before schedulers changed it: the highest one of its schedule."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))  # OneCycleLR sets max_lr
 
 
@@ -177,7 +177,7 @@ def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _moved(data: Any, device: torch.device) -> Any:
-    """Return a batch on a device: what has a method `to`, also in tuples, lists and mappings."""
+    """Move a batch to a device: each value with a method `to`, also inside tuples, lists and mappings."""
     if hasattr(data, "to"):
         return data.to(device)
     if isinstance(data, Mapping):

@@ -99,7 +99,7 @@ def _trackers() -> list[str]:
 
 
 def _executors() -> dict[str, str]:
-    """Return where studies can be executed, and why not elsewhere."""
+    """Return the executors that this machine can use, and why it cannot use the others."""
     from ..study.executors import executors_usable
 
     return {name: why if usable else f"unusable: {why}" for name, usable, why in executors_usable()}

@@ -31,7 +31,7 @@ PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException of typer's o
 
 
 def leave(code: int, text: str) -> NoReturn:
-    """Print why on stderr, so that stdout stays machine-readable, and exit."""
+    """Print a message on stderr, so that stdout stays machine-readable, and exit."""
     note(f"sngm: {one_line(text)}")
     sys.exit(code)
 
@@ -99,7 +99,7 @@ def show_warning_once() -> Callable[..., None]:
 
 
 def refuse_empty(words: list[str]) -> None:
-    """Raise UsageError for an empty argument: often an unset variable, and as a path the current folder."""
+    """Raise UsageError for an empty argument: often an unset variable, and taken for the current folder as a path."""
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
         if not word:

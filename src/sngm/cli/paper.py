@@ -221,7 +221,7 @@ def report(
 
 
 def _folder(results: Path, warn: bool = False) -> Path:
-    """Return the results folder; only the default one may be missing, which means that nothing has been run here."""
+    """Return the results folder; raise UsageError if it is missing and not the default."""
     if not results.is_dir() and (results != FOLDER or results.exists()):
         raise UsageError(f"no folder {results}; name the results folder with --results, or create it")
     if warn and not results.exists():

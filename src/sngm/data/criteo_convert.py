@@ -196,7 +196,7 @@ def _encode(
     arrays: dict[str, IO[bytes]],
     progress: Show,
 ) -> tuple[Array, list[int]]:
-    """Write all splits; return the unseen categories of each split and field, and the positive labels of each split."""
+    """Write all splits; count the unseen categories of each split and field, and the positive labels of each split."""
     low, span = least.astype(np.float64)[:, None], (most.astype(np.float64) - least)[:, None]
     span[span == 0] = 1  # a constant column becomes 0, as in scikit-learn
     unseen, positives = np.zeros((3, CATEGORIES), np.int64), np.zeros(3, np.int64)

@@ -1,4 +1,4 @@
-"""scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels that come with the package."""
+"""scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels, which scikit-learn ships."""
 
 import functools
 

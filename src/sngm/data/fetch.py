@@ -45,7 +45,7 @@ class Archive:
     base: str = "https://www.cs.toronto.edu/~kriz/"
 
     def urls(self) -> list[str]:
-        """Return the addresses to try: first the mirrors of SNGM_MIRRORS, base URLs or folders, then the official."""
+        """Return the URLs to try: first the mirrors in SNGM_MIRRORS (base URLs or folders), then the official one."""
         bases = [*os.environ.get("SNGM_MIRRORS", "").split(), self.base]
         bases = [Path(base).resolve().as_uri() if os.path.isdir(base) else base for base in bases]
         return [f"{base.rstrip('/')}/{self.name}" for base in bases]

@@ -42,5 +42,5 @@ def wrapped(value: Any) -> Any:
 
 
 def _shifted(value: Any, by: int) -> Any:
-    """Shift right and fill with zeros, where `>>` alone repeats the sign."""
+    """Shift right and fill with zeros; `>>` alone would repeat the sign bit."""
     return (value >> by) & ((1 << (64 - by)) - 1)

@@ -103,9 +103,9 @@ def _words(path: Path) -> list[str]:
 def streams(tokens: Tensor, batch: int) -> Tensor:
     """Return the text as `batch` streams of equal length, one per row: a view of shape (batch, length).
 
-    Row b holds the tokens from b * length on. The last ``len(tokens) % batch`` are dropped. Each worker has
-    consecutive rows of the batch: for a slice `piece` of a :class:`sngm.training.batch_plan.BatchPlan`,
-    ``streams(tokens, batch)[piece]`` holds all tokens that it reads in an epoch.
+    Row b holds the tokens from b * length on. The last ``len(tokens) % batch`` tokens are dropped. Each worker reads
+    consecutive rows: for a slice `piece` of a :class:`sngm.training.batch_plan.BatchPlan`, these are
+    ``streams(tokens, batch)[piece]``.
 
     >>> streams(torch.arange(11), 3)
     tensor([[0, 1, 2],

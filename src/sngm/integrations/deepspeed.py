@@ -1,4 +1,4 @@
-"""DeepSpeed: the norm of the whole gradient under ZeRO, which shows the optimizer one part of one group at a time."""
+"""DeepSpeed: the norm of the whole gradient under ZeRO, which gives the optimizer one part of one group at a time."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from . import unwrap
 def share_norm(engine: Any) -> None:
     """Let SNGM divide by the norm of the whole gradient under ZeRO 1, 2 or 3.
 
-    Call it once, after ``deepspeed.initialize``; before a checkpoint is loaded or after. It does nothing without ZeRO,
-    where steps are right as they are.
+    Call it once, after ``deepspeed.initialize``, before or after loading a checkpoint. Without ZeRO it does nothing,
+    because the optimizer then has the whole gradient.
 
     Args:
         engine: what ``deepspeed.initialize`` returned first, or the model that Accelerate prepared with DeepSpeed.
@@ -48,7 +48,7 @@ def share_norm(engine: Any) -> None:
 
 
 class ZeroNorm:
-    """The norm over all groups and ranks, computed when a step of ZeRO has all gradients and has not yet used one."""
+    """The norm over all groups and ranks, computed in a step of ZeRO before it uses the first gradient."""
 
     hides_parameters = True  # ZeRO shows the optimizer some of its parameters at a time
 

@@ -28,7 +28,7 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
         raise TypeError("trainer_optimizer() needs lr; the Trainer's learning_rate is not used")
 
     class ForTrainer(Optimizer):
-        """What the Trainer calls with its groups; an Optimizer class, because it takes others for factories."""
+        """Called by the Trainer with its groups. A class that is no Optimizer would be treated as a factory."""
 
         def __new__(cls_: Any, params: list[dict[str, Any]], **given: Any) -> Any:
             if len(params) != 2:

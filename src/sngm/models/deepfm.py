@@ -88,9 +88,9 @@ class DeepFM(nn.Module):
 def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
     """Return rows of concatenated tables, in the shape of `rows` with the width of the tables appended.
 
-    On a GPU this uses `index_select`, whose gradient is summed by atomics: `embedding` sorts its gradient first, which
-    is deterministic, but takes a dozen kernels and is slower. On a CPU, where it runs on every core, and with torch's
-    deterministic algorithms, this uses `embedding`.
+    On a GPU this uses `index_select`, which sums its gradient with atomic additions. `embedding` sorts its gradient
+    first, which is deterministic, but slower: it takes a dozen kernels. This function uses `embedding` on a CPU, where
+    it runs on every core, and if torch's deterministic algorithms are enabled.
     """
     table = torch.cat(list(tables))
     if table.is_cuda and not torch.are_deterministic_algorithms_enabled():

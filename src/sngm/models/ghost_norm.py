@@ -139,7 +139,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:
-    """Return the weight of each group, and the factor of the old statistics, if groups update them one by one.
+    """Return the weights of groups in running statistics, and the factor of the old ones, for updates one by one.
 
     >>> one_after_another(3, 0.5)
     (tensor([0.1250, 0.2500, 0.5000], dtype=torch.float64), 0.125)

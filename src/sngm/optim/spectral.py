@@ -272,7 +272,7 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
 
 
 def at_least(least: float | Tensor, values: Tensor) -> Tensor:
-    """Return each value, but at least `least`, which is a tensor if the loss scale is on the device."""
+    """Clamp values to at least `least`, a number, or a tensor if the loss scale is on the device."""
     return values.clamp_min(least) if not isinstance(least, Tensor) else values.maximum(least.to(values))
 
 
@@ -299,7 +299,7 @@ def _sharded_factors(
 
 
 def _like(p: Any, tensor: Tensor) -> Any:
-    """Return a local shard as the DTensor whose placements `p` has; a plain tensor unchanged."""
+    """Return a local shard as a DTensor with the placements of `p`; unchanged if `p` is a plain tensor."""
     if not is_dtensor(p):
         return tensor
     from torch.distributed.tensor import DTensor

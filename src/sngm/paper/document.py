@@ -209,7 +209,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
 
 
 def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
-    """Return the claims on an experiment with verdict and reason; for sum and mean of the loss, if both were run."""
+    """Return claims with verdict and reason; one each for sum and mean of the loss if both are planned."""
     claims = [claim for claim in CLAIMS if claim.item == item.name]
     if any(row.name.endswith(ON_MEAN) for row in item.rows):
         claims = [

@@ -49,7 +49,7 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
 
 
 def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
-    """Return a table as a figure over the batch size: the paper's numbers, our means, and crosses for divergence."""
+    """Plot a table's metric against the batch size: the paper's numbers, our means, and crosses for divergence."""
     metric = f"test_{item.metric}"
     theirs, ours = [], []
     for row in item.rows:

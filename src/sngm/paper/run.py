@@ -112,7 +112,7 @@ def _make(
 
 
 def _set_aside_if_not_resumable(folder: Path, name: str, now: dict[str, Any]) -> None:
-    """Move away an unfinished run of other code or hardware: if it were resumed, it could not be kept."""
+    """Move away an unfinished run of other code or hardware: resumed, it could not be added to the results."""
     path = folder / "runs" / name
     if not (path / "run.json").exists():
         return

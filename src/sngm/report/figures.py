@@ -128,7 +128,7 @@ def by_rate(summary: Summary) -> Figure:
 
 
 def _near_the_best(summary: Summary, figure: Figure) -> Figure:
-    """End y axes 10 percentage points below the best value, or at 3 times the best positive value to be minimised."""
+    """Limit y axes to 10 percentage points below the best value, or to 3 times the best value if lower is better."""
     worst = {}
     for title, panel in figure.panels.items():
         ys = [y for one in panel for _, y in one.points]

@@ -67,19 +67,19 @@ class Handler(SimpleHTTPRequestHandler):
             super().do_HEAD()
 
     def translate_path(self, path: str) -> str:
-        """Return the file of an address; one that is not served does not exist."""
+        """Return the path of a URL; if the file must not be served, return a path that does not exist."""
         found = super().translate_path(path)
         return found if self._served(found) else str(self.page.folder / "not-here" / "not-here")
 
     def send_head(self) -> Any:
-        """Send the headers of a file or a listing; never an index.html in place of a listing."""
+        """Send the headers of a file or a listing. A folder gives a listing even if it holds an index.html."""
         found = Path(self.translate_path(self.path))
         if found.is_dir() and re.split("[?#]", self.path)[0].endswith("/"):
             return self.list_directory(found)
         return super().send_head()
 
     def list_directory(self, path: Any) -> io.BytesIO:
-        """Send the headers of a listing of what is served, and return its text."""
+        """Send the headers of a listing of the files that are served, and return its HTML."""
         names = sorted(p.name + "/" * p.is_dir() for p in Path(path).iterdir() if self._served(str(p)))
         links = "".join(f'<li><a href="./{quote(os.fsencode(name))}">{_shown(name)}</a>' for name in names)
         text = f'<!doctype html><meta charset="utf-8"><title>{_shown(Path(path).name)}</title><ul>{links}</ul>'.encode()
@@ -100,7 +100,7 @@ class Handler(SimpleHTTPRequestHandler):
         """Print nothing for a request."""
 
     def _allowed(self) -> bool:
-        """Refuse a request under another name: a web page elsewhere could have pointed its own name here."""
+        """Return whether the Host header is this machine; else answer 403, as protection against DNS rebinding."""
         if self.headers.get("Host", "").partition(":")[0] in (ADDRESS, "localhost"):  # a tunnel may have another port
             return True
         self.send_error(HTTPStatus.FORBIDDEN, "open it as http://127.0.0.1")
@@ -131,8 +131,8 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """Return a server of the live report of a folder, on 127.0.0.1; call its serve_forever().
 
     Args:
-        folder: of a study or of runs.
-        port: 0 takes a free one, which is ``server.server_address[1]``.
+        folder: the folder of a study or of runs.
+        port: the port, or 0 for a free one, which ``server.server_address[1]`` then holds.
 
     Raises:
         FileNotFoundError: the folder holds no record.

@@ -46,12 +46,12 @@ def write(folder: Path, path: Path | None = None) -> Path:
     """Write table.md, figures, tables and report.html into a folder of records.
 
     The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg; every table is a CSV file, and all are
-    in report.json. Of runs of several tasks each file but the page has the task in its name. Every file is made before
-    the first is replaced.
+    in report.json. If the runs are of several tasks, each file except the page has the task in its name. All files are
+    computed before the first one is replaced.
 
     Args:
-        folder: the records.
-        path: write the page there as well.
+        folder: the folder of the records.
+        path: also write the page to this path.
 
     Returns:
         The path of the page.

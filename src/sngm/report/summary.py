@@ -339,7 +339,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
 
 
 def _metric(runs: list[Run]) -> str:
-    """Return the metric of runs without a study: the recorded one, else a known one among their scores."""
+    """Return the metric to report for runs without a study: as recorded, else chosen among their scores."""
     if said := [run.metric for run in runs if run.metric]:
         return _most(said)
     names = Counter(

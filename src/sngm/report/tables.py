@@ -99,7 +99,7 @@ def _runs(summary: Summary) -> Table:
 
 
 def _default(method: str, key: str) -> Any:
-    """Return the default of a setting that the records leave to the method; None if it has none."""
+    """Return a method's default value of a setting, for records without it; None if there is no numeric default."""
     from ..optim import registry  # imports torch
 
     try:

@@ -17,19 +17,19 @@ class Reached(NamedTuple):
     method: str
     batch: int
     seeds: int
-    """How many seeds reach the target, of `of`."""
+    """Number of seeds that reach the target, out of `of`."""
     of: int
     epochs: float | None
     steps: float | None
     samples: float | None
     seconds: float | None
-    """Of training, in proportion to steps; without evaluation."""
+    """Seconds of training, in proportion to steps, without evaluation."""
 
 
 def target(summary: Summary) -> float | None:
     """Return the score that every seed of the best method reaches at each batch size, rounded to three digits.
 
-    It is None if no curve comes to it: of runs without metrics.jsonl, say.
+    The result is None if no run of the best methods has a curve, for example without metrics.jsonl.
     """
     ranked = [ranking[0] for batch in summary.batches if (ranking := summary.ranking(batch))]
     worst, best = (min, max) if summary.higher_is_better else (max, min)

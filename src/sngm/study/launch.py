@@ -282,7 +282,7 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
 
 @contextlib.contextmanager
 def one_thread() -> Iterator[None]:
-    """Use one torch thread in the body, as worker processes do."""
+    """Use one torch thread in the ``with`` block, as worker processes do."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -49,7 +49,7 @@ class PerGroupStatistics:
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Update statistics in the passes of the body, if those of this worker are kept; None: do not update."""
+        """Within the ``with`` block, update statistics if this worker's are kept. None: do not update them."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
         track(self.norms, worker is not None if self.mean else worker == 0)
@@ -115,7 +115,7 @@ class GhostStatistics:
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Share]:
-        """Return start of pass -> its share. Only the first pass with a non-zero weight decays the old statistics."""
+        """Return the share of each pass, by its start. Only the first with a non-zero weight decays old statistics."""
         each = self.plan.share // self.plan.bn_group  # groups per worker
         weights, keep = one_after_another(each, momentum)
         if self.mean:  # over the workers of this process; `end` averages over processes
@@ -138,7 +138,7 @@ class GhostStatistics:
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Update statistics in the passes of the body; if `worker` is None, do not update them."""
+        """Within the ``with`` block, update statistics; if `worker` is None, do not update them."""
         self.tracks = worker is not None
         try:
             yield

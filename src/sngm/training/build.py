@@ -186,8 +186,8 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     the config has ``bias_lr="full"``.
 
     Args:
-        config: of the run.
-        model: on the device it is trained on.
+        config: the config of the run.
+        model: the model, on the device it is trained on.
         tensor_rates: keep learning rates in tensors on the device, which :func:`set_rates` fills, so that each replay
             of a CUDA graph reads the current values. Checkpoints do not depend on it.
     """

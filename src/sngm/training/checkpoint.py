@@ -91,7 +91,7 @@ def is_broken(folder: Path) -> bool:
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """Yield the contents of whole checkpoints, newest first; if the index fits none of them, those that load."""
+    """Yield the contents of whole checkpoints, newest first; if none matches the index, of those that can be loaded."""
     index, found = _index(folder), False
     for name in sorted({*index, *(path.name for path in _files(folder))}, reverse=True):
         content = _read(folder / name, index)
@@ -111,7 +111,7 @@ def _whole(folder: Path) -> Iterator[bytes]:
 def _read(path: Path, index: dict[str, str]) -> bytes | None:
     """Return the content of a checkpoint if it is whole.
 
-    A file that the index lacks, since the run was killed before it was noted, is checked by its own checksums.
+    If the run was killed before the file was added to the index, the file is checked by its own CRC-32 checksums.
     """
     if not path.is_file():
         return None

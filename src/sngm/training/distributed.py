@@ -75,7 +75,7 @@ class Processes:
                 dist.broadcast(tensor, src=0)
 
     def any(self, flag: bool, step: int) -> bool:
-        """Return whether `flag` is set in any process. With several processes, False except at every 10th step."""
+        """Return whether `flag` is set in any process. Several processes communicate at every 10th step; else False."""
         if self.ranks == 1:
             return flag
         if step % EXCHANGE_EVERY:

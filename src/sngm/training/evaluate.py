@@ -153,8 +153,8 @@ def evaluate(
 ) -> dict[str, float]:
     """Return all scores, such as ``test_accuracy``. Each layer keeps its training or evaluation mode.
 
-    All `processes` must call it. They share the batches of each split, and the scores have the bits of one process. A
-    task with its own `evaluate` is evaluated by the first process, which sends the scores to the others.
+    All `processes` must call it. They share the batches of each split, and the scores are bit for bit those of one
+    process. A task with its own `evaluate` is evaluated by the first process, which sends the scores to the others.
     """
     device = next(model.parameters()).device
     size = EVAL_BATCH

@@ -16,7 +16,7 @@ EVERY = 5.0  # seconds between exchanges, at most
 
 @dataclass(slots=True)
 class Sign:
-    """What a process has told of itself: its progress, and when that changed last."""
+    """The last counts that a process published, and when they changed last."""
 
     progress: int = 0
     activity: int = 0
@@ -42,15 +42,15 @@ class Heartbeat:
             self.thread.start()
 
     def advance(self) -> None:
-        """Count a step on a way that all processes go together."""
+        """Count progress that all processes make equally often, such as a pass."""
         self.progress += 1
 
     def act(self) -> None:
-        """Count a sign of life of this process alone."""
+        """Count activity of this process alone, such as a batch that only it evaluates."""
         self.activity += 1
 
     def end(self) -> None:
-        """Stop to watch; a thread that uses the store while Python exits would crash it."""
+        """Stop the watching thread. If it used the store while Python exits, Python would crash."""
         self.ended.set()
         if self.store is not None:
             self.thread.join(2 * EVERY)

@@ -96,7 +96,7 @@ class State:
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup, folder: Path) -> State:
-        """Load a checkpoint into `setup` and return the progress of the run; without one, that of its start."""
+        """Load a checkpoint into `setup` and return the progress of the run; without a checkpoint, of its start."""
         if packed is None:
             return cls()
         setup.recurrent_state.load(packed["carried"])
@@ -291,11 +291,11 @@ def steps_of_epoch(
     """Take the steps of one epoch from its batch `first` on, and yield the loss and the learning rate of each.
 
     Args:
-        config: of the run.
+        config: the config of the run.
         setup: what `prepare` built for it.
-        order: of the samples in this epoch.
-        epoch: counted from 0.
-        first: batches of this epoch that a resumed run has seen.
+        order: the order of the samples in this epoch.
+        epoch: the epoch, counted from 0.
+        first: the number of batches of this epoch that a resumed run has already seen.
         scores: validation scores of the epochs before, for schedules that need them.
     """
     set_mode(setup.optimizer, training=True)

@@ -42,7 +42,7 @@ class RecurrentState:
             t[piece] = new
 
     def gather(self) -> list[Tensor]:
-        """Return the rows of all processes. This is a collective operation: every process must call it."""
+        """Return the recurrent state of the whole batch, from all processes. All processes must call it."""
         if self.ranks == 1:
             return list(self.rows)
         packed = [torch.zeros_like(t) for t in self.rows]

@@ -37,7 +37,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for methods that need more than the mean gradient, and for copies of the model."""
+    """Raise UsageError for options that copy the model, and for methods that need each worker's gradient."""
     if config.ema is not None or config.bn_samples:
         raise UsageError("`shard`: `ema` and `bn_samples` need a copy of the whole model")
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
@@ -47,7 +47,7 @@ def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
 def save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best_model: dict[str, Tensor] | None, first: bool
 ) -> None:
-    """Write model and optimizer to a folder, every process its own shards. A collective."""
+    """Write model and optimizer to a folder: each process writes its own shards. All processes must call it."""
     if first:
         shutil.rmtree(path, ignore_errors=True)  # of a process that was killed while it wrote
     torch.distributed.barrier()

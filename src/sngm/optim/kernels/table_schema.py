@@ -1,4 +1,4 @@
-"""Layout of the tables that host and device share: the order of these names is their position on the device."""
+"""Layout of the tables that host and device share: the index of a name here is its index there."""
 
 # int64 tables with one row for each name and one column for each tensor: addresses, looked up at every step ...
 ADDRESSES = ("param", "grad", "buffer", "second_buffer", "count")

@@ -65,7 +65,7 @@ def _own(numbers, table, tensors, i):
 
 @triton.jit
 def _finish(table, partial, sums, counters, i, chunks, tensors, KINDS: tl.constexpr, ROW: tl.constexpr):
-    """Count this program; a tensor's last one sums its chunks and resets the counter. Return whether it was last."""
+    """Count this program; the last one of a tensor sums the chunks and resets the counter, and returns True."""
     first = tl.load(table + FIRST_CHUNK * tensors + i)
     count = tl.load(table + CHUNKS * tensors + i).to(tl.int32)
     tl.debug_barrier()  # all threads have stored before one of them counts
@@ -223,7 +223,7 @@ def heavy_ball(
     BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
     STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Take the step of a momentum method, and return the squared norm of its direction if it AVERAGES, else 0."""
+    """Update buffer and, unless `averaged`, parameter. Return the squared norm of the step if AVERAGES, else 0."""
     direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):

@@ -45,7 +45,7 @@ class Limits(NamedTuple):
     """Lower and upper limit of the largest tolerated batch, for each L.
 
     `sure` is the largest batch whose whole confidence interval is within the target, or 0. `possible` is the largest
-    batch for which the lower end of the interval is; it is infinite if that is the largest batch of the grid, because a
+    batch whose interval begins within the target. It is infinite if that is the largest batch of the grid, because a
     larger batch may be tolerated as well.
     """
 
@@ -90,13 +90,13 @@ def all_sharp(rates: int) -> Problem:
 
 
 def tolerated(ends: dict[str, Ends]) -> dict[str, Limits]:
-    """Return the limits of both methods by the rule `TOLERATES`."""
+    """Return the largest tolerated batches of both methods, by the rule `TOLERATES`."""
     target = SLACK * ends["msgd"].mean[:, 0]
     return {method: limits(each, target) for method, each in ends.items()}
 
 
 def in_words(found: Limits) -> str:
-    """Format limits, such as "1024, 256, 64 and 16"."""
+    """Format the largest batches for each L, such as "1024, 256, 64 and 16"."""
     return listed(
         "unknown" if not sure and np.isinf(possible)
         else f"{sure:.0f} or more" if np.isinf(possible)
@@ -116,12 +116,12 @@ EACH_L = f"L = {listed(f'{L:g}' for L in SHARPNESS)}"
 
 
 def falls(found: Limits) -> tuple[bool, bool]:
-    """Return two flags: the intervals show that the limit at the largest L is below that at the smallest; or is not."""
+    """Return whether the largest batch certainly falls as L grows, and whether it certainly does not."""
     return bool(found.possible[-1] < found.sure[0]), bool(found.sure[-1] >= found.possible[0])
 
 
 def above(found: dict[str, Limits]) -> tuple[Flags, Flags]:
-    """Return two flags for each L: the intervals show that SNGM's limit is above MSGD's; or that it is not."""
+    """Return, for each L, whether SNGM's largest batch is certainly above MSGD's, and whether it certainly is not."""
     return found["sngm"].sure > found["msgd"].possible, found["sngm"].possible <= found["msgd"].sure
 
 
@@ -129,7 +129,7 @@ AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f
 
 
 def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
-    """Describe how SNGM's limit falls and compares with MSGD's, if "tolerated" means to reach the norms `FIXED`."""
+    """Describe SNGM's largest batch, by L and against MSGD's, if "tolerated" means to reach a norm of `FIXED`."""
     found = [{method: limits(each, norm) for method, each in ends.items()} for norm in FIXED]
     falling = sum(falls(each["sngm"])[0] for each in found)
     reached = np.array([np.maximum(each["sngm"].possible, each["msgd"].possible) > 0 for each in found])
@@ -142,7 +142,7 @@ def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
 
 
 def batch_limit_msgd(seeds: int) -> Finding:
-    """Check whether MSGD's limit falls with L, at Table 1's learning rates."""
+    """Check whether MSGD's largest batch falls with L, at Table 1's learning rates."""
     ends = measure(TABLE, seeds)
     found = tolerated(ends)
     return Finding(
@@ -155,7 +155,7 @@ def batch_limit_msgd(seeds: int) -> Finding:
 
 
 def batch_limit_sngm(seeds: int) -> Finding:
-    """Check whether SNGM's limit falls with L, at Table 1's learning rates."""
+    """Check whether SNGM's largest batch falls with L, at Table 1's learning rates."""
     ends = measure(TABLE, seeds)
     found = tolerated(ends)["sngm"]
     lost = {method: int(sharp(1.0).diverges(each.mean).sum()) for method, each in ends.items()}
@@ -171,7 +171,7 @@ def batch_limit_sngm(seeds: int) -> Finding:
 
 
 def batch_larger(seeds: int, rates: str = TABLE) -> Finding:
-    """Compare SNGM's limit with MSGD's."""
+    """Compare SNGM's largest tolerated batch with MSGD's."""
     ends = measure(rates, seeds)
     found = tolerated(ends)
     return Finding(
@@ -184,7 +184,7 @@ def batch_larger(seeds: int, rates: str = TABLE) -> Finding:
 
 
 def batch_larger_tuned(seeds: int) -> Finding:
-    """Compare the limits of both methods if each uses its best learning rate at every batch."""
+    """Compare SNGM's largest tolerated batch with MSGD's, with the best learning rate of each method and batch."""
     found, ends = batch_larger(seeds, TUNED), measure(TUNED, seeds)
     return replace(
         found,

@@ -229,11 +229,12 @@ SCALED_SLOPES = replace(SLOPES, name="slopes, φ cut", phi=Phi(0.5, 1.0))
 
 
 def stairs(edge: float = 64.0, half_fall: float = 30.0) -> Problem:
-    """Return stairs that steps of length 1 climb, followed by a slope that small steps descend.
+    """Return a function that LARS climbs in a few long steps at small gradients, and descends in many short steps.
 
-    At every whole number on the stairs the function rises a little to the right, so that a step goes to the left, where
-    the next stair is higher. With phi `high` on the stairs and `low` below their edge, LARS gains height at gradients
-    near 0 in a few long steps, and loses it in many short ones at large gradients. It is L-smooth with L = 1.
+    From the start down to `edge` the function is a staircase that rises to the left. At whole numbers its gradient is
+    small and positive, so a step goes to the left, onto the next higher stair. To the left of `edge` the function
+    falls, with large gradients. LARS's phi is `high` on the staircase, so its steps are long there, and `low` to the
+    left of it. The function is L-smooth with L = 1.
     """
     swing, lean = 1 / (2 * np.pi), 0.9  # slopes of the stairs are swing (cos - lean): a curvature of 1, and uphill
     landing = swing * (1 - lean)  # the slope where steps land

@@ -81,7 +81,7 @@ class Measurement:
         return [self.problem.name, *(self.given[key] for key in ("steps", "beta", "batch")), *map(digits, numbers)]
 
     def needed(self, part: str) -> float:
-        """Return the largest fraction of a part, over learning rates, that the bound needs to hold."""
+        """Return the largest fraction of a part that the bound needs in order to hold, over all learning rates."""
         size = self.bound - self.without[part]
         there = size > 0
         shares = (self.low[there] - self.without[part][there]) / size[there]
@@ -177,7 +177,7 @@ class Theorem:
         return Measurement(problem, given, *measured, whole, without)
 
     def panels(self, lines: list[Measurement]) -> dict[str, list[Series]]:
-        """Return the measured values and the bound on the drawn function, for the ends of the grid."""
+        """Return lines of measured values and bound on the plotted function, at the extreme momenta and batches."""
         panels = {}
         for line in lines:
             beta, batch = line.given["beta"], line.given["batch"]
@@ -267,7 +267,7 @@ def third_over_second(a: Given) -> Any:
 
 
 def slip_1(lines: list[Measurement]) -> str:
-    """Compare MSGD's runs with the bound whose third term is divided by B, and with the bound without it."""
+    """Compare MSGD's runs with the bound whose third term is divided by B, and with the bound without that term."""
     mended, third = [], []
     for line in lines:
         quiet, over = line.without["noise (terms 2 and 3)"], third_over_second(line.given)

@@ -27,17 +27,17 @@ class Executor(Protocol):
     """Interface of an executor."""
 
     def submit(self, config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> Future[Record]:
-        """Start a run, now or when there is room; the arguments are those of :func:`sngm.study.worker.make`."""
+        """Start a run, now or when resources are free; the arguments are those of :func:`sngm.study.worker.make`."""
 
     def stop(self) -> None:
-        """Ask the runs that have begun to write a checkpoint and stop, and forget the others."""
+        """Ask the runs that have begun to write a checkpoint and stop, and drop the others."""
 
     def shutdown(self) -> None:
         """Release processes and connections; after `stop`, also wait for the runs."""
 
 
 def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:
-    """Return the device of a study's runs; a torch.device if it is that of a cluster, not of this machine."""
+    """Return the device of a study's runs; as a torch.device if it is on a cluster, so that it is not checked here."""
     device = cluster.there(execution).device
     return torch.device(device) if cluster.remote and device else device
 
@@ -46,9 +46,9 @@ def open_remote(cluster: Cluster, folder: Path, command: str) -> Executor:
     """Return the executor of a cluster.
 
     Args:
-        cluster: names the executor, and what each run needs.
-        folder: of the study, on a file system that all machines share.
-        command: of this process, for the records.
+        cluster: the executor, and the resources of each run.
+        folder: the folder of the study, on a file system that all machines share.
+        command: the command of this process, for the records.
 
     Raises:
         UsageError: this machine cannot use it, or a task or method cannot be pickled.

@@ -60,7 +60,7 @@ def open_local(task: str, jobs: int, on_gpu: bool) -> Executor:
 
 
 class InThread:
-    """One run after another in a thread of this process, to show progress meanwhile."""
+    """Executor that makes one run after another in a thread, while this process shows progress."""
 
     def __init__(self) -> None:
         # with one torch thread, as in a worker process
@@ -112,7 +112,7 @@ class InProcesses:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer Ctrl-C and other signals: here until the body ends, in processes started by it until `warm_up`."""
+    """Defer signals such as Ctrl-C: here until the ``with`` block ends, in processes started in it until `warm_up`."""
     came: list[int] = []
     deferred = [number for number in worker.INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in deferred}
