@@ -37,7 +37,7 @@ def disturb(command: tuple[str, ...], folder: Path, draw: random.Random) -> tupl
         ended = run(command, folder, signal_after=(number, moment), to_group=draw.random() < 0.5, real=real)
         if how != "SIGKILL" and ended.code in (130, -number):  # -number: before its handlers were there
             return ended, True
-        if real and "Failed to import the site module" in ended.err:  # Python itself had not started yet
+        if real and "Fatal Python error: init_" in ended.err:  # Python itself had not started yet
             return ended, True
     if ended.code not in (-signal.SIGKILL, there.code):
         raise Wrong(f"exit code {ended.code} of a run disturbed by {how}: {ended.err[-300:]!r}")
