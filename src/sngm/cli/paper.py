@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -27,6 +28,7 @@ verb = verbs(app)
 ITEM = Annotated[str, typer.Argument(help="An experiment, such as table-2; sngm paper list shows all.")]
 RESULTS = Annotated[Path, typer.Option("--results", help="The results folder, with a file of runs for each task.")]
 FOLDER = Path("results")
+PIPED_WIDTH = 160  # columns of a table that is piped to a file or a pager
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
@@ -80,16 +82,29 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     from ..paper.verdicts import outcomes_of
 
     if item == "table-1":
-        print(json.dumps(TABLE_1, indent=2) if as_json else document.theory())
+        if as_json:
+            print(json.dumps(TABLE_1, indent=2))
+        else:
+            _print([document.theory()])
         return
     found = experiments.find(item)
     outcomes = outcomes_of(found, read(_folder(results, warn=True)))
     if as_json:
         print(json.dumps(document.as_data(found, outcomes), indent=2))
         return
-    print("\n\n".join(part for part in document.section(found, outcomes) if part))
+    _print(document.section(found, outcomes))
     if drawn := sorted(path.as_posix() for path in document.pictures_of(found, results)):
         print("\nDrawn in " + ", ".join(drawn))
+
+
+def _print(paragraphs: list[str]) -> None:
+    """Print Markdown, with its tables, for reading in a terminal. Links are left out."""
+    from rich.console import Console
+    from rich.markdown import Markdown
+
+    text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", "\n\n".join(filter(None, paragraphs)))
+    width = None if sys.stdout.isatty() else PIPED_WIDTH
+    Console(file=sys.stdout, width=width, highlight=False).print(Markdown(text))
 
 
 @verb(

@@ -29,6 +29,7 @@ from .verdicts import SEEDS, Outcome, by_cell, of_claim, of_number, outcomes_of,
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
 FIRST_ITEM = "table-2"
+MOST_NAMES = 9  # of cells with missing runs
 
 
 def pages(results: Results) -> dict[str, str]:
@@ -200,7 +201,10 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
         elif item.trials:
             head = ["batch", "method", "lr", "weight decay", "validation", "test", "n", "steps", "seconds", "hardware"]
         parts.append(_table(head, rows))
-    if claims := _claims(item, outcomes):
+    claims = _claims(item, outcomes)
+    if "open" in [*(of_number(o) for o in outcomes), *(verdict for _, verdict, _ in claims)]:
+        parts.append(f"*open*: too few runs to decide (a verdict needs {SEEDS} seeds), or their spread is too large.")
+    if claims:
         said = [
             [f'"{c.text}" {c.note}'.strip() if c.by_paper else f"{c.text} {c.note}", *found] for c, *found in claims
         ]
@@ -285,9 +289,12 @@ def _missing(item: Item, outcomes: list[Outcome]) -> str:
     if not missing:
         return "All of it has been run."
     seconds = sum(outcome.to_come * outcome.planned.seconds() for outcome in missing)
+    names = [outcome.planned.name for outcome in missing]
+    if len(names) > MOST_NAMES:
+        names[MOST_NAMES:] = [f"{len(names) - MOST_NAMES} other cells"]
     return (
         f"Missing: {sum(outcome.to_come for outcome in missing)} runs, about {duration(seconds)} on {COSTS_ON} one "
-        f"after the other, of {', '.join(outcome.planned.name for outcome in missing)}. "
+        f"after the other, of {', '.join(names)}. "
         f"`sngm paper run {item.name}` makes them." + (f" It needs {item.needs}." if item.needs else "")
     )
 
