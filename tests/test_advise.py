@@ -20,6 +20,7 @@ from sngm.advice.model import _moved
 from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
 from sngm.parsing import parse_settings, split_list
+from sngm.probes.noise import Noise
 from sngm.training import resolve, train
 
 SUMMED = OWN_TASK + "\n    def scale(self, batch):\n        return float(batch)\n"
@@ -135,6 +136,10 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8 --from-sgd lr=0.1,batch=8"), "one of")
 
 
+def measured(*scales, samples):
+    return [Noise(1.0, 1.0, 1.0, scale, scale / 2, scale * 2, 1.0, 1.0, [], 16, samples) for scale in scales]
+
+
 @pytest.mark.parametrize(
     ("scales", "normalised", "said"),
     [
@@ -149,7 +154,7 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
 )
 def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, said):
     before = Settings("msgd", 32, {"lr": 0.1})
-    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, 2000, normalised, 1000)
+    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), measured(*scales, samples=2000), normalised, 1000)
     assert found["answer"].startswith(said)
     assert "SNGM with lr 0.4" in found["answer"]
     assert len(found["diff"]) == 3
@@ -157,17 +162,18 @@ def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, 
 
 def test_adamw_stays_further_below_the_noise_scale():
     before, after = (Settings("adamw", batch, {"lr": 0.1}) for batch in (32, 256))
-    assert "up to batch 128" in conclude(before, after, [600.0], 1000, True, 1000)["answer"].lower()
-    assert "is a risk" in conclude(before, after, [600.0], 1000, False, 1000)["answer"]
+    assert "up to batch 128" in conclude(before, after, measured(600.0, samples=1000), True, 1000)["answer"].lower()
+    assert "is a risk" in conclude(before, after, measured(600.0, samples=1000), False, 1000)["answer"]
 
 
 @pytest.mark.parametrize("scale", [math.inf, 1e9])
 def test_a_noise_scale_above_the_samples_it_was_measured_on_counts_as_their_number(scale):
     before, after = Settings("msgd", 32, {"lr": 0.1}), Settings("sngm", 128, {"lr": 0.4})
-    found = conclude(before, after, [scale, 64.0], 256, True, 60_000)
+    found = conclude(before, after, measured(scale, 64.0, samples=256), True, 60_000)
     assert found["answer"].startswith("Yes: up to at least batch 128")
     assert found["facts"][0].value == pytest.approx(128)
     assert found["facts"][0].why.startswith("at least, as 256 samples show no more")
+    assert "64 (32 to 130)" in found["facts"][0].why
 
 
 def test_normalisation_layers_are_told_from_names_and_parametrizations():

@@ -64,8 +64,7 @@ def carry_model(
     longest, which = _longest_epoch(lengths, per_epoch)
     samples = _length(loader.dataset) if isinstance(loader, torch.utils.data.DataLoader) else None
     _, found = convert(
-        recipe, to_batch, recipe.weight_decay or 0.0, longest, which,
-        [one.scale for one in noises], min(one.samples for one in noises),
+        recipe, to_batch, recipe.weight_decay or 0.0, longest, which, noises,
         epochs=None, model=model, samples=samples or math.inf, own_class=_class(optimizer), extra=_extra(optimizer),
     )  # fmt: skip
     warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
