@@ -330,9 +330,22 @@ def test_batches_are_moved_with_their_types():
         ({"loss_fn": torch.nn.MSELoss()}, "(model, batch) -> loss, got MSELoss"),
         ({"optimizer": torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))])}, "SGD, Adam or AdamW"),
         ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)}, "the optimizer of this model?"),
-        ({"loader": []}, "two batches"),
+        ({"model": torch.nn.Linear}, "`model` must be an nn.Module with parameters, got type"),
+        ({"model": torch.nn.ReLU()}, "`model` must be an nn.Module with parameters, got ReLU"),
+        ({"loss_fn": 3}, "(model, batch) -> loss, got int"),
+        ({"loss_fn": torch.nn.functional.mse_loss}, "`loss_fn` is called as loss_fn(model, batch), and raised "),
+        ({"loss_fn": lambda model, batch: 1.0}, "a loss must be a tensor with one number, got float"),
+        ({"loss_fn": lambda model, batch: model(batch[0])}, "a tensor with one number, got shape (32, 1)"),
+        ({"optimizer": "sgd"}, "an instance of torch's SGD, Adam or AdamW, whose recipe the rule converts, got str"),
+        ({"loader": 3}, "`loader` must be a DataLoader or another iterable of batches, got int"),
+        ({"loader": torch.utils.data.TensorDataset(torch.ones(9, 8))}, "iterable of batches, got TensorDataset"),
+        ({"loader": ["text"]}, "a batch must hold tensors, in a tuple, a list or a dict, got str"),
+        ({"loader": []}, "`loader` has no batches"),
         ({"to_batch": 8}, "at least the batch of the loader, 32"),
-        ({"steps": 1}, "`steps` must be at least 2"),
+        ({"to_batch": 64.0}, "`to_batch` must be a whole number of at least 1, got 64.0"),
+        ({"to_batch": 513}, "`to_batch` must be at most the 512 samples of the loader's dataset, got 513"),
+        ({"steps": 1}, "`steps` must be a whole number of at least 2"),
+        ({"steps": "all"}, "`steps` must be a whole number of at least 2, got 'all'"),
     ],
 )
 def test_a_loop_that_cannot_be_advised_on_is_refused(change, words):
@@ -340,6 +353,35 @@ def test_a_loop_that_cannot_be_advised_on_is_refused(change, words):
     parts = dict(zip(names, own_loop(lambda params: torch.optim.SGD(params, lr=0.01)), strict=True))
     with pytest.raises(UsageError, match=re.escape(words)):
         advise_model(**{**parts, "steps": 4, **change})
+
+
+def test_a_recipe_that_diverges_is_refused():
+    for lr, steps in ((1e30, 4), (1.0, 200)):  # within a few steps; and after many, without normalisation
+        parts = own_loop(lambda params: torch.optim.SGD(params, lr), layer=False)  # noqa: B023
+        with pytest.raises(UsageError, match=rf"the recipe diverges: .* with lr {re.escape(f'{lr:g}')}; lower"):
+            advise_model(*parts, steps=steps)
+    model, _, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01))
+    with pytest.raises(UsageError, match=r"NaN or infinite at step 1 .* check the data for NaN"):
+        advise_model(model, lambda model, batch: model(batch[0] * math.nan).mean(), loader, sgd, steps=4)
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_a_loss_of_a_model_that_is_a_sum_is_advised_as_its_mean(layer):
+    model, loss, loader, _ = own_loop(lambda params: torch.optim.SGD(params, 0.1), layer)
+
+    def advised(loss_fn, scale):
+        torch.manual_seed(0)
+        sgd = torch.optim.SGD(model.parameters(), 0.01 / scale, weight_decay=1e-3 * scale)
+        return advise_model(model, loss_fn, loader, sgd, to_batch=128, steps=16)
+
+    mean = advised(loss, 1)
+    summed = advised(lambda model, batch: loss(model, batch) * len(batch[0]), 32)
+    assert summed["lr"] == pytest.approx(mean["lr"], rel=0.01)
+    assert summed["weight_decay"] == pytest.approx(128 * mean["weight_decay"], rel=0.01)
+    assert summed["noise_scale"] == pytest.approx(mean["noise_scale"], rel=0.01)
+    assert summed["check"] == mean["check"]
+    assert any("is a sum over the batch" in note for note in summed["notes"])
+    assert not any("is a sum over the batch" in note for note in mean["notes"])
 
 
 def test_nets_without_normalisation_are_warned_of_in_the_output_and_on_the_page(tmp_path):
@@ -458,14 +500,14 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
 def test_gradients_that_are_zero_or_no_numbers_are_refused(tmp_path):
     (tmp_path / "zero.py").write_text(ZERO)
     (tmp_path / "broken.py").write_text(BROKEN)
-    for task, words in (("zero", "every gradient of the pilot is zero"), ("broken", "not finite")):
+    for task, words in (("zero", "every gradient of the pilot is zero"), ("broken", "diverges")):
         result = sngm(f"advise {task}.py:Line --from-sgd lr=0.1,batch=8 --to-batch 32 --device cpu")
         assert result.code == 2
         assert result.out == ""
         assert words in result.err.splitlines()[-1]
     result = sngm("advise own.py:Line --from-sgd lr=1e30,batch=8 --to-batch 32 --device cpu")
     assert result.code == 2
-    assert "is the recipe's lr right?" in result.err.splitlines()[-1]
+    assert "the recipe diverges: the loss or its gradient is NaN or infinite" in result.err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- a budget

@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import tasks
 from ..errors import UsageError
 from ..options import Execution
+from ..probes.gradients import NOT_FINITE, NotFinite
 from ..probes.noise import Noise
 from ..probes.pilot import Norms, probe_device, training
 from ..probes.sample import Sample
@@ -293,12 +294,17 @@ def _pilot(
             first = len(epochs) * setup.per_epoch
             norms, rates = torch.stack(recorded.rows[first:]).norm(dim=1).tolist(), recorded.rates[first:]
             if not all(map(math.isfinite, norms)):
-                raise UsageError("the pilot met gradients that are not finite; is the recipe's lr right?")
+                raise NotFinite(NOT_FINITE)
             length = _rms([lr * norm for lr, norm in zip(rates, norms, strict=True)])
             epochs.append(Epoch(length, length / _rms(rates)))
             noises.append(sample.noise(setup.model))
             if len(epochs) > 1 and epochs[-1].step < GROWING * epochs[-2].step:
                 break
+    except NotFinite:
+        raise UsageError(
+            "the recipe diverges: the loss or its gradient is NaN or infinite in the pilot; lower its lr, or check the "
+            "data for NaN"
+        ) from None
     finally:
         walk.close()
         setup.data_source.close()

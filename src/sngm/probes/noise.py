@@ -211,6 +211,7 @@ def size_of(batch: Any) -> int:
     first = batch
     while not isinstance(first, Tensor):
         if not isinstance(first, (Mapping, Sequence)) or isinstance(first, str) or not first:
-            raise UsageError(f"how many samples has a {type(batch).__name__}? Say so with sizes")
+            got = f"got {type(batch).__name__}; probes.noise takes others with `sizes`"
+            raise UsageError(f"a batch must hold tensors, in a tuple, a list or a dict, {got}")
         first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
     return len(first)
