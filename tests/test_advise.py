@@ -192,19 +192,28 @@ def test_without_a_batch_the_question_is_whether_to_double():
     assert found["check"] == "sngm advise own.py:Line --from-sgd lr=0.01,batch=8 --verify"
 
 
-def test_verify_trains_both_and_compares_them(tmp_path):
+def test_verify_trains_all_and_compares_them(tmp_path):
     line = "advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out here --verify"
     result = sngm(line)
     assert result.code == 0, result.err
     assert re.search(
-        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\)", result.out
+        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\): .*\. "
+        r"Your own method has .* with msgd at batch 32 \(3 seeds\), with its lr scaled linearly to 0.04. "
+        r"Compared with that, sngm.*: .* \(p = .*\); (switching helps|switching is not needed|keep msgd)\.",
+        result.out,
     )
     (home,) = (tmp_path / "here").glob("verify-*")
     records = [strict_json(path.read_text()) for path in home.glob("*/run.json")]
-    assert sorted((r["config"]["method"], r["config"]["seed"]) for r in records) == [
-        (method, seed) for method in ("msgd", "sngm") for seed in range(3)
+    assert sorted((r["config"]["method"], r["config"]["batch"], r["config"]["seed"]) for r in records) == [
+        (method, batch, seed) for method, batch in (("msgd", 8), ("msgd", 32), ("sngm", 32)) for seed in range(3)
     ]
     assert (home / "report.html").is_file()
+
+
+def test_verify_says_that_a_scaled_recipe_diverged_and_that_adamw_stays():
+    line = "advise own.py:Line --to-batch 64 --device cpu --verify"
+    assert "every run of msgd diverged; switching helps" in sngm(f"{line} --from-sgd lr=0.2,batch=4,epochs=90").out
+    assert "SNGM was not tried" in sngm(f"{line} --from-adamw lr=0.1,batch=32,epochs=1").out
 
 
 def test_an_interrupted_verification_can_be_repeated_and_has_a_folder_of_its_own(tmp_path, monkeypatch):

@@ -158,7 +158,8 @@ def carry_recipe(
     Returns:
         A dict with "answer", a sentence; "facts", the numbers with their sources; "diff", what to change in one's own
         training loop; "command", which trains with the advised settings; "warnings"; "notes"; "norms", the gradient
-        norm of each step of the pilot; "configs", the configs of the recipe and of the advised run.
+        norm of each step of the pilot; "configs", the configs of the recipe, of the advised run and, from SGD, of SGD
+        at the larger batch with its learning rate scaled linearly.
     """
     to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
@@ -189,6 +190,10 @@ def carry_recipe(
     facts = [*found.pop("facts"), Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
+    configs = [small, large]
+    if recipe.method == "msgd" and to_batch > recipe.batch:  # SGD's linear scaling rule; AdamW's own is the advice
+        common["lr"], own = _rounded(recipe.lr * to_batch / recipe.batch / sums), {"weight_decay": decay * sums}
+        configs.append(resolve(task, "msgd", batch=to_batch, method_settings={**recipe.settings, **own}, **common))
     return {
         "format": 1,
         "kind": "recipe",
@@ -199,7 +204,7 @@ def carry_recipe(
         "warnings": _warnings(setup, small, large, epochs, part),
         "notes": _notes(setup.model, small, large, weights, carried.lr),
         "norms": norms,
-        "configs": [small.as_dict(), large.as_dict()],
+        "configs": [config.as_dict() for config in configs],
         **found,
         **{key: value for key, value in provenance(where).items() if key != "command"},
     }
