@@ -20,6 +20,7 @@ from sngm.advice.model import _moved
 from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
 from sngm.parsing import parse_settings, split_list
+from sngm.probes.noise import Noise
 from sngm.training import resolve, train
 
 SUMMED = OWN_TASK + "\n    def scale(self, batch):\n        return float(batch)\n"
@@ -135,6 +136,10 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8 --from-sgd lr=0.1,batch=8"), "one of")
 
 
+def measured(*scales, samples):
+    return [Noise(1.0, 1.0, 1.0, scale, scale / 2, scale * 2, 1.0, 1.0, [], 16, samples) for scale in scales]
+
+
 @pytest.mark.parametrize(
     ("scales", "normalised", "said"),
     [
@@ -149,7 +154,7 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
 )
 def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, said):
     before = Settings("msgd", 32, {"lr": 0.1})
-    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), scales, 2000, normalised, 1000)
+    found = conclude(before, Settings("sngm", 256, {"lr": 0.4}), measured(*scales, samples=2000), normalised, 1000)
     assert found["answer"].startswith(said)
     assert "SNGM with lr 0.4" in found["answer"]
     assert len(found["diff"]) == 3
@@ -157,17 +162,18 @@ def test_the_noise_scale_decides_how_far_the_batch_can_grow(scales, normalised, 
 
 def test_adamw_stays_further_below_the_noise_scale():
     before, after = (Settings("adamw", batch, {"lr": 0.1}) for batch in (32, 256))
-    assert "up to batch 128" in conclude(before, after, [600.0], 1000, True, 1000)["answer"].lower()
-    assert "is a risk" in conclude(before, after, [600.0], 1000, False, 1000)["answer"]
+    assert "up to batch 128" in conclude(before, after, measured(600.0, samples=1000), True, 1000)["answer"].lower()
+    assert "is a risk" in conclude(before, after, measured(600.0, samples=1000), False, 1000)["answer"]
 
 
 @pytest.mark.parametrize("scale", [math.inf, 1e9])
 def test_a_noise_scale_above_the_samples_it_was_measured_on_counts_as_their_number(scale):
     before, after = Settings("msgd", 32, {"lr": 0.1}), Settings("sngm", 128, {"lr": 0.4})
-    found = conclude(before, after, [scale, 64.0], 256, True, 60_000)
+    found = conclude(before, after, measured(scale, 64.0, samples=256), True, 60_000)
     assert found["answer"].startswith("Yes: up to at least batch 128")
     assert found["facts"][0].value == pytest.approx(128)
     assert found["facts"][0].why.startswith("at least, as 256 samples show no more")
+    assert "64 (32 to 130)" in found["facts"][0].why
 
 
 def test_normalisation_layers_are_told_from_names_and_parametrizations():
@@ -186,19 +192,28 @@ def test_without_a_batch_the_question_is_whether_to_double():
     assert found["check"] == "sngm advise own.py:Line --from-sgd lr=0.01,batch=8 --verify"
 
 
-def test_verify_trains_both_and_compares_them(tmp_path):
+def test_verify_trains_all_and_compares_them(tmp_path):
     line = "advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out here --verify"
     result = sngm(line)
     assert result.code == 0, result.err
     assert re.search(
-        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\)", result.out
+        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\): .*\. "
+        r"Your own method has .* with msgd at batch 32 \(3 seeds\), with its lr scaled linearly to 0.04. "
+        r"Compared with that, sngm.*: .* \(p = .*\); (switching helps|switching is not needed|keep msgd)\.",
+        result.out,
     )
     (home,) = (tmp_path / "here").glob("verify-*")
     records = [strict_json(path.read_text()) for path in home.glob("*/run.json")]
-    assert sorted((r["config"]["method"], r["config"]["seed"]) for r in records) == [
-        (method, seed) for method in ("msgd", "sngm") for seed in range(3)
+    assert sorted((r["config"]["method"], r["config"]["batch"], r["config"]["seed"]) for r in records) == [
+        (method, batch, seed) for method, batch in (("msgd", 8), ("msgd", 32), ("sngm", 32)) for seed in range(3)
     ]
     assert (home / "report.html").is_file()
+
+
+def test_verify_says_that_a_scaled_recipe_diverged_and_that_adamw_stays():
+    line = "advise own.py:Line --to-batch 64 --device cpu --verify"
+    assert "every run of msgd diverged; switching helps" in sngm(f"{line} --from-sgd lr=0.2,batch=4,epochs=90").out
+    assert "SNGM was not tried" in sngm(f"{line} --from-adamw lr=0.1,batch=32,epochs=1").out
 
 
 def test_an_interrupted_verification_can_be_repeated_and_has_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -324,9 +339,22 @@ def test_batches_are_moved_with_their_types():
         ({"loss_fn": torch.nn.MSELoss()}, "(model, batch) -> loss, got MSELoss"),
         ({"optimizer": torch.optim.RMSprop([torch.nn.Parameter(torch.ones(1))])}, "SGD, Adam or AdamW"),
         ({"optimizer": torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], 0.1)}, "the optimizer of this model?"),
-        ({"loader": []}, "two batches"),
+        ({"model": torch.nn.Linear}, "`model` must be an nn.Module with parameters, got type"),
+        ({"model": torch.nn.ReLU()}, "`model` must be an nn.Module with parameters, got ReLU"),
+        ({"loss_fn": 3}, "(model, batch) -> loss, got int"),
+        ({"loss_fn": torch.nn.functional.mse_loss}, "`loss_fn` is called as loss_fn(model, batch), and raised "),
+        ({"loss_fn": lambda model, batch: 1.0}, "a loss must be a tensor with one number, got float"),
+        ({"loss_fn": lambda model, batch: model(batch[0])}, "a tensor with one number, got shape (32, 1)"),
+        ({"optimizer": "sgd"}, "an instance of torch's SGD, Adam or AdamW, whose recipe the rule converts, got str"),
+        ({"loader": 3}, "`loader` must be a DataLoader or another iterable of batches, got int"),
+        ({"loader": torch.utils.data.TensorDataset(torch.ones(9, 8))}, "iterable of batches, got TensorDataset"),
+        ({"loader": ["text"]}, "a batch must hold tensors, in a tuple, a list or a dict, got str"),
+        ({"loader": []}, "`loader` has no batches"),
         ({"to_batch": 8}, "at least the batch of the loader, 32"),
-        ({"steps": 1}, "`steps` must be at least 2"),
+        ({"to_batch": 64.0}, "`to_batch` must be a whole number of at least 1, got 64.0"),
+        ({"to_batch": 513}, "`to_batch` must be at most the 512 samples of the loader's dataset, got 513"),
+        ({"steps": 1}, "`steps` must be a whole number of at least 2"),
+        ({"steps": "all"}, "`steps` must be a whole number of at least 2, got 'all'"),
     ],
 )
 def test_a_loop_that_cannot_be_advised_on_is_refused(change, words):
@@ -334,6 +362,35 @@ def test_a_loop_that_cannot_be_advised_on_is_refused(change, words):
     parts = dict(zip(names, own_loop(lambda params: torch.optim.SGD(params, lr=0.01)), strict=True))
     with pytest.raises(UsageError, match=re.escape(words)):
         advise_model(**{**parts, "steps": 4, **change})
+
+
+def test_a_recipe_that_diverges_is_refused():
+    for lr, steps in ((1e30, 4), (1.0, 200)):  # within a few steps; and after many, without normalisation
+        parts = own_loop(lambda params: torch.optim.SGD(params, lr), layer=False)  # noqa: B023
+        with pytest.raises(UsageError, match=rf"the recipe diverges: .* with lr {re.escape(f'{lr:g}')}; lower"):
+            advise_model(*parts, steps=steps)
+    model, _, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01))
+    with pytest.raises(UsageError, match=r"NaN or infinite at step 1 .* check the data for NaN"):
+        advise_model(model, lambda model, batch: model(batch[0] * math.nan).mean(), loader, sgd, steps=4)
+
+
+@pytest.mark.parametrize("layer", [True, False])
+def test_a_loss_of_a_model_that_is_a_sum_is_advised_as_its_mean(layer):
+    model, loss, loader, _ = own_loop(lambda params: torch.optim.SGD(params, 0.1), layer)
+
+    def advised(loss_fn, scale):
+        torch.manual_seed(0)
+        sgd = torch.optim.SGD(model.parameters(), 0.01 / scale, weight_decay=1e-3 * scale)
+        return advise_model(model, loss_fn, loader, sgd, to_batch=128, steps=16)
+
+    mean = advised(loss, 1)
+    summed = advised(lambda model, batch: loss(model, batch) * len(batch[0]), 32)
+    assert summed["lr"] == pytest.approx(mean["lr"], rel=0.01)
+    assert summed["weight_decay"] == pytest.approx(128 * mean["weight_decay"], rel=0.01)
+    assert summed["noise_scale"] == pytest.approx(mean["noise_scale"], rel=0.01)
+    assert summed["check"] == mean["check"]
+    assert any("is a sum over the batch" in note for note in summed["notes"])
+    assert not any("is a sum over the batch" in note for note in mean["notes"])
 
 
 def test_nets_without_normalisation_are_warned_of_in_the_output_and_on_the_page(tmp_path):
@@ -452,14 +509,14 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
 def test_gradients_that_are_zero_or_no_numbers_are_refused(tmp_path):
     (tmp_path / "zero.py").write_text(ZERO)
     (tmp_path / "broken.py").write_text(BROKEN)
-    for task, words in (("zero", "every gradient of the pilot is zero"), ("broken", "not finite")):
+    for task, words in (("zero", "every gradient of the pilot is zero"), ("broken", "diverges")):
         result = sngm(f"advise {task}.py:Line --from-sgd lr=0.1,batch=8 --to-batch 32 --device cpu")
         assert result.code == 2
         assert result.out == ""
         assert words in result.err.splitlines()[-1]
     result = sngm("advise own.py:Line --from-sgd lr=1e30,batch=8 --to-batch 32 --device cpu")
     assert result.code == 2
-    assert "is the recipe's lr right?" in result.err.splitlines()[-1]
+    assert "the recipe diverges: the loss or its gradient is NaN or infinite" in result.err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- a budget

@@ -542,6 +542,31 @@ def test_a_task_of_forty_lines_trains():
     refused(sngm(f"train {task} --set width=3"), "width", "noise, samples")
 
 
+FROM_TORCH = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import sngm
+
+data = TensorDataset(torch.arange(128.0).view(64, 2) / 128, torch.arange(64) % 2)
+task = sngm.Task.from_torch(lambda: nn.Linear(2, 2), data, data, epochs=1, batches=(8,))
+"""
+
+
+def test_an_instance_in_a_file_is_a_task():
+    write(FROM_TORCH, "made.py")
+    found = sngm("compare made.py:task --methods msgd --lrs 0.1 --seeds 2 --jobs 2 --device cpu --json")
+    assert found.code == 0, found.err
+    assert sngm("train made.py:task --method sngm --lr 0.1 --device cpu --out run --json").code == 0
+    assert "test_accuracy" in sngm("eval run --json").json["scores"]
+    refused(sngm("train made.py:task --set width=3"), "width")
+    refused(sngm("train made.py:data"), "must name a subclass of sngm.Task or an instance of one", "has task")
+    write(f"{OWN_TASK}\n\nline = Line(noise=0.0, samples=64)\n")
+    assert tasks.build("own.py:line").settings() == {"noise": 0.0, "samples": 64}
+    assert tasks.build("own.py:line", {"samples": 32}).settings() == {"noise": 0.0, "samples": 32}
+
+
 def test_an_edited_task_is_another_run():
     sngm(f"train {write(OWN_TASK)} --out run")
     Path("own.py").write_text(OWN_TASK + "\n# edited\n")

@@ -133,16 +133,29 @@ def test_the_variance_is_unbiased_and_its_interval_holds_for_batches_of_all_size
     w = parameter(6)
     generator = torch.Generator().manual_seed(0)
     sizes = [1, 2, 7, 3, 3, 1, 12, 5, 4, 2, 6, 1]
-    variances, held, scales = [], 0, []
+    variances, held, scales, scale_held = [], 0, [], 0
     for _ in range(400):
         draws = 3 / math.sqrt(6) * torch.randn(sum(sizes), 6, generator=generator, dtype=torch.float64)
         found = probes.noise(lambda batch: w @ (batch + 1).mean(0), [w], draws.split(sizes))  # E g = (1, ... 1)
         variances.append(found.sigma**2)
         held += found.low <= 3 <= found.high
         scales.append(found.scale)
+        scale_held += found.scale_low <= 9 / 6 <= found.scale_high
     assert np.mean(variances) == pytest.approx(9, rel=4 * math.sqrt(2 / 6 / 11 / 400))
     assert 0.92 <= held / 400 <= 0.99, "96 % in the long run; 1 % is a standard deviation of 400 tries"
     assert np.median(scales) == pytest.approx(9 / 6, rel=0.1)
+    assert 0.92 <= scale_held / 400 <= 0.99
+
+
+def test_the_interval_of_the_noise_scale_has_an_upper_end_only_where_there_is_a_signal():
+    w = parameter(6)
+    for signal, bounded in ((10.0, True), (0.0, False)):
+        rows = drawn(64, 6) + signal
+        found = probes.noise(lambda batch: w @ batch.mean(0), [w], rows.split(4))
+        assert found.scale_low <= found.scale <= found.scale_high
+        assert math.isfinite(found.scale_high) == bounded
+    still = probes.noise(lambda batch: w @ batch.mean(0), [w], torch.ones(8, 6, dtype=torch.float64).split(2))
+    assert (still.scale, still.scale_low, still.scale_high) == (0, 0, 0)
 
 
 def normal(shape, generator):
@@ -197,7 +210,7 @@ def test_noise_that_one_batch_has_alone_has_no_upper_end():
     w = parameter(2)
     batches = [torch.zeros(1, 2, dtype=torch.float64)] * 4 + [torch.ones(1, 2, dtype=torch.float64)]
     found = probes.noise(lambda batch: w @ batch[0], [w], batches)
-    assert (found.low, found.high) == (0.0, math.inf)
+    assert (found.low, found.high) == (found.scale_low, found.scale_high) == (0.0, math.inf)
     still = probes.noise(lambda batch: w @ batch[0], [w], batches[:4])
     assert (still.sigma, still.low, still.high) == (0.0, 0.0, 0.0)
     assert math.isnan(probes.noise(lambda batch: w @ batch[0], [w], batches[3:]).high)

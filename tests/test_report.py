@@ -137,6 +137,7 @@ def test_runs_that_diverged_are_counted_beside_the_mean(folder):
     summary = folder.summary()
     assert report.rows(summary)[1][1].endswith("(n=2, lr 0.1, 2 diverged)")
     assert "2 of 4 runs of sngm diverged and do not count" in summary.answer()
+    assert summary.notes[0].startswith("1 finished run counted as diverged: the accuracy is NaN or infinite although")
 
 
 def test_a_clear_difference(folder):
@@ -208,6 +209,11 @@ def test_everything_diverged(folder):
     folder.run("sngm", 32, None, status="diverged")
     folder.run("msgd", 32, None, part="select", status="diverged")
     assert folder.answer() == "Every run on digits diverged, so there is nothing to compare."
+
+
+def test_a_metric_that_is_nan_in_every_run_is_named(folder):
+    folder.run("sngm", 32, None)
+    assert folder.answer() == "The accuracy of every run is NaN or infinite, so there is nothing to compare."
 
 
 def test_the_largest_batch_diverged_and_the_next_is_told(folder):

@@ -53,7 +53,8 @@ def advise(
         from_sgd: the SGD recipe, such as ``dict(lr=0.1, batch=128, weight_decay=1e-4, momentum=0.9, epochs=160)``.
         from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
         to_batch: the larger batch. Default: twice the recipe's.
-        verify: train the recipe and the advised settings with three seeds each, and compare them.
+        verify: train the recipe, the advised settings and, from SGD, also SGD at the larger batch with its learning
+            rate scaled linearly, with three seeds each, and compare them.
         (options)
         pilot_steps: end the pilot run after this many steps.
         settings: settings of the task, by name.
@@ -199,9 +200,9 @@ SEEDS = 3  # of each side of a verification
 
 
 def verified(found: Measurement, folder: Path, execution: Execution, progress: bool) -> Measurement:
-    """Train the recipe and the advised settings with three seeds each; add what was measured to the advice.
+    """Train the recipe, the advised settings and the scaled recipe, three seeds each; add the results to the advice.
 
-    The runs are in a folder of their own in `folder`, which has a hash of both configs in its name.
+    The runs are in a folder of their own in `folder`, which has a hash of the configs in its name.
     """
     from .advice.verify import compare_runs
 

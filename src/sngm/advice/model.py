@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..probes.gradients import norm
+from ..options import at_least
+from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
 from .recipe import Recipe, convert
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
@@ -21,6 +23,10 @@ NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
 COUPLED = (
     "Adam adds its weight decay to the gradient (coupled); rule and runs are of AdamW's, which is decoupled: search "
     "around this weight decay, or change to AdamW."
+)
+SUMMED = (
+    "The loss is a sum over the batch, not a mean: its gradient grows with the batch, and so does the advised weight "
+    "decay. The check below has the recipe of its mean."
 )
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -35,38 +41,48 @@ def carry_model(
 ) -> dict[str, Any]:
     """Train a copy of a model for some steps, and return advice as :func:`carry_recipe` does, without a command."""
     given = _settings(optimizer)
-    if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
-        raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
-    if steps < 2:  # half of them before each measurement of the noise
-        raise UsageError(f"`steps` must be at least 2, got {steps}")
-    twin, own = copy.deepcopy((model, optimizer))  # together: the copied optimizer then has the copy's parameters
-    twin.train()
-    for group in own.param_groups:
-        group["lr"] = _peak(group)
-    device = next(twin.parameters()).device
-    batches = _cycle(loader)
-    lengths, noises, batch = list[float](), list[Noise](), 0
-    for _ in range(2):
-        for data in itertools.islice(batches, steps // 2):
-            batch = batch or size_of(data)
-            lengths.append(_step(twin, loss_fn, _moved(data, device), own))
-        fresh = (_moved(data, device) for data in itertools.islice(iter(loader), NOISE_BATCHES))
-        noises.append(noise(lambda data: loss_fn(twin, data), twin.parameters(), fresh))
-    if not all(map(math.isfinite, lengths)):
-        raise UsageError("the gradient is NaN or infinite within a few steps; lower the learning rate")
-    if not any(lengths) or not given["lr"]:
-        raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
+    first = _first_batch(model, loss_fn, loader, to_batch, steps)
+    batch = size_of(first)
     to_batch = 2 * batch if to_batch is None else to_batch
     if to_batch < batch:
         raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
+    samples = None
+    if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_sampler is not None:  # else it has batches
+        samples = _length(loader.dataset)
+    if samples is not None and to_batch > samples:
+        raise UsageError(f"`to_batch` must be at most the {samples:,} samples of the loader's dataset, got {to_batch}")
+    twin, own = copy.deepcopy((model, optimizer))  # together: the copied optimizer then has the copy's parameters
+    device = next(twin.parameters()).device
+    summed = given["method"] == "msgd" and _is_sum(twin, loss_fn, _moved(first, device), batch)
+    twin.train()
+    for group in own.param_groups:
+        group["lr"] = _peak(group)
+
+    def mean_loss(data: Any) -> Tensor:
+        return loss_fn(twin, data) / (size_of(data) if summed else 1)
+
+    batches = _cycle(loader)
+    lengths, noises = list[float](), list[Noise]()
+    try:
+        for _ in range(2):
+            for data in itertools.islice(batches, steps // 2):
+                lengths.append(_step(twin, loss_fn, _moved(data, device), own))
+            fresh = (_moved(data, device) for data in itertools.islice(iter(loader), NOISE_BATCHES))
+            noises.append(noise(mean_loss, twin.parameters(), fresh))
+    except NotFinite:
+        raise UsageError(
+            f"the recipe diverges: the loss or its gradient is NaN or infinite at step {len(lengths) + 1} with "
+            f"lr {given['lr']:g}; lower the learning rate of `optimizer`, or check the data for NaN"
+        ) from None
+    if not any(lengths) or not given["lr"]:
+        raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
     recipe = Recipe(**given, batch=batch)
     per_epoch = _length(loader)
     longest, which = _longest_epoch(lengths, per_epoch)
-    samples = _length(loader.dataset) if isinstance(loader, torch.utils.data.DataLoader) else None
     _, found = convert(
-        recipe, to_batch, recipe.weight_decay or 0.0, longest, which,
-        [one.scale for one in noises], min(one.samples for one in noises),
-        epochs=None, model=model, samples=samples or math.inf, own_class=_class(optimizer), extra=_extra(optimizer),
+        recipe, to_batch, recipe.weight_decay or 0.0, longest, which, noises,
+        epochs=None, model=model, samples=samples or math.inf, sums=to_batch / batch if summed else 1.0,
+        own_class=_class(optimizer), extra=_extra(optimizer),
     )  # fmt: skip
     warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
@@ -81,6 +97,10 @@ def carry_model(
         )
     if recipe.weight_decay and _is_coupled(optimizer):
         notes.append(COUPLED)
+    of_mean = recipe
+    if summed:
+        notes.append(SUMMED)
+        of_mean = dataclasses.replace(recipe, lr=recipe.lr * batch, weight_decay=given["weight_decay"] / batch)
     about = {
         "format": 1,
         "kind": "recipe",
@@ -90,22 +110,55 @@ def carry_model(
     }
     name = "from_sgd" if recipe.method == "msgd" else "from_adamw"
     keys = ["lr", "batch", "weight_decay", *["momentum"] * (recipe.method == "msgd")]
-    own_recipe = ", ".join(f"{key}={getattr(recipe, key):g}" for key in keys)
+    own_recipe = ", ".join(f"{key}={getattr(of_mean, key):g}" for key in keys)
     task = "task = sngm.Task.from_torch(build_model, train_dataset, test_dataset, epochs=...)"
     check = f"{task}\nsngm.advise(task, {name}=dict({own_recipe}), to_batch={to_batch}, verify=True)"
     return {**about, **found, "check": check}
 
 
+def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batch: int | None, steps: int) -> Any:
+    """Return the first batch of a loader; raise UsageError if an argument has the wrong type, or there is no batch."""
+    if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
+        raise UsageError(f"`model` must be an nn.Module with parameters, got {type(model).__name__}")
+    if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
+        raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
+    if isinstance(loader, torch.utils.data.Dataset) or not isinstance(loader, Iterable):
+        raise UsageError(f"`loader` must be a DataLoader or another iterable of batches, got {type(loader).__name__}")
+    if not at_least(steps, 2):  # half of them before each measurement of the noise
+        raise UsageError(f"`steps` must be a whole number of at least 2, got {steps!r}")
+    if to_batch is not None and not at_least(to_batch, 1):
+        raise UsageError(f"`to_batch` must be a whole number of at least 1, got {to_batch!r}")
+    first = next(iter(loader), None)
+    if first is None:
+        raise UsageError("`loader` has no batches; if it drops the last one, give it a smaller batch")
+    return first
+
+
+def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
+    """Return whether the loss of a batch is the sum of the losses of its two halves; a mean is half of that sum."""
+    half = size // 2
+    model.eval()  # so that a sample's loss does not depend on others in BatchNorm, nor on dropout
+    try:
+        with torch.no_grad():
+            parts = (data, _part(data, slice(half), size), _part(data, slice(half, size), size))
+            whole, *halves = (float(loss_fn(model, part)) for part in parts)
+    except Exception:  # a model may refuse half a batch or have no loss in this mode
+        return False
+    return size > 1 and whole != 0 and math.isclose(sum(halves), whole, rel_tol=0.01)
+
+
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings of the first parameter group, as a recipe."""
+    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)):
+        name = type(optimizer).__name__
+        raise UsageError(
+            f"`optimizer` must be an instance of torch's SGD, Adam or AdamW, whose recipe the rule converts, got {name}"
+        )
     group = optimizer.param_groups[0]
     known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0))}
     if isinstance(optimizer, torch.optim.SGD):
         return {**known, "momentum": float(group["momentum"]), "method": "msgd"}
-    if isinstance(optimizer, (torch.optim.AdamW, torch.optim.Adam)):
-        return {**known, "method": "adamw"}
-    name = type(optimizer).__name__
-    raise UsageError(f"`optimizer` must be torch's SGD, Adam or AdamW, whose recipe the rule converts, got {name}")
+    return {**known, "method": "adamw"}
 
 
 def _peak(group: Mapping[str, Any]) -> float:
@@ -134,11 +187,19 @@ def _is_coupled(optimizer: torch.optim.Optimizer) -> bool:
 def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Optimizer) -> float:
     """Take a step and return the norm of its gradient."""
     optimizer.zero_grad()
-    torch.autograd.backward(loss_fn(model, data))
+    try:
+        loss = loss_fn(model, data)
+    except (TypeError, AttributeError) as error:
+        what = f"{type(error).__name__}: {error}"
+        raise UsageError(f"`loss_fn` is called as loss_fn(model, batch), and raised {what}") from error
+    check_loss(loss)
+    torch.autograd.backward(loss)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not grads:
         raise UsageError("no parameter of the optimizer has a gradient: is it the optimizer of this model?")
     length = float(torch.stack([norm(g) for g in grads]).norm())
+    if not math.isfinite(length) or not math.isfinite(loss.item()):
+        raise NotFinite(NOT_FINITE)
     optimizer.step()
     return length
 
@@ -178,11 +239,22 @@ def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 def _moved(data: Any, device: torch.device) -> Any:
     """Move a batch to a device: each value with a method `to`, also inside tuples, lists and mappings."""
-    if hasattr(data, "to"):
-        return data.to(device)
+    return _mapped(data, lambda value: value.to(device) if hasattr(value, "to") else None)
+
+
+def _part(data: Any, rows: slice, size: int) -> Any:
+    """Return some samples of a batch: these rows of each tensor whose length is the size of the batch."""
+    return _mapped(data, lambda value: value[rows] if isinstance(value, Tensor) and size in value.shape[:1] else None)
+
+
+def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
+    """Return `change(data)`; where that is None, apply it to the values of tuples, lists and mappings."""
+    changed = change(data)
+    if changed is not None:
+        return changed
     if isinstance(data, Mapping):
-        return {key: _moved(value, device) for key, value in data.items()}
+        return {key: _mapped(value, change) for key, value in data.items()}
     if isinstance(data, (tuple, list)):
-        moved = [_moved(value, device) for value in data]
-        return data._make(moved) if hasattr(data, "_make") else type(data)(moved)
+        values = [_mapped(value, change) for value in data]
+        return data._make(values) if hasattr(data, "_make") else type(data)(values)
     return data

@@ -17,6 +17,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import tasks
 from ..errors import UsageError
 from ..options import Execution
+from ..probes.gradients import NOT_FINITE, NotFinite
+from ..probes.noise import Noise
 from ..probes.pilot import Norms, probe_device, training
 from ..probes.sample import Sample
 from ..training import RunConfig, resolve
@@ -156,7 +158,8 @@ def carry_recipe(
     Returns:
         A dict with "answer", a sentence; "facts", the numbers with their sources; "diff", what to change in one's own
         training loop; "command", which trains with the advised settings; "warnings"; "notes"; "norms", the gradient
-        norm of each step of the pilot; "configs", the configs of the recipe and of the advised run.
+        norm of each step of the pilot; "configs", the configs of the recipe, of the advised run and, from SGD, of SGD
+        at the larger batch with its learning rate scaled linearly.
     """
     to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
@@ -170,7 +173,7 @@ def carry_recipe(
     samples = samples_of(setup.task, small)[0]
     steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # raises before the pilot
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
-    norms, epochs, scales, measured_on = _pilot(small, setup, where, pilot_steps, say, progress)
+    norms, epochs, noises = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
     part = len(norms) if len(norms) < setup.per_epoch else None  # steps made, if no epoch was finished
     decay = small.method_settings["weight_decay"]
@@ -181,12 +184,16 @@ def carry_recipe(
     if part is not None:
         which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
     carried, found = convert(
-        recipe, to_batch, decay, peak.norm, which, scales, measured_on,
+        recipe, to_batch, decay, peak.norm, which, noises,
         epochs=small.epochs, model=setup.model, samples=len(samples), sums=sums,
     )  # fmt: skip
     facts = [*found.pop("facts"), Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
+    configs = [small, large]
+    if recipe.method == "msgd" and to_batch > recipe.batch:  # SGD's linear scaling rule; AdamW's own is the advice
+        common["lr"], own = _rounded(recipe.lr * to_batch / recipe.batch / sums), {"weight_decay": decay * sums}
+        configs.append(resolve(task, "msgd", batch=to_batch, method_settings={**recipe.settings, **own}, **common))
     return {
         "format": 1,
         "kind": "recipe",
@@ -197,7 +204,7 @@ def carry_recipe(
         "warnings": _warnings(setup, small, large, epochs, part),
         "notes": _notes(setup.model, small, large, weights, carried.lr),
         "norms": norms,
-        "configs": [small.as_dict(), large.as_dict()],
+        "configs": [config.as_dict() for config in configs],
         **found,
         **{key: value for key, value in provenance(where).items() if key != "command"},
     }
@@ -209,8 +216,7 @@ def convert(
     decay: float,
     norm: float,
     which: str,
-    scales: Sequence[float],
-    measured_on: int,
+    noises: Sequence[Noise],
     *,
     epochs: int | None,
     model: nn.Module,
@@ -227,7 +233,7 @@ def convert(
         decay: the recipe's weight decay.
         norm: norm of SGD's gradient, as in `carry_over`.
         which: the steps over which `norm` was measured, in words.
-        scales, measured_on: gradient noise scales along the pilot, and the number of samples each was measured on.
+        noises: gradient noise measured along the pilot.
         epochs: number of epochs of the recipe, if known.
         model: the model, to find whether it has normalisation layers.
         samples: number of training samples.
@@ -251,7 +257,7 @@ def convert(
     old = Settings(recipe.method, recipe.batch, arguments, own_class)
     arguments = {"lr": carried.lr, **momentum, "weight_decay": carried.weight_decay, **unchanged}
     new = Settings("sngm" if sgd else recipe.method, to_batch, arguments, None if sgd else own_class)
-    found = conclude(old, new, scales, measured_on, has_normalisation(model), samples)
+    found = conclude(old, new, noises, has_normalisation(model), samples)
     facts = [
         *measured,
         *found["facts"],
@@ -271,10 +277,8 @@ def _pilot(
     most: int | None,
     say: Callable[[str], None],
     progress: Callable[[int, int, Record], None],
-) -> tuple[list[float], list[Epoch], list[float], int]:
-    """Train with `config` until steps stop getting longer.
-
-    Return gradient norms, epochs, noise scales, and the number of samples that these were measured on.
+) -> tuple[list[float], list[Epoch], list[Noise]]:
+    """Train with `config` until steps stop getting longer; return gradient norms, epochs and gradient noise.
 
     At first, steps get longer from epoch to epoch during warm-up, or until the model leaves a plateau. SNGM's learning
     rate, the peak of its schedule, corresponds to the longest steps.
@@ -282,7 +286,7 @@ def _pilot(
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
     say(f"pilot: {config.method} at batch {config.batch} and lr {config.lr:g}, usually 2 epochs of {each}")
-    recorded, epochs, scales = Norms(setup.model, 1.0), list[Epoch](), list[float]()
+    recorded, epochs, noises = Norms(setup.model, 1.0), list[Epoch](), list[Noise]()
     samples = max(NOISE_SAMPLES, 2 * MARGIN[config.method] * config.batch)  # enough to allow twice the batch
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, 1, say)
     walk = training(config, setup, device, recorded)
@@ -295,18 +299,23 @@ def _pilot(
             first = len(epochs) * setup.per_epoch
             norms, rates = torch.stack(recorded.rows[first:]).norm(dim=1).tolist(), recorded.rates[first:]
             if not all(map(math.isfinite, norms)):
-                raise UsageError("the pilot met gradients that are not finite; is the recipe's lr right?")
+                raise NotFinite(NOT_FINITE)
             length = _rms([lr * norm for lr, norm in zip(rates, norms, strict=True)])
             epochs.append(Epoch(length, length / _rms(rates)))
-            scales.append(sample.noise(setup.model).scale)
+            noises.append(sample.noise(setup.model))
             if len(epochs) > 1 and epochs[-1].step < GROWING * epochs[-2].step:
                 break
+    except NotFinite:
+        raise UsageError(
+            "the recipe diverges: the loss or its gradient is NaN or infinite in the pilot; lower its lr, or check the "
+            "data for NaN"
+        ) from None
     finally:
         walk.close()
         setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
-    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, scales, sample.samples
+    return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, noises
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from ..probes.noise import Noise
 from .facts import MEASURED, RULE, Fact
 
 WITHOUT_NORMALISATION = (
@@ -71,6 +72,12 @@ def _shown(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 
+def _with_interval(noise: Noise) -> str:
+    """Return a noise scale with its interval, to two digits."""
+    scale, low, high = (f"{float(format(x, '.2g')):g}" for x in (noise.scale, noise.scale_low, noise.scale_high))
+    return scale if math.isnan(noise.scale_low) else f"{scale} ({low} to {high})"
+
+
 def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
     """Return the largest batch * 2**k that is at most the gradient noise scale; at least the batch itself.
 
@@ -94,8 +101,7 @@ def has_normalisation(model: nn.Module) -> bool:
 def conclude(
     before: Settings,
     after: Settings,
-    scales: Sequence[float],
-    measured_on: int,
+    noises: Sequence[Noise],
     normalised: bool,
     samples: float,
 ) -> dict[str, Any]:
@@ -103,12 +109,13 @@ def conclude(
 
     Args:
         before, after: the recipe and the advised settings.
-        scales: gradient noise scales measured along the pilot, NaN where both gradient and noise are zero.
-        measured_on: number of samples that each was measured on. A larger scale, or an infinite one, only means that
-            their gradient is mostly noise, so this number is taken in its place.
+        noises: gradient noise measured along the pilot. A scale is NaN where both gradient and noise are zero. A scale
+            above the number of samples that it was measured on, or an infinite one, only means that their gradient is
+            mostly noise, so that number is taken in its place.
         normalised: whether the model has normalisation layers.
         samples: number of training samples; no batch is larger.
     """
+    scales, measured_on = [one.scale for one in noises], min(one.samples for one in noises)
     known = [min(scale, measured_on) for scale in scales if scale == scale]
     # rounded, so that an exact power of two stays one
     scale = round(geometric_mean(known), 6) if known and min(known) > 0 else 0.0
@@ -129,14 +136,14 @@ def conclude(
     else:
         text = f"{f'{lossless}; ' * (limit > before.batch)}at batch {after.batch:,} {BEYOND[before.method]}; {use}."
         text = text[0].upper() + text[1:]
-    in_turn = ", ".join(f"{float(format(scale, '.2g')):g}" for scale in scales)
+    in_turn = ", ".join(map(_with_interval, noises))
     facts = [
         Fact(
             "noise scale",
             scale,
             MEASURED,
-            f"{f'at least, as {measured_on:,} samples show no more; ' * least}along the pilot: {in_turn}; low, as it "
-            "grows during training",
+            f"{f'at least, as {measured_on:,} samples show no more; ' * least}along the pilot, with 95 % intervals: "
+            f"{in_turn}; low, as it grows during training",
         ),
         Fact(
             "lossless batch",

@@ -1,4 +1,4 @@
-"""The comparison behind ``sngm advise --verify``: a recipe and the advised settings, over seeds."""
+"""The comparison behind ``sngm advise --verify``: a recipe, the advised settings and the scaled recipe, over seeds."""
 
 from __future__ import annotations
 
@@ -6,28 +6,45 @@ from pathlib import Path
 
 from .. import report
 from ..report.stats import difference
-from ..report.summary import welch
+from ..report.summary import Cell, Summary, welch
 
 
 def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]:
-    """Compare the runs of two methods, each at its batch; return the result as a sentence, and the path of the report.
+    """Compare the runs of methods, each at its batch; return the result in sentences, and the path of the report.
 
     Args:
         folder: folder that contains the run folders.
-        sides: label and batch of the recipe, and label and batch of the advised settings.
+        sides: label and batch of the recipe, of the advised settings and, if the advice is another method, of the
+            recipe's own method at the larger batch.
     """
     page, summary = report.write(folder), report.summarise(folder)
-    before, after = (summary.cells[side] for side in sides)
-    values = []
-    for cell in (before, after):
-        lost = f", {cell.diverged} diverged" if cell.diverged else ""
-        score = "no score" if cell.mean is None else summary.text(cell.mean, cell.half_width) + " %" * summary.percent
-        values.append(f"{score} with {cell.method} at batch {cell.batch}{lost}")
-    text = f"test {summary.metric} is {values[0]}, and {values[1]} ({before.n} and {after.n} seeds)"
-    p, gap = welch(after, before), difference(list(after.values.values()), list(before.values.values()))
+    before, after, *scaled = (summary.cells[side] for side in sides)
+    scores = f"{_score(summary, before)}, and {_score(summary, after)} ({before.n} and {after.n} seeds)"
+    text = f"test {summary.metric} is {scores}: {_difference(summary, after, before)[0]}."
+    for own in scaled:
+        found, better = _difference(summary, after, own)
+        do = {1: "; switching helps", 0: "; switching is not needed", -1: f"; keep {own.method}", None: ""}[better]
+        score = f"{_score(summary, own)} ({own.n} seeds), with its lr scaled linearly to {own.lr:g}"
+        text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
+    if before.method.partition("(")[0] == after.method.partition("(")[0]:
+        text += " The advised settings are those of your own method, scaled to the larger batch; SNGM was not tried."
+    return text, page
+
+
+def _score(summary: Summary, cell: Cell) -> str:
+    lost = f", {cell.diverged} diverged" if cell.diverged else ""
+    score = "no score" if cell.mean is None else summary.text(cell.mean, cell.half_width) + " %" * summary.percent
+    return f"{score} with {cell.method} at batch {cell.batch}{lost}"
+
+
+def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | None]:
+    """Return the difference of two cells in words, and 1, 0 or -1 if the first is better, alike or worse."""
+    if one.n and other.only_diverged:
+        return f"every run of {other.method} diverged", 1
+    p, gap = welch(one, other), difference(list(one.values.values()), list(other.values.values()))
     if p is None or gap is None:
-        return f"{text}: no test is possible.", page
+        return "no test is possible", None
     if p >= 0.05:
-        return f"{text}: no measurable difference (p = {p:.2g}).", page
+        return f"no measurable difference (p = {p:.2g})", 0
     better = (gap[0] > 0) == summary.higher_is_better
-    return f"{text}: {summary.gap(abs(gap[0]))} {'better' if better else 'worse'} (p = {p:.2g}).", page
+    return f"{summary.gap(abs(gap[0]))} {'better' if better else 'worse'} (p = {p:.2g})", 1 if better else -1

@@ -40,7 +40,9 @@ def advise(
     ] = None,
     verify: Annotated[
         bool,
-        typer.Option("--verify", metavar="", help="Train recipe and advice with three seeds each, and compare them."),
+        typer.Option(
+            "--verify", metavar="", help="Train recipe, advice and SGD scaled linearly, three seeds each; compare them."
+        ),
     ] = False,
     budget: BudgetOptions,
     pilot_steps: Annotated[

@@ -26,13 +26,18 @@ def trained(params: Iterable[Tensor]) -> list[Tensor]:
     return found
 
 
-def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
-    """Return one gradient per parameter, dense; None where the loss does not depend on it."""
+def check_loss(loss: Tensor) -> None:
+    """Raise UsageError if a loss is not a tensor with one number that has a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"a loss must be a tensor with one number, got {what}")
     if not loss.requires_grad:
         raise UsageError("the loss does not depend on the parameters")
+
+
+def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
+    """Return one gradient per parameter, dense; None where the loss does not depend on it."""
+    check_loss(loss)
     found = torch.autograd.grad(loss.reshape(()), params, create_graph=create_graph, allow_unused=True)
     if all(g is None for g in found):
         raise UsageError("the loss does not depend on the parameters")

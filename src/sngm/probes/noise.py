@@ -26,6 +26,7 @@ class Noise:
         scale: the gradient noise scale ``sigma^2 / ||grad F||^2`` of McCandlish et al. (arXiv 1812.06162): the batch
             size at which the noise of the mean gradient is as large as the gradient. ``||grad F||^2`` is estimated
             without bias; if the estimate is not positive, the scale is inf.
+        scale_low, scale_high: 95 % confidence interval of the scale, see `noise`. NaN with only two batches.
         loss, gradient_norm: mean loss over all samples, and the norm of its gradient.
         block_norms: the norm of that gradient for each parameter; None where the loss does not depend on it.
         batches, samples: number of batches and samples.
@@ -35,6 +36,8 @@ class Noise:
     low: float
     high: float
     scale: float
+    scale_low: float
+    scale_high: float
     loss: float
     gradient_norm: float
     block_norms: list[float | None]
@@ -58,7 +61,8 @@ def noise(
     The interval is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of Student's t.
     The interval is valid for normally distributed gradients, whatever the rank of their covariance. If a few samples
     have by far the largest gradients, the interval is too narrow; docs/probes.md has its measured coverage. It is
-    computed from random projections of gradients to `FOLDED` numbers, so that gradients are not kept.
+    computed from random projections of gradients to `FOLDED` numbers, so that gradients are not kept. The interval of
+    the scale is a jackknife interval of its inverse, which is finite without a signal too.
 
     Args:
         loss: function of a batch that returns the mean loss over its samples.
@@ -104,20 +108,24 @@ def noise(
     total = sum(seen)
     # the only synchronisation with the device
     numbers = torch.stack(
-        [torch.stack(losses).sum() / total, norm(mean), *blocks, *estimates, *_distances(folded, seen)]
+        [torch.stack(losses).sum() / total, norm(mean), *blocks, *estimates, *_deviations(folded, seen)]
     ).tolist()
     if not all(map(math.isfinite, numbers)):
         raise NotFinite(NOT_FINITE)
     average, length, own = numbers[0], numbers[1], numbers[2 : 2 + len(params)]
     rest = numbers[2 + len(params) :]
     variance = math.fsum(rest[: len(estimates)]) / len(estimates)
-    low, high = _interval(math.sqrt(variance), seen, rest[len(estimates) :])
+    distances, dots = rest[len(estimates) : -len(seen)], rest[-len(seen) :]
+    low, high = _interval(math.sqrt(variance), seen, distances)
     signal = length**2 - variance / total
+    scale_low, scale_high = _scale_interval(length, variance, seen, distances, dots)
     return Noise(
         sigma=math.sqrt(variance),
         low=low,
         high=high,
         scale=variance / signal if signal > 0 else math.inf if variance > 0 else math.nan,
+        scale_low=scale_low,
+        scale_high=scale_high,
         loss=average,
         gradient_norm=length,
         block_norms=[n if there else None for n, there in zip(own, used, strict=True)],
@@ -137,32 +145,65 @@ def _fold(vector: Tensor, signs: Tensor) -> Tensor:
     return signed.view(-1, FOLDED).sum(0).double()
 
 
-def _distances(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the squared distance of each batch's gradient from the mean gradient."""
+def _deviations(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
+    """Return the squared distance of each batch's gradient from the mean gradient, then its dot products with that."""
     rows = torch.stack(list(folded))
-    weights = torch.tensor(sizes, dtype=rows.dtype, device=rows.device) / sum(sizes)
-    return (rows - weights @ rows).square().sum(1)
+    mean = torch.tensor(sizes, dtype=rows.dtype, device=rows.device) / sum(sizes) @ rows
+    return torch.cat([(rows - mean).square().sum(1), (rows - mean) @ mean])
 
 
 def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) -> tuple[float, float]:
     """Return the jackknife interval of sigma, computed for its logarithm, whose error is nearly symmetric."""
-    from scipy.stats import t
-
-    count, total = len(sizes), sum(sizes)
-    if count < 3:
+    if len(sizes) < 3:
         return math.nan, math.nan
     if sigma == 0:
         return 0.0, 0.0
+    without = _without_each(sizes, distances)
+    if without is None:
+        return 0.0, math.inf
+    factor = math.exp(_half_width([math.log(rest) for rest in without]) / 2)  # / 2: sigma, not sigma^2
+    return sigma / factor, sigma * factor
+
+
+def _scale_interval(
+    length: float, variance: float, sizes: Sequence[int], distances: Sequence[float], dots: Sequence[float]
+) -> tuple[float, float]:
+    """Return the jackknife interval of the noise scale, computed for its inverse, which is finite without a signal."""
+    count, total = len(sizes), sum(sizes)
+    if count < 3:
+        return math.nan, math.nan
+    if variance == 0:
+        return 0.0, 0.0
+    without = _without_each(sizes, distances)
+    if without is None:
+        return 0.0, math.inf
+    inverses = []
+    for size, distance, dot, rest in zip(sizes, distances, dots, without, strict=True):
+        share = size / (total - size)
+        square = length**2 - 2 * share * dot + share**2 * distance  # of the mean gradient of the other batches
+        inverses.append(square * (count - 2) / rest - 1 / (total - size))
+    inverse, half = length**2 / variance - 1 / total, _half_width(inverses)
+    low, high = (1 / end if end > 0 else math.inf for end in (inverse + half, inverse - half))
+    return low, high
+
+
+def _without_each(sizes: Sequence[int], distances: Sequence[float]) -> list[float] | None:
+    """Return the sum of squares without each batch in turn; None if a single batch has all of it."""
+    total = sum(sizes)
     parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
     whole = math.fsum(parts)
     without = [whole - part * total / (total - size) for part, size in zip(parts, sizes, strict=True)]
-    if min(without) <= 1e-12 * whole:  # a single batch has all of the noise, so the interval has no bound
-        return 0.0, math.inf
-    logs = [math.log(rest) for rest in without]
-    centre = math.fsum(logs) / count
-    error = math.sqrt((count - 1) / count * math.fsum((value - centre) ** 2 for value in logs))
-    factor = math.exp(float(t.ppf(0.975, count - 1)) * error / 2)  # / 2: sigma, not sigma^2
-    return sigma / factor, sigma * factor
+    return without if min(without) > 1e-12 * whole else None
+
+
+def _half_width(without: Sequence[float]) -> float:
+    """Return half the width of a 95 % interval, from the estimates without each batch."""
+    from scipy.stats import t
+
+    count = len(without)
+    centre = math.fsum(without) / count
+    error = math.sqrt((count - 1) / count * math.fsum((value - centre) ** 2 for value in without))
+    return float(t.ppf(0.975, count - 1)) * error
 
 
 def size_of(batch: Any) -> int:
@@ -170,6 +211,7 @@ def size_of(batch: Any) -> int:
     first = batch
     while not isinstance(first, Tensor):
         if not isinstance(first, (Mapping, Sequence)) or isinstance(first, str) or not first:
-            raise UsageError(f"how many samples has a {type(batch).__name__}? Say so with sizes")
+            got = f"got {type(batch).__name__}; probes.noise takes others with `sizes`"
+            raise UsageError(f"a batch must hold tensors, in a tuple, a list or a dict, {got}")
         first = next(iter(first.values())) if isinstance(first, Mapping) else first[0]
     return len(first)

@@ -144,7 +144,11 @@ class Summary:
     def _nothing(self) -> str:
         full = [run for run in self.records.runs if run.part != "select"]
         if self.cells and all(cell.only_diverged for cell in self.cells.values()):
-            return f"Every run on {self.task} diverged, so there is nothing to compare."
+            some = any(run.status == "diverged" for run in self.records.runs)
+            what = (
+                f"Every run on {self.task} diverged" if some else f"The {self.metric} of every run is NaN or infinite"
+            )
+            return f"{what}, so there is nothing to compare."
         if self.records.runs and not full:
             done = _count(sum(run.status in ("finished", "diverged") for run in self.records.runs), "trial")
             return f"No full run has finished yet: learning rates are still being chosen ({done} done)."
@@ -297,6 +301,9 @@ def _summarise(records: Records, task: str) -> Summary:
         notes.append(f"{_count(extra, 'run')} left out of the table: {why}.")
     if failed := [run.name for run in ours if run.status == "failed"]:
         notes.append(f"{_count(len(failed), 'run')} failed: {', '.join(failed)}.")
+    if odd := sum(run.status == "finished" and not math.isfinite(run.score(metric) or 0.0) for run in ours):
+        why = f"the {metric} is NaN or infinite although the loss is finite; check how it is computed"
+        notes.append(f"{_count(odd, 'finished run')} counted as diverged: {why}.")
     if broken := records.unreadable:
         are = "records are" if len(broken) > 1 else "record is"
         notes.append(f"{len(broken)} {are} broken, or changed since written: {', '.join(broken)}.")

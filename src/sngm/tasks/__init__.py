@@ -60,7 +60,7 @@ def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
     """
     if isinstance(task, str):
         return task, {}
-    cls = task if isinstance(task, type) else type(task)
+    cls = _class_of(task)
     if not issubclass(cls, Task):
         raise TypeError(f"task must be a name, a subclass of sngm.Task or an instance of one, got {task!r}")
     name = f"{cls.__module__}:{cls.__qualname__}"
@@ -96,13 +96,16 @@ def names() -> list[str]:
 def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | None = None) -> Task:
     """Build a task by name; the user's own are named ``file.py:Class`` or ``package.module:Class``.
 
+    A name of an instance in a file returns that instance, or with settings a new one of its class.
+
     >>> build("digits", {"width": 8}).settings()
     {'width': 8}
     """
-    local = LOCAL.get(name)
-    if isinstance(local, Task):
-        return local
-    cls = find(name)
+    found = _load(name)
+    if isinstance(found, Task) and not settings:
+        found.data_dir = data_dir or found.data_dir
+        return found
+    cls = _class_of(found)
     parameters = inspect.signature(cls).parameters
     chosen = dict(settings or {})
     for key, value in chosen.items():
@@ -115,6 +118,8 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
         if default is not parameters[key].empty and default is not None and not _fits(value, default):
             wanted = type(default).__name__
             raise UsageError(f"task {name}: {key} must be of type {wanted}, got {value!r}")
+    if isinstance(found, Task):
+        chosen = {**found.settings(), **chosen}
     try:
         task = cls(**chosen)
     except (TypeError, ValueError) as error:
@@ -131,9 +136,17 @@ def _fits(value: Any, default: Any) -> bool:
 
 def find(name: str) -> type[Task]:
     """Return the class of a task by name."""
+    return _class_of(_load(name))
+
+
+def _class_of(task: type[Task] | Task) -> type[Task]:
+    return task if isinstance(task, type) else type(task)
+
+
+def _load(name: str) -> type[Task] | Task:
+    """Return the class or the instance that a name stands for."""
     if name in LOCAL:
-        local = LOCAL[name]
-        return local if isinstance(local, type) else type(local)
+        return LOCAL[name]
     if ":" not in name:
         if name not in TASKS:
             if name.endswith(".py"):
@@ -147,16 +160,20 @@ def find(name: str) -> type[Task]:
         raise UsageError(f"no task at {name[:80]!r}: write file.py:Class or package.module:Class")
     try:
         module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-        cls = getattr(module, attribute, None)
+        found: Any = getattr(module, attribute, None)
     except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"no task at {name!r}: {error}") from error
     except SystemExit as left:
         raise UsageError(f"no task at {name!r}: the file calls sys.exit({left.code!r}) when it is loaded") from left
-    if not (isinstance(cls, type) and issubclass(cls, Task)):
-        own = [k for k, v in vars(module).items() if isinstance(v, type) and issubclass(v, Task) and v is not Task]
-        raise UsageError(f"{name!r} must name a subclass of sngm.Task; {place} has {', '.join(own) or 'none'}")
-    _check_defaults(name, cls)
-    return cls
+    if not _is_task(found):
+        own = ", ".join(k for k, v in vars(module).items() if _is_task(v) and v is not Task) or "none"
+        raise UsageError(f"{name!r} must name a subclass of sngm.Task or an instance of one; {place} has {own}")
+    _check_defaults(name, _class_of(found))
+    return cast("type[Task] | Task", found)
+
+
+def _is_task(found: Any) -> bool:
+    return issubclass(found if isinstance(found, type) else type(found), Task)
 
 
 def _check_defaults(name: str, cls: type[Task]) -> None:
