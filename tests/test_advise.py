@@ -14,13 +14,14 @@ from console import OWN_TASK, refused, sngm
 from runs import strict_json
 
 from sngm import SNGM, advise, advise_model, probes, theory
-from sngm.advice import Constants, Recipe, budget_curves, carry_over
+from sngm.advice import Constants, Recipe, budget_curves, carry_over, verify
 from sngm.advice.budget import NEAR_LOWEST, advise_budget
 from sngm.advice.model import _moved
 from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
 from sngm.parsing import parse_settings, split_list
 from sngm.probes.noise import Noise
+from sngm.report.summary import Cell
 from sngm.training import resolve, train
 
 SUMMED = OWN_TASK + "\n    def scale(self, batch):\n        return float(batch)\n"
@@ -199,7 +200,8 @@ def test_verify_trains_all_and_compares_them(tmp_path):
     assert re.search(
         r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\): .*\. "
         r"Your own method has .* with msgd at batch 32 \(3 seeds\), with its lr scaled linearly to 0.04. "
-        r"Compared with that, sngm.*: .* \(p = .*\); (switching helps|switching is not needed|keep msgd)\.",
+        r"Compared with that, sngm.*: .* \(p = .*\); "
+        r"(switching helps|these seeds do not decide whether switching helps|keep msgd)\.",
         result.out,
     )
     (home,) = (tmp_path / "here").glob("verify-*")
@@ -214,6 +216,17 @@ def test_verify_says_that_a_scaled_recipe_diverged_and_that_adamw_stays():
     line = "advise own.py:Line --to-batch 64 --device cpu --verify"
     assert "every run of msgd diverged; switching helps" in sngm(f"{line} --from-sgd lr=0.2,batch=4,epochs=90").out
     assert "SNGM was not tried" in sngm(f"{line} --from-adamw lr=0.1,batch=32,epochs=1").out
+
+
+def test_runs_that_diverged_on_either_side_are_not_compared_by_their_means():
+    good = Cell("msgd", 32, values={0: 0.9, 1: 0.91, 2: 0.9})
+    lost = Cell("sngm", 32, runs=[None] * 3, diverged=3)
+    some = Cell("sngm", 32, values={0: 0.9, 1: 0.91}, diverged=1)
+    assert verify._difference(None, good, lost) == ("every run of sngm diverged", 1)
+    assert verify._difference(None, lost, good) == ("every run of sngm diverged", -1)
+    assert verify._difference(None, lost, lost)[1] is None
+    assert verify._difference(None, some, good) == verify._difference(None, good, some)
+    assert verify._difference(None, some, good)[1] is None
 
 
 def test_an_interrupted_verification_can_be_repeated_and_has_a_folder_of_its_own(tmp_path, monkeypatch):
@@ -367,7 +380,7 @@ def test_a_loop_that_cannot_be_advised_on_is_refused(change, words):
 def test_a_recipe_that_diverges_is_refused():
     for lr, steps in ((1e30, 4), (1.0, 200)):  # within a few steps; and after many, without normalisation
         parts = own_loop(lambda params: torch.optim.SGD(params, lr), layer=False)  # noqa: B023
-        with pytest.raises(UsageError, match=rf"the recipe diverges: .* with lr {re.escape(f'{lr:g}')}; lower"):
+        with pytest.raises(UsageError, match=rf"the recipe diverges: .* with lr {re.escape(f'{lr:g}')}, .* lower"):
             advise_model(*parts, steps=steps)
     model, _, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01))
     with pytest.raises(UsageError, match=r"NaN or infinite at step 1 .* check the data for NaN"):

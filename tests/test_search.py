@@ -131,6 +131,7 @@ def test_a_dry_run_names_ranges_budget_and_recipe():
         ("--search lr,lr[msgd]=1:0.1 --trials 4", "two rising numbers"),
         ("--search lr,lr[adamw]=0.1:1 --trials 4", "adamw, which is not one of the methods"),
         ("--search lr,lr[msgd=0.1:1 --trials 4", "'lr[msgd'"),
+        ("--search lr,lr[]=0.1:1 --trials 4", "'lr[]'"),
         ("--search lr --trials 4 --lrs 0.1,0.2", "either"),
         ("--search lr,warmup --trials 4 --warmup 1", "warmup is searched"),
         ("--search lr,weight_decay --trials 4 --set weight_decay=1e-4", "weight_decay is searched"),

@@ -92,7 +92,8 @@ def advise_model(
     """Say whether the batch of your own training loop can grow, and what to change in it.
 
     Copies of model and optimizer are trained for some steps, to measure gradient norms and the gradient noise scale.
-    They use the highest learning rate of your schedule. Your own model and optimizer are not changed.
+    They use the learning rate before schedulers changed it (with OneCycleLR, the highest one). Your own model and
+    optimizer are not changed.
 
     Args:
         model: your model, on its device, at its start or in the course of training.

@@ -1,7 +1,6 @@
 """Accelerate with FSDP2 and Lightning with FSDP on one GPU: float32, bfloat16, and float16 with a GradScaler."""
 
 from common import STEPS, batch, distance, groups, loss_of, model, report  # isort: skip
-import os
 import sys
 import tempfile
 import warnings
@@ -21,7 +20,7 @@ try:
 except ModuleNotFoundError:  # the other name of the same package
     import pytorch_lightning as lightning
 
-DEVICE = torch.device(os.environ.get("CASES_DEVICE", "cuda"))
+DEVICE = torch.device("cuda")
 OVERFLOW = 1e30  # makes the gradients of a step infinite in float16, and the scaler skip it
 
 
@@ -115,6 +114,7 @@ def with_lightning(strategy: str, precision: str) -> dict[str, float]:
         )  # fmt: skip
         network = Net(strategy != "fsdp")
         trainer.fit(network, torch.utils.data.DataLoader(range(STEPS), batch_size=None), ckpt_path=path)
+        assert all(hasattr(p, "device_mesh") for p in network.parameters()) == network.sharded
         return trainer, network
 
     def differs(trainer: lightning.Trainer) -> float:

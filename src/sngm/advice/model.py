@@ -43,17 +43,19 @@ def carry_model(
     given = _settings(optimizer)
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
     batch = size_of(first)
-    to_batch = 2 * batch if to_batch is None else to_batch
-    if to_batch < batch:
-        raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
     samples = None
     if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_sampler is not None:  # else it has batches
         samples = _length(loader.dataset)
+    if to_batch is None:
+        to_batch = 2 * batch if samples is None else min(2 * batch, samples)
+    if to_batch < batch:
+        raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
     if samples is not None and to_batch > samples:
         raise UsageError(f"`to_batch` must be at most the {samples:,} samples of the loader's dataset, got {to_batch}")
     twin, own = copy.deepcopy((model, optimizer))  # together: the copied optimizer then has the copy's parameters
     device = next(twin.parameters()).device
-    summed = given["method"] == "msgd" and _is_sum(twin, loss_fn, _moved(first, device), batch)
+    summed = _is_sum(twin, loss_fn, _moved(first, device), batch)
+    scaled = summed and given["method"] == "msgd"  # Adam's steps do not depend on the scale of the loss
     twin.train()
     for group in own.param_groups:
         group["lr"] = _peak(group)
@@ -72,7 +74,8 @@ def carry_model(
     except NotFinite:
         raise UsageError(
             f"the recipe diverges: the loss or its gradient is NaN or infinite at step {len(lengths) + 1} with "
-            f"lr {given['lr']:g}; lower the learning rate of `optimizer`, or check the data for NaN"
+            f"lr {given['lr']:g}, which `optimizer` has before schedulers change it; lower it, or check the data for "
+            "NaN"
         ) from None
     if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
@@ -81,7 +84,7 @@ def carry_model(
     longest, which = _longest_epoch(lengths, per_epoch)
     _, found = convert(
         recipe, to_batch, recipe.weight_decay or 0.0, longest, which, noises,
-        epochs=None, model=model, samples=samples or math.inf, sums=to_batch / batch if summed else 1.0,
+        epochs=None, model=model, samples=samples or math.inf, sums=to_batch / batch if scaled else 1.0,
         own_class=_class(optimizer), extra=_extra(optimizer),
     )  # fmt: skip
     warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
@@ -98,7 +101,7 @@ def carry_model(
     if recipe.weight_decay and _is_coupled(optimizer):
         notes.append(COUPLED)
     of_mean = recipe
-    if summed:
+    if scaled:
         notes.append(SUMMED)
         of_mean = dataclasses.replace(recipe, lr=recipe.lr * batch, weight_decay=given["weight_decay"] / batch)
     about = {
@@ -122,7 +125,7 @@ def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batc
         raise UsageError(f"`model` must be an nn.Module with parameters, got {type(model).__name__}")
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
         raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
-    if isinstance(loader, torch.utils.data.Dataset) or not isinstance(loader, Iterable):
+    if not isinstance(loader, Iterable):  # a map-style Dataset is none
         raise UsageError(f"`loader` must be a DataLoader or another iterable of batches, got {type(loader).__name__}")
     if not at_least(steps, 2):  # half of them before each measurement of the noise
         raise UsageError(f"`steps` must be a whole number of at least 2, got {steps!r}")
@@ -162,8 +165,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _peak(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group before schedulers changed it: the highest one of its schedule."""
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))  # OneCycleLR sets max_lr
+    """Return the learning rate of a group before schedulers changed it; of OneCycleLR, the highest one."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:

@@ -23,7 +23,8 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
     text = f"test {summary.metric} is {scores}: {_difference(summary, after, before)[0]}."
     for own in scaled:
         found, better = _difference(summary, after, own)
-        do = {1: "; switching helps", 0: "; switching is not needed", -1: f"; keep {own.method}", None: ""}[better]
+        undecided = "; these seeds do not decide whether switching helps"
+        do = {1: "; switching helps", 0: undecided, -1: f"; keep {own.method}", None: ""}[better]
         score = f"{_score(summary, own)} ({own.n} seeds), with its lr scaled linearly to {own.lr:g}"
         text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
     if before.method.partition("(")[0] == after.method.partition("(")[0]:
@@ -38,12 +39,15 @@ def _score(summary: Summary, cell: Cell) -> str:
 
 
 def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | None]:
-    """Return the difference of two cells in words, and 1, 0 or -1 if the first is better, alike or worse."""
-    if one.n and other.only_diverged:
-        return f"every run of {other.method} diverged", 1
+    """Return the difference of two cells in words, and 1, 0 or -1 if the first is better, not told apart or worse."""
+    for cell, verdict in ((other, 1), (one, -1)):
+        if cell.only_diverged:
+            return f"every run of {cell.method} diverged", verdict if one.n or other.n else None
     p, gap = welch(one, other), difference(list(one.values.values()), list(other.values.values()))
     if p is None or gap is None:
         return "no test is possible", None
+    if one.diverged or other.diverged:
+        return "runs diverged, so the means cannot be compared", None
     if p >= 0.05:
         return f"no measurable difference (p = {p:.2g})", 0
     better = (gap[0] > 0) == summary.higher_is_better

@@ -41,7 +41,7 @@ def advise(
     verify: Annotated[
         bool,
         typer.Option(
-            "--verify", metavar="", help="Train recipe, advice and SGD scaled linearly, three seeds each; compare them."
+            "--verify", metavar="", help="Train the recipe, the advice and, from SGD, SGD scaled linearly; compare."
         ),
     ] = False,
     budget: BudgetOptions,

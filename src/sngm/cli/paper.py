@@ -28,6 +28,7 @@ verb = verbs(app)
 ITEM = Annotated[str, typer.Argument(help="An experiment, such as table-2; sngm paper list shows all.")]
 RESULTS = Annotated[Path, typer.Option("--results", help="The results folder, with a file of runs for each task.")]
 FOLDER = Path("results")
+NARROWEST = 100  # columns; rich would cut words of a table that is narrower
 PIPED_WIDTH = 160  # columns of a table that is piped to a file or a pager
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -103,8 +104,9 @@ def _print(paragraphs: list[str]) -> None:
     from rich.markdown import Markdown
 
     text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", "\n\n".join(filter(None, paragraphs)))
-    width = None if sys.stdout.isatty() else PIPED_WIDTH
-    Console(file=sys.stdout, width=width, highlight=False).print(Markdown(text))
+    console = Console(file=sys.stdout, highlight=False)
+    console.width = max(console.width, NARROWEST) if sys.stdout.isatty() else PIPED_WIDTH
+    console.print(Markdown(text))
 
 
 @verb(

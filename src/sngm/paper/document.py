@@ -167,6 +167,7 @@ def as_data(item: Item, outcomes: list[Outcome]) -> dict[str, Any]:
         "cells": [
             {
                 "method": o.planned.row.name, "batch": o.planned.batch, "paper": o.planned.paper, "lr": o.lr,
+                "validation": o.validation, "searched": o.searched,
                 "values": o.values, "half_width": half_width(o.values), "runs": [line.hash for line in o.lines],
                 "verdict": of_number(o), "diverged": o.diverged, "all_rates_diverged": o.nothing_trains,
                 "lr_at_edge": o.at_edge, "hardware": sorted({line.hardware for line in o.lines}),
@@ -192,7 +193,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
     rows = [
         _row(o)
         for o in _by_batch(outcomes)
-        if o.planned.paper is not None or o.tried or o.on_test or (item.search and o.lr)
+        if o.planned.paper is not None or o.tried or o.on_test or (item.search and o.lr) or (item.trials and o.trials)
     ]
     if rows:
         head = ["batch", "method", "lr", "paper", "ours", "n", "difference", "verdict", "best on test"]
@@ -250,8 +251,11 @@ def _searched(outcome: Outcome) -> list[str]:
     """Return the chosen learning rate, weight decay and validation score of a search."""
     if outcome.lr is None:
         return [f"{outcome.trials} of {outcome.planned.item.trials} trials", "", ""]
-    decay = outcome.planned.cell().searched[outcome.lr]["weight_decay"]
-    return [f"{outcome.lr:g}", f"{decay:g}", text_of(outcome.validation, outcome.planned.item.metric)]
+    return [
+        f"{outcome.lr:g}",
+        f"{outcome.searched['weight_decay']:g}",
+        text_of(outcome.validation, outcome.planned.item.metric),
+    ]
 
 
 def _effort(lines: list[Line]) -> list[str]:

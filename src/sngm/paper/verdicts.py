@@ -36,6 +36,8 @@ class Outcome:
     """The number of finished runs for choosing the learning rate."""
     validation: float | None = None
     """The validation score of the chosen trial."""
+    searched: dict[str, float] = field(default_factory=dict)
+    """The chosen values of all searched settings."""
     at_edge: bool = False
     nothing_trains: bool = False
     """Whether every learning rate that was tried diverged."""
@@ -97,6 +99,7 @@ def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> 
         rates=tuple(sorted({*cell.grid, *cell.scores, *(config.lr for config in missing)})),
         trials=trials,
         validation=None if cell.lr is None else (cell.scores.get(cell.lr) or [None])[0],
+        searched={} if cell.lr is None else cell.searched.get(cell.lr, {}),
         at_edge=cell.summary(item.higher_is_better)["at_edge"],
         nothing_trains=cell.chosen and cell.lr is None,
         on_test=_best_on_test(cell.config(cell.grid[0], "full", 0), results, item),

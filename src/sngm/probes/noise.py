@@ -170,7 +170,7 @@ def _scale_interval(
 ) -> tuple[float, float]:
     """Return the jackknife interval of the noise scale, computed for its inverse, which is finite without a signal."""
     count, total = len(sizes), sum(sizes)
-    if count < 3:
+    if count < 3 or variance == length == 0:
         return math.nan, math.nan
     if variance == 0:
         return 0.0, 0.0

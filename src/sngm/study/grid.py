@@ -61,7 +61,7 @@ class StudyConfig:
             raise UsageError("give either `lrs`, a grid of learning rates, or `search`")
         known = {name for text in self.methods for name in (text, parse_call(text)[0])}
         for entry in self.search:
-            if (method := split_entry(entry)[1]) and method not in known:
+            if (method := split_entry(entry)[1]) and method not in {parse_call(text)[0] for text in self.methods}:
                 raise UsageError(f"`search` has a range for {method}, which is not one of the methods compared")
         if isinstance(self.lrs, dict):
             for text in self.methods:

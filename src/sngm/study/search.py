@@ -57,8 +57,8 @@ def split_entry(entry: str) -> tuple[str, str]:
     >>> split_entry("lr[adamw]"), split_entry("lr")
     (('lr', 'adamw'), ('lr', ''))
     """
-    name, bracket, method = entry.partition("[")
-    return (name, method[:-1]) if bracket and method.endswith("]") else (entry, "")
+    name, _, method = entry.partition("[")
+    return (name, method[:-1]) if len(method) > 1 and method.endswith("]") else (entry, "")
 
 
 def names_in(search: Iterable[str]) -> list[str]:

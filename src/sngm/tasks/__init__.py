@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
@@ -103,8 +104,11 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
     """
     found = _load(name)
     if isinstance(found, Task) and not settings:
-        found.data_dir = data_dir or found.data_dir
-        return found
+        if data_dir is None or data_dir == found.data_dir:
+            return found
+        task = copy.copy(found)  # not to change the user's own
+        task.data_dir = data_dir
+        return task
     cls = _class_of(found)
     parameters = inspect.signature(cls).parameters
     chosen = dict(settings or {})
@@ -156,18 +160,22 @@ def _load(name: str) -> type[Task] | Task:
             raise UsageError(f"task must be one of {known}, or your own as 'file.py:Class', got {name!r}{meant}")
         name = TASKS[name]
     place, _, attribute = name.rpartition(":")
-    if not place.endswith(".py") and not is_module_name(place):
+    in_file = place.endswith(".py")
+    if not in_file and not is_module_name(place):
         raise UsageError(f"no task at {name[:80]!r}: write file.py:Class or package.module:Class")
     try:
-        module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = load_file(Path(place)) if in_file else importlib.import_module(place)
         found: Any = getattr(module, attribute, None)
     except (ImportError, AttributeError, OSError, SyntaxError, ValueError) as error:
         raise UsageError(f"no task at {name!r}: {error}") from error
     except SystemExit as left:
         raise UsageError(f"no task at {name!r}: the file calls sys.exit({left.code!r}) when it is loaded") from left
-    if not _is_task(found):
+    # an instance in a module would have no checksum
+    if not _is_task(found) or (isinstance(found, Task) and not in_file):
         own = ", ".join(k for k, v in vars(module).items() if _is_task(v) and v is not Task) or "none"
-        raise UsageError(f"{name!r} must name a subclass of sngm.Task or an instance of one; {place} has {own}")
+        raise UsageError(
+            f"{name!r} must name a subclass of sngm.Task{' or an instance of one' * in_file}; {place} has {own}"
+        )
     _check_defaults(name, _class_of(found))
     return cast("type[Task] | Task", found)
 
