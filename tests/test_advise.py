@@ -212,10 +212,9 @@ def test_verify_trains_all_and_compares_them(tmp_path):
     assert (home / "report.html").is_file()
 
 
-def test_verify_says_that_a_scaled_recipe_diverged_and_that_adamw_stays():
-    line = "advise own.py:Line --to-batch 64 --device cpu --verify"
-    assert "every run of msgd diverged; switching helps" in sngm(f"{line} --from-sgd lr=0.2,batch=4,epochs=90").out
-    assert "SNGM was not tried" in sngm(f"{line} --from-adamw lr=0.1,batch=32,epochs=1").out
+def test_verify_says_that_adamw_stays():
+    line = "advise own.py:Line --to-batch 64 --device cpu --verify --from-adamw lr=0.1,batch=32,epochs=1"
+    assert "SNGM was not tried" in sngm(line).out
 
 
 def test_runs_that_diverged_on_either_side_are_not_compared_by_their_means():

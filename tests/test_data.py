@@ -718,6 +718,7 @@ def test_two_processes_fetch_once(server, archive, tmp_path):
     same_as_published(Path("data/cifar-10-batches-bin"), tmp_path)
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
     server.files[NAME] = os.urandom(1_000_000)
     server.claimed = cifar.archive_of("cifar10", "binary").size

@@ -176,6 +176,7 @@ def test_loaders_change_no_number(method, tmp_path):
     assert not multiprocessing.active_children()
 
 
+@pytest.mark.slow
 def test_a_run_with_loaders_goes_on_in_the_middle_of_an_epoch(tmp_path):
     streaming = wanted(task="test_passes:Streaming", batch=16, workers=2)
     made(tmp_path / "whole", streaming, loaders=0)

@@ -665,15 +665,11 @@ def test_fsdp2_on_two_processes_takes_the_steps_of_one(tmp_path):
     run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep", "scaled_loss_over_a_group"])
 
 
-@pytest.mark.parametrize(
-    "chosen",
-    [["by_dtensors, SNGM by group"], pytest.param(list(BY_KERNELS), marks=pytest.mark.slow)],
-    ids=["few", "all"],
-)
-def test_kernels_on_two_processes_take_the_steps_of_one(chosen, tmp_path, monkeypatch):
+@pytest.mark.slow
+def test_kernels_on_two_processes_take_the_steps_of_one(tmp_path, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the child processes
-    run(2, tmp_path, chosen)
+    run(2, tmp_path, list(BY_KERNELS))
 
 
 @pytest.mark.gpu

@@ -597,6 +597,7 @@ def test_a_task_of_the_users_own_file_is_found_from_anywhere(tmp_path, monkeypat
     assert sngm.load(out)(torch.zeros(1, 1, dtype=torch.float64)).shape == (1, 1)
 
 
+@pytest.mark.slow
 def test_an_edited_task_is_not_taken_for_the_old_one(tmp_path):
     path = tmp_path / "task.py"
     path.write_text(OWN)

@@ -177,6 +177,7 @@ def checkpoints_all_the_time(folder):
     made(Path(folder) / "often", config("sngm", workers=2), data_dir=Path(folder) / "data")
 
 
+@pytest.mark.slow
 def test_processes_write_checkpoints_together(tmp_path):
     call_ranks(2, checkpoints_all_the_time, str(tmp_path))
     made(tmp_path / "one", config("sngm", workers=2), data_dir=tmp_path / "data")
