@@ -5,6 +5,7 @@ import os
 import random
 import shutil
 import signal
+import socket
 import sys
 import time
 import uuid
@@ -19,6 +20,7 @@ from waiting import PATIENCE, launch, wait_for
 from sngm.errors import UsageError
 from sngm.options import Cluster, Execution
 from sngm.study import executors
+from sngm.study.executors import on_ray, on_slurm
 from sngm.training.run_folder import differences
 
 STUDY = "compare --methods msgd,sngm --batches 64,128 --lrs 0.03,0.1,0.3 --epochs 2 --seeds 2 --set width=2"
@@ -57,6 +59,9 @@ def in_an_empty_folder(tmp_path, monkeypatch):
         ("--slurm-time 0", ["--slurm-time", "0"]),
         ("--slurm-options account", ["--slurm-options", "name=value", "account"]),
         ("--track nosuch", ["--track", "nosuch"]),
+        ("--gpus 1", ["--gpus is for runs on a cluster", "--executor ray or slurm"]),
+        ("--slurm-partition gpu", ["--executor slurm"]),
+        ("--executor ray --slurm-time 5", ["--executor slurm"]),
     ],
 )
 def test_options_of_a_cluster_are_checked_before_anything_is_run(options, words, tmp_path):
@@ -83,6 +88,29 @@ def test_a_machine_without_slurm_says_so(monkeypatch):
     )
     with pytest.raises(UsageError, match="login node"):
         executors.check_usable("slurm")
+
+
+def test_a_ray_address_where_nothing_listens_is_refused_at_once():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+        with pytest.raises(UsageError, match=f"no Ray cluster answers at {address}"):
+            on_ray._check_address(address)
+    for other in (None, "auto", "local", "ray://127.0.0.1:10001"):
+        on_ray._check_address(other)
+
+
+def test_a_job_that_sbatch_refuses_is_an_error_in_one_line(tmp_path):
+    pytest.importorskip("submitit")
+    executor = on_slurm.OnSlurm(Cluster(executor="slurm"), tmp_path, None, "sngm compare", kind="local")
+
+    def refuse(*_):
+        raise executor.failed("sbatch: error: invalid partition specified: nope")
+
+    executor.executor.submit = refuse
+    with pytest.raises(UsageError, match="SLURM refused the job: sbatch: error: invalid partition"):
+        executor.submit()
+    executor.shutdown()
 
 
 def test_runs_of_a_cluster_use_its_gpus_and_not_those_of_this_machine():

@@ -260,6 +260,10 @@ def test_a_folder_without_records_is_refused(tmp_path):
         report.write(tmp_path)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         report.write(tmp_path / "missing")
+    (tmp_path / "one").mkdir()
+    (tmp_path / "one/study.json").write_text("{}")
+    with pytest.raises(FileNotFoundError, match=r"name one of the studies in it: .*one$"):
+        report.write(tmp_path)
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "{}", '"x"', '{"config": {"lr": "fast"}}', "[" * 100_000, "\xff"])

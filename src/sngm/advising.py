@@ -118,7 +118,9 @@ def advise_model(
     from .advice.model import carry_model
     from .advice.text import in_words
 
-    found = carry_model(model, loss_fn, loader, optimizer, to_batch, steps)
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(0)  # the same batches, and so the same advice, at every call
+        found = carry_model(model, loss_fn, loader, optimizer, to_batch, steps)
     return Measurement(found | _numbers_of(found), in_words(found))
 
 
@@ -215,7 +217,8 @@ def verified(found: Measurement, folder: Path, execution: Execution, progress: b
             note(f"verify: {own.label} at batch {own.batch}, lr {own.lr:g}, seed {seed}")
         run_config(own, folder / f"{own.method}-b{own.batch}-{own.hash}", Options(**as_dict(execution)), progress)
     said, page = compare_runs(folder, [(config.label, config.batch) for config in configs])
-    return Measurement({**found, "verified": said, "verified_report": str(page)}, f"{found}\n\nVerified: {said}")
+    pages = {"verified_report": str(page), "verified_page": f"{folder.name}/{page.name}"}  # the latter as a link
+    return Measurement({**found, "verified": said, **pages}, f"{found}\n\nVerified: {said}")
 
 
 def check_advice(asked: Asked) -> None:

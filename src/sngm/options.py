@@ -128,6 +128,9 @@ class Execution:
 E = TypeVar("E", bound=Execution)
 
 
+SLURM = ("slurm_partition", "slurm_time", "slurm_options")  # options of one executor
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Where the runs of a study are executed."""
@@ -151,6 +154,12 @@ class Cluster:
         if not isinstance(self.gpus, (int, float)) or not 0 <= self.gpus < math.inf:
             raise UsageError(f"`gpus` must be a number >= 0, got {self.gpus!r}")
         self.sbatch_options()
+        usual = {field.name: field.default for field in dataclasses.fields(self)}
+        used = {"ray": ("cpus", "gpus", "ray_address"), "slurm": ("cpus", "gpus", *SLURM)}.get(self.executor, ())
+        for name, default in usual.items():
+            if name not in ("executor", *used) and getattr(self, name) != default:
+                needed = "slurm" if name in SLURM else "ray" if name == "ray_address" else "ray or slurm"
+                raise UsageError(f"`{name}` is for runs on a cluster; add `executor` {needed}, or leave it out")
 
     @property
     def remote(self) -> bool:

@@ -131,6 +131,8 @@ def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batc
         raise UsageError(f"`steps` must be a whole number of at least 2, got {steps!r}")
     if to_batch is not None and not at_least(to_batch, 1):
         raise UsageError(f"`to_batch` must be a whole number of at least 1, got {to_batch!r}")
+    if iter(loader) is loader:
+        raise UsageError("`loader` can be read only once; pass the DataLoader itself")
     first = next(iter(loader), None)
     if first is None:
         raise UsageError("`loader` has no batches; if it drops the last one, give it a smaller batch")

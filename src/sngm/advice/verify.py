@@ -23,8 +23,7 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
     text = f"test {summary.metric} is {scores}: {_difference(summary, after, before)[0]}."
     for own in scaled:
         found, better = _difference(summary, after, own)
-        undecided = "; these seeds do not decide whether switching helps"
-        do = {1: "; switching helps", 0: undecided, -1: f"; keep {own.method}", None: ""}[better]
+        do = {1: "; switching helps", -1: f"; keep {own.method}"}.get(better or 0, "")
         score = f"{_score(summary, own)} ({own.n} seeds), with its lr scaled linearly to {own.lr:g}"
         text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
     if before.method.partition("(")[0] == after.method.partition("(")[0]:
@@ -48,7 +47,8 @@ def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | No
         return "no test is possible", None
     if one.diverged or other.diverged:
         return "runs diverged, so the means cannot be compared", None
+    gain, half = gap[0] if summary.higher_is_better else -gap[0], gap[1]
     if p >= 0.05:
-        return f"no measurable difference (p = {p:.2g})", 0
-    better = (gap[0] > 0) == summary.higher_is_better
-    return f"{summary.gap(abs(gap[0]))} {'better' if better else 'worse'} (p = {p:.2g})", 1 if better else -1
+        worse, better = summary.gap(half - gain), summary.gap(half + gain)
+        return f"undecided, between {worse} worse and {better} better (95 %, p = {p:.2g})", 0
+    return f"{summary.gap(abs(gain))} {'better' if gain > 0 else 'worse'} (p = {p:.2g})", 1 if gain > 0 else -1

@@ -44,7 +44,7 @@ def compare(
         str | None,
         typer.Option(
             help="Search these settings instead of a grid of learning rates: lr, weight_decay, momentum, warmup; with "
-            "ranges as weight_decay=1e-5:1e-3, or for one method as lr[adamw]=1e-3:1e-2. Default ranges: around the "
+            "ranges as weight_decay=1e-5:1e-3, or for one method as lr\\[adamw]=1e-3:1e-2. Default ranges: around the "
             "usual values of each method."
         ),
     ] = None,

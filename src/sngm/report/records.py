@@ -132,9 +132,10 @@ def read(folder: Path) -> Records:
         places = sorted(path.parent for path in home.glob("*/run.json"))
     if not places and not has_study:
         why = "holds no records" if folder.is_dir() else "is not a folder"
-        raise FileNotFoundError(
-            f"{folder} {why}: expected study.json, runs/<name>/run.json, <name>/run.json or run.json in it"
-        )
+        expected = "expected study.json, runs/<name>/run.json, <name>/run.json or run.json in it"
+        if below := sorted({*folder.glob("*/study.json"), *folder.glob("*/*/study.json")}):
+            expected = f"name one of the studies in it: {', '.join(str(path.parent) for path in below[:5])}"
+        raise FileNotFoundError(f"{folder} {why}: {expected}")
     study, runs, unreadable = None, [], []
     if has_study:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import socket
 import threading
 import warnings
 from concurrent.futures import Future
@@ -20,6 +21,20 @@ RETRIES = 3  # of a run whose worker process or node was lost
 PATIENCE = 60.0  # seconds that stopped runs have to write their checkpoints
 
 
+def _check_address(address: str | None) -> None:
+    """Raise UsageError if nothing listens at an address host:port: Ray itself would try for minutes."""
+    host, _, port = (address or "").rpartition(":")
+    if not host or not port.isdigit() or "/" in host:  # "auto", "local" or ray://...
+        return
+    try:
+        socket.create_connection((host, int(port)), timeout=10).close()
+    except (OSError, OverflowError) as error:
+        raise UsageError(
+            f"`ray_address`: no Ray cluster answers at {address} ({error}); start one with ray start --head, or leave "
+            "the address out"
+        ) from error
+
+
 class OnRay:
     """An executor on the Ray cluster at an address, or on one that is started on this machine."""
 
@@ -29,7 +44,9 @@ class OnRay:
         self.ray = ray
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no telemetry
         self.connected = not ray.is_initialized()
+        address = cluster.ray_address or os.environ.get("RAY_ADDRESS") or None
         if self.connected:
+            _check_address(address)
             before = signal.getsignal(signal.SIGTERM)
             try:
                 ray.init(cluster.ray_address, log_to_driver=False, logging_level=logging.ERROR)
@@ -41,8 +58,11 @@ class OnRay:
         for name, wanted in {"CPU": cluster.cpus, "GPU": cluster.gpus}.items():
             there = ray.cluster_resources().get(name, 0)
             if wanted > there:
-                text = f"each run needs {wanted:g} {name}s and Ray has {there:g}: runs wait until it has more"
-                warnings.warn(text, stacklevel=2)
+                text = f"each run needs {wanted:g} {name}s and Ray has {there:g}"
+                if self.connected and address is None:  # started here, so it does not grow
+                    ray.shutdown()
+                    raise UsageError(f"{text}; lower `{name.lower()}s`, or name a larger cluster by `ray_address`")
+                warnings.warn(f"{text}: runs wait until it has more", stacklevel=2)
         task = ray.remote(num_cpus=cluster.cpus, num_gpus=cluster.gpus, max_retries=RETRIES)(worker.make_elsewhere)
         self.start = partial(task.remote, local, command)
         self.refs: dict[Future[Record], Any] = {}

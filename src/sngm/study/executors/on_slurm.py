@@ -73,7 +73,13 @@ class OnSlurm:
         future: Future[Record] = Future()
         future.set_running_or_notify_cancel()
         arguments = (*self.common, *job)
-        self.attempts[future] = Attempt(arguments, self.executor.submit(Resumable(), *arguments))
+        try:
+            self.attempts[future] = Attempt(arguments, self.executor.submit(Resumable(), *arguments))
+        except self.failed as error:
+            why = str(error).strip().splitlines()[-1]
+            raise UsageError(
+                f"SLURM refused the job: {why}; see `slurm_partition`, `slurm_time` and `slurm_options`"
+            ) from error
         return future
 
     def _watch(self) -> None:
