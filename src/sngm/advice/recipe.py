@@ -32,6 +32,7 @@ from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_norm
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 DIGITS = 3  # significant digits of advised numbers
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
+FEW_STEPS = 200  # below this, running statistics may be far from those of the last weights
 NOISE_SAMPLES = 1024  # least samples for the noise scale, measured after each epoch of the pilot
 Record = dict[str, Any]
 
@@ -202,7 +203,7 @@ def carry_recipe(
         "facts": facts,
         "command": _command(task, recipe, carried, large, data_dir),
         "warnings": _warnings(setup, small, large, epochs, part),
-        "notes": _notes(setup.model, small, large, weights, carried.lr),
+        "notes": _notes(setup.model, small, large, weights, carried.lr, steps),
         "norms": norms,
         "configs": [config.as_dict() for config in configs],
         **found,
@@ -365,12 +366,16 @@ def _said(value: float | str | None) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, lr: float) -> list[str]:
+def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, lr: float, steps: int) -> list[str]:
     """Return notes on what the rule does not take into account."""
     notes = [
         f"This learning rate is an estimate; if there is time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."
     ]
-    if any(isinstance(m, _BatchNorm) for m in model.modules()) and small.bn_group != large.bn_group:
+    normed = any(isinstance(m, _BatchNorm) for m in model.modules())
+    if normed and steps < FEW_STEPS and not large.bn_samples:
+        again = "--bn-samples 10000 estimates them again before each test."
+        notes.append(f"BatchNorm's running statistics lag behind the weights in only {steps} steps: {again}")
+    if normed and small.bn_group != large.bn_group:
         notes.append(
             f"BatchNorm takes {large.bn_group} samples together at batch {large.batch}, and {small.bn_group} in the "
             f"recipe; --bn-group {small.bn_group} keeps that."
