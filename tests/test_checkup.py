@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import sngm
-from sngm import CLARS, SNGM
+from sngm import CLARS, LAMB, LARS, NSGDM, SNGM, SpectralSNGM
 from sngm.optim import SharedNorm
 
 
@@ -80,23 +80,89 @@ def test_clipping_is_found_where_it_matters():
         clip = stepping(model, optimizer, before=lambda: nn.utils.clip_grad_value_(model.parameters(), 1e-3))  # noqa: B023
         assert "single entries, at 0.001" in faults(model, optimizer, clip)["clipping"]
     model, optimizer = build()
+    clip = stepping(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e3))
+    assert "?     clipping: on, but without effect on this step" in str(sngm.check(model, optimizer, clip))
+    model, optimizer = build()
     assert "ok    clipping: none seen" in str(sngm.check(model, optimizer, stepping(model, optimizer)))
 
 
-@pytest.mark.parametrize("factors", [[1 / 3], [1.0, 1 / 3], [], [1.0]])
-def test_a_sum_over_micro_batches_is_told_from_a_mean(factors):
-    model, optimizer = build()
+def mean(outputs):
+    return outputs.square().mean()
+
+
+def divide_gradients(model):
+    for p in model.parameters():
+        p.grad /= 3
+
+
+# of three micro-batches: the loss, the arguments of backward, what follows the last one, whether the result is a mean
+ACCUMULATED = {
+    "mean": (lambda y: mean(y) / 3, (), None, True),
+    "mean by two factors": (lambda y: mean(y) * 1.0 * (1 / 3), (), None, True),
+    "mean by a tensor on the left": (lambda y: torch.tensor(1 / 3) * mean(y), (), None, True),
+    "mean by the gradient of backward": (mean, (torch.tensor(1 / 3, dtype=torch.float64),), None, True),
+    "mean by divided gradients": (mean, (), divide_gradients, True),
+    "mean, cast, of a loss of terms": (lambda y: ((mean(y) + mean(y)) / 3).float(), (), None, True),
+    "sum": (mean, (), None, False),
+    "sum, multiplied by 1": (lambda y: mean(y) * 1.0, (), None, False),
+    "sum by nn.functional": (lambda y: nn.functional.mse_loss(y, torch.zeros_like(y)), (), None, False),
+    "doubled": (lambda y: 2 * mean(y), (), None, None),
+    "halved": (lambda y: mean(y) / 2, (), None, None),
+    "divided twice": (lambda y: mean(y) / 3, (), divide_gradients, None),
+    "sum over samples": (lambda y: y.square().sum() / 3, (), None, None),
+    "sum over samples by nn.functional": (
+        lambda y: nn.functional.mse_loss(y, torch.zeros_like(y), reduction="sum") / 36,
+        (),
+        None,
+        None,
+    ),
+    "an own last operation": (lambda y: mean(y).sqrt(), (), None, None),
+    "product of losses": (lambda y: mean(y) * mean(y), (), None, None),
+}
+
+
+def accumulated(model, optimizer, case):
+    """Return the finding about a step of three micro-batches."""
+    loss, arguments, after, _ = ACCUMULATED[case]
 
     def step():
         for _ in range(3):
-            loss = model(torch.randn(6, 4, dtype=torch.float64)).square().mean()
-            for factor in factors:
-                loss = loss * factor
-            loss.backward()
+            loss(model(torch.randn(6, 4, dtype=torch.float64))).backward(*arguments)
+        if after:
+            after(model)
         optimizer.step()
 
-    found = faults(model, optimizer, step)
-    assert found == {} if 1 / 3 in factors else "3 times too weak" in found["accumulation"]
+    (found,) = (f for f in sngm.check(model, optimizer, step).findings if f.name == "accumulation")
+    return found
+
+
+@pytest.mark.parametrize("case", ACCUMULATED)
+def test_a_sum_over_micro_batches_is_told_from_a_mean_where_the_loss_tells_it(case):
+    found = accumulated(*build(), case)
+    assert found.ok is ACCUMULATED[case][-1]
+    if found.ok is False:
+        assert "weight decay is 3 times too weak" in found.text
+    else:
+        assert ("not known" if found.ok is None else "mean over 3 micro-batches") in found.text
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "ok"),
+    [
+        (LAMB, {"weight_decay": 0.1}, True),
+        (SpectralSNGM, {"weight_decay": 0.1}, True),
+        (NSGDM, {"weight_decay": 0.1, "weight_decay_mode": "decoupled"}, True),
+        (SNGM, {"weight_decay": 0.1, "weight_decay_mode": "decoupled"}, True),
+        (SNGM, {}, True),
+        (NSGDM, {"weight_decay": 0.1}, False),
+        (LARS, {}, False),
+    ],
+)
+def test_a_sum_is_no_fault_of_methods_whose_steps_do_not_depend_on_it(cls, settings, ok):
+    model, _ = build()
+    found = accumulated(model, cls(model.parameters(), lr=0.1, **settings), "sum")
+    assert found.ok is ok
+    assert ("because the step is normalised" if ok else "3 times too") in found.text
 
 
 @pytest.mark.parametrize(("decay", "ok"), [(0.1, None), (0.0, True)])
@@ -146,6 +212,59 @@ def test_a_step_that_fails_is_reported_with_its_message():
     assert "measure_norms(optimizer)" in faults(model, optimizer, stepping(model, optimizer))["step"]
     model, optimizer = build()
     assert "did not call" in faults(model, optimizer, lambda: None)["step"]
+
+
+def test_processes_without_a_process_group_are_found(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for cls in (SNGM, LARS):
+        model, _ = build()
+        optimizer = cls(model.parameters(), lr=0.1)
+        text = faults(model, optimizer, stepping(model, optimizer))["ranks"]
+        assert "WORLD_SIZE is 2, but there is no process group" in text
+        assert "init_process_group() and wrap the model in DDP or FSDP" in text
+
+
+def test_a_step_without_a_gradient_is_found():
+    model, optimizer = build()
+    found = faults(model, optimizer, optimizer.step)
+    assert found == {"step": "no parameter has a gradient: backward was not called before the step"}
+    found = faults(model, optimizer, stepping(model, optimizer, before=optimizer.zero_grad))
+    assert "cleared before the step" in found["step"]
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_a_gradient_that_is_not_finite_is_named(value, scope):
+    model, optimizer = build(scope=scope)
+    found = faults(model, optimizer, stepping(model, optimizer, before=lambda: model[0].weight.grad.fill_(value)))
+    assert list(found) == ["norm"]
+    assert "the gradient is NaN or infinite, so the step was skipped" in found["norm"]
+    assert optimizer.skipped == 1
+
+
+def test_a_step_that_a_grad_scaler_skipped_is_named():
+    model, optimizer = build()
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step():
+        scaler.scale(model(torch.full((6, 4), torch.inf, dtype=torch.float64)).sum()).backward()
+        scaler.step(optimizer)
+
+    assert "a GradScaler skipped it because the gradient is NaN or infinite" in faults(model, optimizer, step)["step"]
+
+
+def test_two_steps_are_found():
+    model, optimizer = build()
+    found = faults(model, optimizer, stepping(model, optimizer, before=optimizer.step))
+    assert found == {"step": "the step function took 2 steps and must take one"}
+
+
+def test_arguments_of_another_kind_are_errors():
+    model, optimizer = build()
+    with pytest.raises(TypeError, match="step must be a function without arguments, got NoneType"):
+        sngm.check(model, optimizer, None)
+    with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
+        sngm.check(list(model.parameters()), optimizer, stepping(model, optimizer))
 
 
 def test_clars_measures_its_norms_where_a_trainer_calls_step():

@@ -326,11 +326,66 @@ def wrong():
     found = sngm(f"doctor --script {script}:clipped")
     assert found.code == 1
     assert "FAULT clipping: on, at 0.01" in found.out
-    for name, text in (("wrong", "must return (model, optimizer, step)"), ("other", "no attribute 'other'")):
-        found = sngm(f"doctor --script {script}:{name}")
-        assert found.code == 2
-        assert text in found.err
     assert "must be file.py:function" in sngm(f"doctor --script {script}").err
+
+
+WRONG_SCRIPT = """import torch, sngm
+from torch.nn import Linear
+value = 1
+
+def number():
+    return 1
+
+def pair():
+    return Linear(3, 2), None
+
+def no_step():
+    model = Linear(3, 2)
+    return model, sngm.SNGM(model.parameters(), lr=0.1), None
+
+def foreign():
+    model = Linear(3, 2)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), lambda: None
+
+def needs(path):
+    return path
+
+def raises():
+    return sngm.SNGM(Linear(3, 2).parameters(), lr=-1.0)
+
+def step_raises():
+    model = Linear(3, 2)
+    return model, sngm.SNGM(model.parameters(), lr=0.1), lambda: model.nosuch
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    {
+        "number": ["must return (model, optimizer, step), got int"],
+        "pair": ["must return (model, optimizer, step), got (Linear, NoneType)"],
+        "no_step": ["got (Linear, SNGM, NoneType)"],
+        "foreign": ["optimizer must be, wrap or contain an optimizer of sngm, got SGD"],
+        "nosuch": [
+            "has no function 'nosuch'; its functions: number, pair, no_step, foreign, needs, raises, step_raises"
+        ],
+        "value": ["value must be a function, got int"],
+        "needs": ["needs must be a function without arguments: missing a required argument: 'path'"],
+    }.items(),
+)
+def test_doctor_names_what_is_wrong_with_a_script_in_one_line(tmp_path, name, words):
+    (tmp_path / "own.py").write_text(WRONG_SCRIPT)
+    refused(sngm(f"doctor --script {tmp_path}/own.py:{name}"), "own.py", *words)
+
+
+@pytest.mark.parametrize(("name", "error"), [("raises", "ValueError: lr must"), ("step_raises", "AttributeError: ")])
+def test_doctor_shows_where_a_script_raises_without_frames_of_its_own(tmp_path, name, error):
+    (tmp_path / "own.py").write_text(WRONG_SCRIPT)
+    found = sngm(f"doctor --script {tmp_path}/own.py:{name}")
+    assert found.code == 2
+    assert f"{tmp_path}/own.py" in found.err
+    assert "src/sngm" not in found.err
+    assert f"the script raised {error}" in found.err.splitlines()[-1]
 
 
 def test_doctor_says_how_steps_on_a_gpu_would_be_taken(monkeypatch):

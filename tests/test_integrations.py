@@ -127,6 +127,15 @@ print(type(made).__module__, create_optimizer_v2(model, "blocksngm", lr=0.1).sco
     assert done.stdout.split() == ["sngm.optim.sngm", "tensor"], done.stderr
 
 
+def test_timm_is_told_of_the_optimizers_once():
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    code = f"import sys; sys.path.insert(0, {str(FOLDER)!r}); import common, logging; logging.basicConfig(); "
+    code += "from sngm.integrations.timm import register; register(); register()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "already" not in done.stderr
+
+
 # differences from float32: a step of length 0.1 turns by the rounding of the gradients
 GPU = {"no": 1e-6, "32-true": 1e-6, "bf16": 0.02, "bf16-mixed": 0.02, "fp16": 2e-3, "16-mixed": 2e-3}
 

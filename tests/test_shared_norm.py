@@ -14,6 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from sngm import LAMB, LARS, SNGM
+from sngm.integrations.deepspeed import share_norm
+from sngm.integrations.huggingface import trainer_optimizer
 from sngm.optim import SharedNorm
 
 
@@ -72,9 +74,42 @@ def test_optimizers_without_a_norm_over_all_parameters_are_refused():
     with pytest.raises(ValueError, match="at least one"):
         SharedNorm([])
     part = SNGM(model.parameters(), lr=0.1)
+    with pytest.raises(TypeError, match="optimizers must be a list of optimizers, got SNGM"):
+        SharedNorm(part)
+    with pytest.raises(ValueError, match=r"optimizers\[1\] is in the list twice"):
+        SharedNorm([part, part])
     SharedNorm([part])
     with pytest.raises(ValueError, match="already has a shared norm"):
         SharedNorm([part])
+
+
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_share_norm_needs_the_engine(wrapped):
+    model = network()
+    optimizer = SNGM(model.parameters(), lr=0.1)
+    zero = types.SimpleNamespace(optimizer=optimizer)  # DeepSpeed's wrapper also has an attribute `optimizer`
+    for wrong in (None, model, zero if wrapped else optimizer):
+        with pytest.raises(TypeError, match=r"engine must be what deepspeed.initialize returned first, got"):
+            share_norm(wrong)
+
+
+@pytest.mark.parametrize(
+    ("cls", "settings", "error", "text"),
+    [
+        ("sngm", {"lr": 0.1}, TypeError, "cls must be an optimizer class, such as sngm.SNGM, got 'sngm'"),
+        (nn.Linear, {"lr": 0.1}, TypeError, "cls must be an optimizer class"),
+        (SNGM(network().parameters(), lr=0.1), {"lr": 0.1}, TypeError, "got an object of SNGM"),
+        (SNGM, {}, TypeError, "needs lr"),
+        (SNGM, {"lr": -1}, ValueError, "lr must be"),
+        (SNGM, {"lr": 0.1, "momentun": 0.9}, TypeError, "momentun"),
+        (torch.optim.AdamW, {"lr": 0.1, "betas": (2.0, 0.9)}, ValueError, "beta"),
+    ],
+)
+def test_an_optimizer_that_the_trainer_could_not_build_is_an_error_at_once(cls, settings, error, text):
+    with pytest.raises(error, match=text):
+        trainer_optimizer(cls, **settings)
+    for right in (SNGM, torch.optim.AdamW):
+        assert trainer_optimizer(right, lr=0.1, fused=True)[1] == {"lr": 0.1, "fused": True}
 
 
 def groups(model: nn.Module) -> list[dict]:

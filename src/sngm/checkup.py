@@ -12,6 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from . import environment
+from .accumulation import Loss, gradient_size, judge, read_loss
 from .integrations import unwrap
 from .optim import SNGM
 from .optim.sharded_norms import is_dtensor
@@ -55,14 +57,18 @@ class _Watch:
     """What was seen during one step."""
 
     squares: list[float] = field(default_factory=list)  # of the whole gradient of each optimizer
+    steps: dict[int, int] = field(default_factory=dict)  # number of steps of each optimizer, by its index
+    gradients: int = 0  # parameters of the optimizers with a gradient
     strangers: int = 0  # parameters of the model with a gradient that no optimizer has
-    scaled: list[bool | None] = field(default_factory=list)  # for each `backward`: the result of `_is_scaled`
+    losses: list[Loss] = field(default_factory=list)  # one for each `backward`
+    made: float = math.nan  # norm of the gradient after the last `backward`
+    used: float = math.nan  # norm of the gradient before it is clipped, or before the step
     loss_scale: bool = False  # whether a GradScaler multiplied a loss
     clips: list[tuple[float, float]] = field(default_factory=list)  # limit and norm
     value_clip: float | None = None  # limit of single entries of the gradient
 
 
-def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
+def check(model: nn.Module, optimizer: Any, step: Callable[[], Any]) -> Checkup:
     """Take one step of your own training code and report whether the optimizer did what its method says.
 
     It reports a norm that is not that of the whole gradient or differs between ranks, state of parameters that were
@@ -72,7 +78,10 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
     Args:
         model: the model, as your code trains it.
         optimizer: an optimizer of sngm, a wrapper of one, or a container or list of several.
-        step_fn: takes one optimizer step, with all its micro-batches.
+        step: a function without arguments that takes one optimizer step, with all its micro-batches.
+
+    Raises:
+        TypeError: an argument is of another kind.
 
     Example:
         >>> import torch, sngm
@@ -85,16 +94,20 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
         >>> print(sngm.check(model, optimizer, step).faults[0].name)
         accumulation
     """
+    if not callable(step):
+        raise TypeError(f"step must be a function without arguments, got {type(step).__name__}")
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     inner = unwrap(optimizer)
     watch = _Watch()
     try:
         with _watching(watch, model, inner):
-            step_fn()
+            step()
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         return Checkup([Finding("step", False, f"{type(error).__name__}: {error}")])
-    if not watch.squares:
-        return Checkup([Finding("step", False, "step_fn did not call the optimizer's step()")])
     zero = _zero_wrapper(optimizer)
+    if (fault := _step_fault(watch, zero is not None)) is not None:
+        return Checkup([fault])
     if zero is not None and zero.clip_grad > 0:
         watch.clips.append((float(zero.clip_grad), float(zero._global_grad_norm)))
     return Checkup(
@@ -102,12 +115,34 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
             *_norms(inner, watch, zero is not None),
             _state(model, inner, zero is not None),
             _clipping(inner, watch),
-            _accumulation(inner, watch),
+            Finding("accumulation", *judge(inner, watch.losses, watch.loss_scale, _change(watch))),
             _momentum(inner),
             _parameters(watch),
             Finding("path", True, "; ".join(dict.fromkeys(map(_path, inner)))),
         ]
     )
+
+
+def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
+    """Return what is wrong with the user's function, if it did not take one step with a gradient."""
+    if not watch.squares:
+        scaled = ", or a GradScaler skipped it because the gradient is NaN or infinite" if watch.loss_scale else ""
+        return Finding("step", False, f"the step function did not call the optimizer's step(){scaled}")
+    if zero:  # ZeRO steps the optimizer once for each part, and keeps gradients elsewhere
+        return None
+    if (most := max(watch.steps.values())) > 1:
+        return Finding("step", False, f"the step function took {most} steps and must take one")
+    if not any(_gathered(watch.gradients)):
+        if not watch.losses:
+            return Finding("step", False, "no parameter has a gradient: backward was not called before the step")
+        why = "they were cleared before the step, or the loss does not depend on these parameters"
+        return Finding("step", False, f"no parameter of the optimizer has a gradient: {why}")
+    return None
+
+
+def _change(watch: _Watch) -> float:
+    """Return what the gradient was multiplied by between the last backward and the step; NaN if it is not known."""
+    return watch.used / watch.made if watch.made > 0 else math.nan
 
 
 @contextlib.contextmanager
@@ -117,18 +152,23 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
     clip_value, scale = torch.nn.utils.clip_grad_value_, torch.amp.GradScaler.scale
 
     def watched_backward(tensors: Any, *rest: Any, **options: Any) -> None:
-        roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        found = [_is_scaled(root.grad_fn) for root in roots]
-        watch.scaled.append(None if None in found else all(found))
+        watch.losses.append(read_loss(tensors, rest[0] if rest else options.get("grad_tensors")))
         backward(tensors, *rest, **options)
+        watch.made = gradient_size(inner)
+
+    def note_use() -> None:
+        if math.isnan(watch.used):
+            watch.used = gradient_size(inner)
 
     def watched_clip(parameters: Any, max_norm: float, *rest: Any, **options: Any) -> Tensor:
+        note_use()
         norm = clip(parameters, max_norm, *rest, **options)
         if math.isfinite(max_norm):  # trainers measure the norm with an infinite limit
             watch.clips.append((float(max_norm), float(_whole(norm))))
         return norm
 
     def watched_value(parameters: Any, clip_to: float, *rest: Any, **options: Any) -> None:
+        note_use()
         watch.value_clip = float(clip_to)
         clip_value(parameters, clip_to, *rest, **options)
 
@@ -136,11 +176,15 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
         watch.loss_scale |= scaler.is_enabled()
         return scale(scaler, outputs)
 
-    def watched_step(taken: Callable[..., None]) -> Callable[..., None]:
+    def watched_step(index: int, taken: Callable[..., None]) -> Callable[..., None]:
         def take(*given: Any) -> None:
+            watch.steps[index] = watch.steps.get(index, 0) + 1
             if not watch.squares:
                 watch.squares = [_square(optimizer) for optimizer in inner]
-                owned = {id(p) for optimizer in inner for group in optimizer.param_groups for p in group["params"]}
+                note_use()
+                params = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
+                owned = set(map(id, params))
+                watch.gradients = sum(p.grad is not None for p in params)
                 watch.strangers = sum(p.grad is not None and id(p) not in owned for p in model.parameters())
             taken(*given)
 
@@ -149,8 +193,8 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
     torch.autograd.backward = watched_backward
     torch.nn.utils.clip_grad_norm_, torch.nn.utils.clip_grad_value_ = watched_clip, watched_value  # type: ignore[assignment]
     torch.amp.GradScaler.scale = watched_scale  # type: ignore[assignment, method-assign]
-    for optimizer in inner:
-        optimizer._take_step = watched_step(optimizer._take_step)
+    for i, optimizer in enumerate(inner):
+        optimizer._take_step = watched_step(i, optimizer._take_step)
     try:
         yield
     finally:
@@ -159,19 +203,6 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
         torch.amp.GradScaler.scale = scale  # type: ignore[method-assign]
         for optimizer in inner:
             del optimizer._take_step
-
-
-def _is_scaled(function: Any) -> bool | None:
-    """Return whether the last operations of a loss multiply or divide it by a number other than 1.
-
-    Return None if the last operation is a sum: each of its terms may have been scaled.
-    """
-    while type(function).__name__ in ("DivBackward0", "MulBackward0"):
-        factor = function._saved_other
-        if not isinstance(factor, Tensor) or factor.numel() != 1 or float(factor) != 1.0:
-            return True
-        function = function.next_functions[0][0]
-    return None if type(function).__name__ in ("AddBackward0", "SubBackward0") else False
 
 
 @torch.no_grad()
@@ -213,19 +244,25 @@ def _gathered(value: Any) -> list[Any]:
 
 
 def _norms(inner: list[Any], watch: _Watch, zero: bool) -> list[Finding]:
+    apart = not (dist.is_available() and dist.is_initialized()) and environment.ranks() > 1
+    text = f"WORLD_SIZE is {environment.ranks()}, but there is no process group, so gradients are not averaged"
+    remedy = "call torch.distributed.init_process_group() and wrap the model in DDP or FSDP"
+    alone = [Finding("ranks", False, f"{text}; {remedy}")] if apart else []
+    seen = [*watch.squares, *(float(o.grad_norm) for o in inner)]
+    if not all(_gathered(all(map(math.isfinite, seen)))):
+        text = "the gradient is NaN or infinite, so the step was skipped"
+        return [Finding("norm", False, f"{text}; lower the learning rate, or check the data for NaN"), *alone]
     spanning = [o for o in inner if o._norm_spans() == "global"]
     if not spanning:
-        return [Finding("norm", True, "each tensor or group has its own norm")]
+        return [Finding("norm", True, "each tensor or group has its own norm"), *alone]
     norms = [float(o.grad_norm) for o in spanning]
     ranks = _gathered(norms[0])
     same = all(math.isclose(norm, ranks[0], rel_tol=TOLERANCE) for norm in ranks)
     shown = ", ".join(f"{norm:.6g}" for norm in ranks)
     remedy = "pass norm_group, or use sngm.optim.SharedNorm"
-    between = Finding(
-        "ranks",
-        same,
-        f"all {len(ranks)} ranks divide by the same norm" if same else f"ranks divide by {shown}; {remedy}",
-    )
+    text = f"ranks divide by {shown}; wrap the model in DDP or FSDP; if ranks hold other parts of it, {remedy}"
+    between = Finding("ranks", same, f"all {len(ranks)} ranks divide by the same norm" if same else text)
+    between = alone[0] if alone else between
     if zero:  # the optimizer sees one part at a time
         return [Finding("norm", True, f"{norms[0]:.6g}, over all groups, by share_norm"), between]
     square = sum(s for s, o in zip(watch.squares, inner, strict=True) if o in spanning)
@@ -286,28 +323,18 @@ def _clipping(inner: list[Any], watch: _Watch) -> Finding:
         return Finding("clipping", False, text)
     if not watch.clips:
         return Finding("clipping", True, "none seen")
-    limit, norm = watch.clips[-1]
+    limit, norm = min(watch.clips, key=lambda clip: clip[0] / clip[1] if clip[1] > 0 else math.inf)
     if not _coupled(inner):
         return Finding("clipping", True, f"on, at {limit:g}; without effect, because the step is normalised")
-    factor = f"multiplied this gradient by {min(1.0, limit / norm):.3g} and " if norm > 0 else ""
-    return Finding("clipping", False, f"on, at {limit:g}; it {factor}shifts the balance with weight decay; turn it off")
-
-
-def _accumulation(inner: list[Any], watch: _Watch) -> Finding:
-    count = len(watch.scaled)
-    if count < 2:
-        return Finding("accumulation", True, "one backward per step")
-    if _coupled(inner) and (watch.loss_scale or None in watch.scaled):
-        why = "a GradScaler multiplies the losses" if watch.loss_scale else "a loss is a sum of terms"
-        text = f"not known, as {why}: each of the {count} losses should be divided by {count}"
-        return Finding("accumulation", None, text)
-    if all(watch.scaled):
-        return Finding("accumulation", True, f"mean over {count} micro-batches: each loss is multiplied or divided")
-    text = f"the gradient is the sum over {count} micro-batches: no loss was divided by {count}"
-    if not _coupled(inner):
-        return Finding("accumulation", True, text + "; without effect, because the step is normalised")
-    remedy = "divide it (in Hugging Face's Trainer: set accepts_loss_kwargs = False on the model)"
-    return Finding("accumulation", False, f"{text}, so weight decay is {count} times too weak; {remedy}")
+    effect = "shifts the balance with weight decay; turn it off"
+    if norm <= limit:
+        text = (
+            f"on, but without effect on this step: the norm {norm:.3g} is below {limit:g}; where it clips, it {effect}"
+        )
+        return Finding("clipping", None, text)
+    return Finding(
+        "clipping", False, f"on, at {limit:g}; it multiplied this gradient by {limit / norm:.3g} and {effect}"
+    )
 
 
 def _momentum(inner: list[Any]) -> Finding:

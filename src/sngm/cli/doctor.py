@@ -48,23 +48,71 @@ def _check_script(script: str, as_json: bool) -> None:
     from ..checkup import check
     from ..environment import is_first
     from ..errors import UsageError
+
+    made = _of_user(script, _function(script))
+    kinds = [type(part).__name__ for part in made] if isinstance(made, tuple) else []
+    if not (len(kinds) == 3 and callable(made[2])):
+        got = f"({', '.join(kinds)})" if isinstance(made, tuple) else type(made).__name__
+        raise UsageError(f"--script {script}: the function must return (model, optimizer, step), got {got}")
+    try:
+        found = _of_user(script, lambda: check(*made), TypeError)
+    except TypeError as error:  # of the arguments of check: those of the step are findings
+        raise UsageError(f"--script {script}: {error}") from error
+    if is_first():
+        print(json.dumps([finding._asdict() for finding in found.findings], indent=2) if as_json else found)
+    if not found.ok:
+        sys.exit(FAILED)
+
+
+def _function(script: str) -> Callable[[], Any]:
+    """Return the function that file.py:function names; raise UsageError unless it can be called without arguments."""
+    import inspect
+
+    from ..errors import UsageError
     from ..optim.external import load_file
 
     place, _, name = script.rpartition(":")
     if not place.endswith(".py"):
         raise UsageError(f"--script must be file.py:function, got {script!r}")
     try:
-        function = getattr(load_file(Path(place)), name)
-    except (AttributeError, ImportError, OSError, SyntaxError) as error:
+        module = _of_user(script, lambda: load_file(Path(place)), (ImportError, OSError, SyntaxError))
+    except (ImportError, OSError, SyntaxError) as error:
         raise UsageError(f"--script {script}: {error}") from error
-    made = function()
-    if not (isinstance(made, tuple) and len(made) == 3 and callable(made[2])):
-        raise UsageError(f"--script {script}: the function must return (model, optimizer, step), got {made!r}")
-    found = check(*made)
-    if is_first():
-        print(json.dumps([finding._asdict() for finding in found.findings], indent=2) if as_json else found)
-    if not found.ok:
-        sys.exit(FAILED)
+    if not hasattr(module, name):
+        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
+        named = ", ".join(key for key in own if inspect.isfunction(getattr(module, key))) or "none"
+        raise UsageError(f"--script {script}: {place} has no function {name!r}; its functions: {named}")
+    function: Callable[[], Any] = getattr(module, name)
+    if not callable(function):
+        raise UsageError(f"--script {script}: {name} must be a function, got {type(function).__name__}")
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise UsageError(f"--script {script}: {name} must be a function without arguments: {error}") from error
+    except ValueError:  # a builtin without a signature
+        pass
+    return function
+
+
+def _of_user(script: str, call: Callable[[], Any], passed: Any = ()) -> Any:
+    """Call the user's code. If it raises an error that is not in `passed`, show where, without frames of sngm."""
+    import traceback
+
+    from ..errors import UsageError
+
+    try:
+        return call()
+    except passed:
+        raise
+    except Exception as error:
+        shown = traceback.TracebackException.from_exception(error)
+        ours = str(Path(__file__).parents[1])
+        own = [frame for frame in shown.stack if not frame.filename.startswith((ours, "<frozen importlib"))]
+        if not own:
+            raise
+        shown.stack = traceback.StackSummary.from_list(own)
+        sys.stderr.write("".join(shown.format(chain=False)))
+        raise UsageError(f"--script {script}: the script raised {type(error).__name__}: {error}") from error
 
 
 def _provenance() -> dict[str, Any]:

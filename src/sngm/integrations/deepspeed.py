@@ -24,10 +24,13 @@ def share_norm(engine: Any) -> None:
         engine: what ``deepspeed.initialize`` returned first, or the model that Accelerate prepared with DeepSpeed.
 
     Raises:
-        TypeError: the optimizer is not SNGM with scope "global"; ZeRO flattens parameters, so tensors have no norms.
+        TypeError: `engine` is not an engine, or its optimizer is not SNGM with scope "global"; ZeRO flattens
+            parameters, so tensors have no norms.
         ValueError: experts or tensor parallelism, or a GradScaler of DeepSpeed's torch_autocast, are in use.
     """
-    wrapper = engine.optimizer
+    if not (isinstance(engine, torch.nn.Module) and hasattr(engine, "optimizer")):
+        raise TypeError(f"engine must be what deepspeed.initialize returned first, got {type(engine).__name__}")
+    wrapper: Any = engine.optimizer
     (optimizer,) = unwrap(wrapper)
     if wrapper is optimizer or type(wrapper).__name__ in ("FP16_Optimizer", "FP16_UnfusedOptimizer"):
         return  # each rank has the whole gradient

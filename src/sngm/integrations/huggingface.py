@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 
@@ -18,14 +19,24 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
         cls: the optimizer class, such as :class:`sngm.SNGM`.
         settings: its settings; `lr` is required.
 
+    Raises:
+        TypeError: `cls` is not an optimizer class, or does not have a setting.
+        ValueError: a setting has a value that the class refuses.
+
     Example:
         >>> from sngm import SNGM
         >>> cls, settings = trainer_optimizer(SNGM, lr=0.1, weight_decay=1e-4)
         >>> settings
         {'lr': 0.1, 'weight_decay': 0.0001}
     """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        got = repr(cls) if isinstance(cls, (str, type)) else f"an object of {type(cls).__name__}"
+        raise TypeError(f"cls must be an optimizer class, such as sngm.SNGM, got {got}")
     if "lr" not in settings:
         raise TypeError("trainer_optimizer() needs lr; the Trainer's learning_rate is not used")
+    # now, because the Trainer builds it late; without fused, which depends on the device
+    build: Any = cls
+    build([torch.zeros(2, 2, device="cpu", requires_grad=True)], **{k: v for k, v in settings.items() if k != "fused"})
 
     class ForTrainer(Optimizer):
         """Called by the Trainer with its groups. A class that is no Optimizer would be treated as a factory."""

@@ -19,8 +19,11 @@ METHODS = {
 
 
 def register() -> None:
-    """Register the optimizers with timm, so that ``create_optimizer_v2(model, "sngm", lr=0.1)`` finds them."""
-    from timm.optim import OptimInfo
+    """Register the optimizers with timm, so that ``create_optimizer_v2(model, "sngm", lr=0.1)`` finds them.
+
+    Further calls have no effect.
+    """
+    from timm.optim import OptimInfo, get_optimizer_info, list_optimizers
     from timm.optim._optim_factory import default_registry
 
     from .. import optim
@@ -35,7 +38,8 @@ def register() -> None:
             has_betas=cls == "LAMB",
             defaults={"scope": "tensor"} if name == "blocksngm" else None,
         )
-        default_registry.register(info)
+        if name not in list_optimizers() or get_optimizer_info(name).opt_class is not info.opt_class:
+            default_registry.register(info)  # logs a warning if there is one of this name
 
 
 if __name__ == "__main__":

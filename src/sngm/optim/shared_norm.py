@@ -25,6 +25,10 @@ class SharedNorm:
         optimizers: SNGM optimizers with scope "global" and without a `norm_group`.
         norm_group: process group whose ranks hold other parts; norms are summed over it.
 
+    Raises:
+        TypeError: `optimizers` is not a list, or holds an optimizer without a norm over all parameters.
+        ValueError: there are no optimizers, or one of them is there twice or has a `norm_group` or a shared norm.
+
     Examples:
         >>> import torch
         >>> from sngm import SNGM
@@ -40,10 +44,14 @@ class SharedNorm:
     """
 
     def __init__(self, optimizers: Iterable[Any], norm_group: dist.ProcessGroup | None = None) -> None:
+        if not isinstance(optimizers, Iterable):
+            raise TypeError(f"optimizers must be a list of optimizers, got {type(optimizers).__name__}")
         self.optimizers = list(optimizers)
         self.norm_group = norm_group
         for i, optimizer in enumerate(self.optimizers):
             check_part(optimizer, f"optimizers[{i}]")
+            if any(optimizer is other for other in self.optimizers[:i]):
+                raise ValueError(f"optimizers[{i}] is in the list twice; pass each optimizer once")
         if not self.optimizers:
             raise ValueError("optimizers must hold at least one optimizer, got none")
         self._shards = Shards(())
