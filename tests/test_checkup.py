@@ -261,7 +261,7 @@ def test_two_steps_are_found():
 
 def test_arguments_of_another_kind_are_errors():
     model, optimizer = build()
-    with pytest.raises(TypeError, match="step must be a function without arguments, got NoneType"):
+    with pytest.raises(TypeError, match="step_fn must be a function without arguments, got NoneType"):
         sngm.check(model, optimizer, None)
     with pytest.raises(TypeError, match=r"model must be a torch.nn.Module, got list"):
         sngm.check(list(model.parameters()), optimizer, stepping(model, optimizer))

@@ -68,7 +68,7 @@ class _Watch:
     value_clip: float | None = None  # limit of single entries of the gradient
 
 
-def check(model: nn.Module, optimizer: Any, step: Callable[[], Any]) -> Checkup:
+def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
     """Take one step of your own training code and report whether the optimizer did what its method says.
 
     It reports a norm that is not that of the whole gradient or differs between ranks, state of parameters that were
@@ -78,7 +78,7 @@ def check(model: nn.Module, optimizer: Any, step: Callable[[], Any]) -> Checkup:
     Args:
         model: the model, as your code trains it.
         optimizer: an optimizer of sngm, a wrapper of one, or a container or list of several.
-        step: a function without arguments that takes one optimizer step, with all its micro-batches.
+        step_fn: a function without arguments that takes one optimizer step, with all its micro-batches.
 
     Raises:
         TypeError: an argument is of another kind.
@@ -94,15 +94,15 @@ def check(model: nn.Module, optimizer: Any, step: Callable[[], Any]) -> Checkup:
         >>> print(sngm.check(model, optimizer, step).faults[0].name)
         accumulation
     """
-    if not callable(step):
-        raise TypeError(f"step must be a function without arguments, got {type(step).__name__}")
+    if not callable(step_fn):
+        raise TypeError(f"step_fn must be a function without arguments, got {type(step_fn).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     inner = unwrap(optimizer)
     watch = _Watch()
     try:
         with _watching(watch, model, inner):
-            step()
+            step_fn()
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         return Checkup([Finding("step", False, f"{type(error).__name__}: {error}")])
     zero = _zero_wrapper(optimizer)
@@ -310,7 +310,7 @@ def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
 
 
 def _coupled(inner: list[Any]) -> bool:
-    """Return whether scaling the gradient would change the step."""
+    """Return whether clipping, a factor that differs from step to step, can change the steps."""
     groups = [(o, group) for o in inner for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups
