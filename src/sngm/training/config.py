@@ -166,12 +166,12 @@ class RunConfig:
 
     @property
     def label(self) -> str:
-        """The name of the method, with the settings that differ from the task's defaults."""
+        """The name of the method, with the settings that differ from the task's defaults, in alphabetical order."""
         usual = {
             "weight_decay": registry.usual_decay(self.method, tasks.find(self.task).usual(self.batch)["weight_decay"]),
             "inner_lr": self.lr * INNER_LR,
         }
-        special = {k: v for k, v in self.method_settings.items() if usual.get(k) != v}
+        special = {k: v for k, v in sorted(self.method_settings.items()) if usual.get(k) != v}
         return format_call(self.method, special)
 
     @property
