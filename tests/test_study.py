@@ -20,7 +20,7 @@ from sngm.study import Cell, StudyConfig, launch
 from sngm.study.grid import check_types, run_name, split_settings
 from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
-from sngm.training import Options
+from sngm.training import Options, RunConfig
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
 
@@ -170,6 +170,10 @@ def test_methods_with_settings_are_told_apart():
     assert [cell.method_settings.get("weight_decay") for cell in cells] == [None, 8e-4, None]
     assert {cell.grid for cell in cells} == {Digits.lrs["sngm"]}
     assert len({run_name(cell.config(0.1, "full", 0)) for cell in cells}) == 3
+    (cell,) = study(methods=("sngm(scope=tensor,momentum=0.8)",), lrs=None).cells()
+    config = cell.config(0.1, "full", 0)
+    again = RunConfig.from_dict(json.loads(json.dumps(config.as_dict(), sort_keys=True)))
+    assert again.label == config.label == "sngm(momentum=0.8,scope=tensor)"
 
 
 def test_a_setting_goes_to_the_methods_that_have_it():

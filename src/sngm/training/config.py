@@ -107,8 +107,10 @@ class RunConfig:
         largest = torch.finfo(self.dtype).max  # torch's optimizers fail beyond it
         for name, value in {"lr": self.lr, **self.method_settings}.items():
             for number in value if isinstance(value, (tuple, list)) else (value,):
-                if isinstance(number, (int, float)) and largest < abs(number) < math.inf:
-                    shown = "`lr`" if name == "lr" else f"setting {name}"
+                shown = "`lr`" if name == "lr" else f"setting {name}"
+                if isinstance(number, int) and abs(number) >= 2**63:  # torch has no integer as large
+                    raise UsageError(f"{shown} must be below 2**63, or written as a float, got {_short(number)}")
+                if isinstance(number, float) and largest < abs(number) < math.inf:
                     limit = f"at most {largest:.2g}, the largest number of {self.precision}"
                     raise UsageError(f"{shown} must be {limit}, got {_short(number)}")
         for name, value in {**self.method_settings, **self.task_settings}.items():
