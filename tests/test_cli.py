@@ -403,7 +403,7 @@ REFUSED = {
     "digits --method nosuch": ["nosuch", "lars"],
     "digits --method sngmm": ["did you mean 'sngm'"],
     "digits --method sgd": ["did you mean 'sngd' or 'msgd'"],
-    "mine.py": ["name the class of the task in this file, as mine.py:Class"],
+    "mine.py": ["name the task in this file, a class or an instance, as mine.py:Name"],
     "digits --method os:system": ["Optimizer"],
     "digits --method no.such.module:Class": ["no.such.module"],
     "digits --method 'sngm('": ["sngm("],

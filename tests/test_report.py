@@ -496,6 +496,14 @@ def test_the_headline_is_one_short_sentence(folder, values, said):
     assert "p =" not in text
 
 
+def test_the_headline_says_that_no_method_trained(folder):
+    for method in ("sngm", "msgd"):
+        place = folder.run(method, 512, 0.1)
+        lines = [{"epoch": e, "train_loss": loss, "test_accuracy": 0.1} for e, loss in ((1, 2.3), (2, 2.31))]
+        (place / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert headline(folder.summary()) == "At batch 512, no method trained: the training loss did not fall."
+
+
 def test_time_to_accuracy_is_of_the_first_epoch_at_the_target(folder):
     """The curves of these runs are 0.5, 0.8 and 1.0 times the result, one step an epoch."""
     for batch in (32, 64):
@@ -555,4 +563,4 @@ def test_a_failed_run_is_at_the_top_with_its_reason(folder):
     folder.run("lars", 32, None, status="running")
     text = page.html([folder.summary()])
     assert text.index("ValueError: lr &lt;0") < text.index("Results</h2>")
-    assert "1 failed, 1 finished, 1 running: run002 at epoch 3 of 3." in text
+    assert "2 of 3 runs have ended (1 failed, 1 finished, 1 running): run002 at epoch 3 of 3." in text

@@ -4,6 +4,7 @@ import http.client
 import json
 import re
 import threading
+from contextlib import contextmanager
 
 import pytest
 from console import refused, sngm
@@ -31,7 +32,13 @@ def study(tmp_path):
 
 @pytest.fixture
 def server(study):
-    found = serve(study.path)
+    with serving(study.path) as found:
+        yield found
+
+
+@contextmanager
+def serving(folder):
+    found = serve(folder)
     thread = threading.Thread(target=found.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()
     yield found
@@ -91,8 +98,21 @@ def test_only_reading_requests_under_our_own_name_are_answered(study, server):
     assert server.server_address[0] == "127.0.0.1"
 
 
-def test_a_folder_without_records_and_a_port_in_use_are_refused(tmp_path, study, server):
-    refused(sngm(f"watch {tmp_path / 'none'}"), "is not a folder")
+def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
+    with serving(tmp_path / "later") as server:
+        assert "No run has begun yet." in ask(server)[1]
+        folder = Folder(tmp_path / "later")
+        folder.run("sngm", 32, 0.9)
+        folder.study(["sngm"], [32], planned=3)
+        assert "1 of 3 runs have ended (1 finished)." in ask(server)[1]
+        assert 'http-equiv="refresh"' in ask(server)[1]
+        folder.run("sngm", 32, 0.9, seed=1)
+        folder.run("sngm", 32, 0.9, seed=2)
+        assert 'http-equiv="refresh"' not in ask(server)[1], "the study has ended"
+
+
+def test_a_file_and_a_port_in_use_are_refused(tmp_path, study, server):
+    refused(sngm(f"watch {tmp_path / 'secret.txt'}"), "is not a folder")
     refused(sngm(f"watch {study.path} --port {server.server_address[1]}"), "--port", "choose another one")
 
 

@@ -7,6 +7,7 @@ derivation.
 """
 
 from .budget import Constants, budget_curves
-from .recipe import Recipe, carry_over, carry_recipe
+from .recipe import Recipe, carry_recipe
+from .rules import carry_over
 
 __all__ = ["Constants", "Recipe", "budget_curves", "carry_over", "carry_recipe"]

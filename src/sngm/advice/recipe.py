@@ -27,58 +27,23 @@ from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
+from .rules import Carried, carry_adamw, carry_over, rounded
 from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
-DIGITS = 3  # significant digits of advised numbers
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
 FEW_STEPS = 200  # below this, running statistics may be far from those of the last weights
 NOISE_SAMPLES = 1024  # least samples for the noise scale, measured after each epoch of the pilot
 Record = dict[str, Any]
 
 
-class Carried(NamedTuple):
-    """Learning rate and weight decay at the larger batch."""
-
-    lr: float
-    weight_decay: float
-
-
-def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Carried:
-    """Return SNGM's learning rate and coupled weight decay for a batch `growth` times that of an SGD recipe.
-
-    - Learning rate: an epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose
-      length is its learning rate. Steps in random directions cover a distance equal to the root of the sum of their
-      squared lengths. Both methods cover the same distance if SNGM's learning rate is ``lr * norm * sqrt(growth)``.
-      Momentum and schedule have the same effect on both.
-    - Weight decay: a step of SGD shrinks the weights by the factor ``lr * weight_decay``; a step of SNGM shrinks them
-      by its own ``lr * weight_decay`` divided by the norm of the gradient. Over an epoch both shrink the weights alike
-      if SNGM's weight decay is ``weight_decay * sqrt(growth)`` and the norm of the gradient is the same.
-
-    Args:
-        lr, weight_decay: learning rate and weight decay of the SGD recipe.
-        norm: root mean square over an epoch of the norm of SGD's gradient, as the optimizer gets it.
-        growth: the new batch divided by the old one.
-
-    >>> carry_over(lr=0.1, weight_decay=1e-4, norm=1.5, growth=64)
-    Carried(lr=1.2, weight_decay=0.0008)
-    """
-    return Carried(_rounded(lr * norm * math.sqrt(growth)), _rounded(weight_decay * math.sqrt(growth)))
-
-
-def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
-    """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times as large.
-
-    - Learning rate: AdamW's steps have nearly the same length at every batch. So to cover the same distance in an epoch
-      of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM. This
-      is the scaling rule of Malladi et al. (arXiv 2205.10287).
-    - Weight decay: a step shrinks the weights by ``lr * weight_decay``. Over an epoch, the weights shrink equally with
-      ``weight_decay * sqrt(growth)``.
-
-    >>> carry_adamw(lr=1e-3, weight_decay=0.01, growth=16)
-    Carried(lr=0.004, weight_decay=0.04)
-    """
-    return Carried(_rounded(lr * math.sqrt(growth)), _rounded(weight_decay * math.sqrt(growth)))
+FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
+    "lr": ((int, float), lambda value: 0 < value < math.inf, "a finite number > 0"),
+    "batch": (int, lambda value: value > 0, "a whole number > 0"),
+    "weight_decay": ((int, float), lambda value: 0 <= value < math.inf, "a finite number >= 0"),
+    "momentum": ((int, float), lambda value: 0 <= value < 1, "a number >= 0 and < 1"),
+    "epochs": (int, lambda value: value > 0, "a whole number > 0"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,16 +71,11 @@ class Recipe:
         for key, value in given.items():
             if key not in known:
                 raise UsageError(f"`{name}` has no {key!r}; it takes {', '.join(known)}")
-            if isinstance(value, bool) or not isinstance(value, (int, float)):
-                raise UsageError(f"`{name}`: {key} must be a number, got {value!r}")
-            if key in ("batch", "epochs") and not isinstance(value, int):
-                raise UsageError(f"`{name}`: {key} must be a whole number, got {value!r}")
+            types, fits, wanted = FIELDS[key]
+            if isinstance(value, bool) or not isinstance(value, types) or not fits(value):
+                raise UsageError(f"`{name}`: {key} must be {wanted}, got {value!r}")
         if missing := [key for key in ("lr", "batch") if key not in given]:
             raise UsageError(f"`{name}` needs {' and '.join(missing)}, as in lr=0.1,batch=128")
-        if not 0 <= given.get("momentum", 0.9) < 1:
-            raise UsageError(f"`{name}`: momentum must be at least 0 and less than 1, got {given['momentum']}")
-        if not 0 <= given.get("weight_decay", 0.0) < math.inf:
-            raise UsageError(f"`{name}`: weight_decay must be a number of at least 0, got {given['weight_decay']}")
         return cls(**given, method=method)
 
     @property
@@ -193,7 +153,7 @@ def carry_recipe(
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
     configs = [small, large]
     if recipe.method == "msgd" and to_batch > recipe.batch:  # SGD's linear scaling rule; AdamW's own is the advice
-        common["lr"], own = _rounded(recipe.lr * to_batch / recipe.batch / sums), {"weight_decay": decay * sums}
+        common["lr"], own = rounded(recipe.lr * to_batch / recipe.batch / sums), {"weight_decay": decay * sums}
         configs.append(resolve(task, "msgd", batch=to_batch, method_settings={**recipe.settings, **own}, **common))
     return {
         "format": 1,
@@ -393,7 +353,3 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
 
 def _rms(values: Sequence[float]) -> float:
     return math.hypot(*values) / math.sqrt(len(values))
-
-
-def _rounded(value: float) -> float:
-    return float(f"{value:.{DIGITS}g}")

@@ -17,10 +17,11 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
         sides: label and batch of the recipe, of the advised settings and, if the advice is another method, of the
             recipe's own method at the larger batch.
     """
-    page, summary = report.write(folder), report.summarise(folder)
+    summary = report.summarise(folder)
     before, after, *scaled = (summary.cells[side] for side in sides)
     scores = f"{_score(summary, before)}, and {_score(summary, after)} ({before.n} and {after.n} seeds)"
     text = f"test {summary.metric} is {scores}: {_difference(summary, after, before)[0]}."
+    page = report.write(folder, answer=text[0].upper() + text[1:])
     for own in scaled:
         found, better = _difference(summary, after, own)
         do = {1: "; switching helps", -1: f"; keep {own.method}"}.get(better or 0, "")

@@ -21,6 +21,8 @@ def watch(
     from ..errors import UsageError
     from ..report.live import serve
 
+    if folder.exists() and not folder.is_dir():
+        raise UsageError(f"{folder} is not a folder")
     try:
         server = serve(folder, port)
     except PermissionError as error:
@@ -29,7 +31,8 @@ def watch(
         if isinstance(error, FileNotFoundError):
             raise
         raise UsageError(f"--port {port}: {error.strerror}; choose another one") from None
-    print(f"http://127.0.0.1:{server.server_address[1]}/ shows {folder}; Ctrl-C ends it", flush=True)
+    waits = "" if folder.is_dir() else ", which is not there yet"
+    print(f"http://127.0.0.1:{server.server_address[1]}/ shows {folder}{waits}; Ctrl-C ends it", flush=True)
     try:
         server.serve_forever()
     except KeyboardInterrupt:

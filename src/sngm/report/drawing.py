@@ -190,10 +190,11 @@ def _draw(axes: Axes, figure: Figure, series: Series, place: float, worst: float
 
     low, high = axes.get_ylim()
     edge = {"markeredgecolor": _line(series.slot).get_color(), "markeredgewidth": 1.5}
-    for line in series.faint:
-        draw(line, marker="o" if len(line) == 1 else "", markersize=5, linewidth=1, alpha=0.4, clip_on=figure.cut > 0)
     limit = max if figure.worst_at_bottom else min
-    shown = series.points if worst is None else [(x, limit(y, worst)) for x, y in series.points]
+    lines = [*series.faint, series.points]
+    *faint, shown = lines if worst is None else [[(x, limit(y, worst)) for x, y in line] for line in lines]
+    for line in faint:
+        draw(line, marker="o" if len(line) == 1 else "", markersize=5, linewidth=1, alpha=0.4, clip_on=figure.cut > 0)
     draw(shown, marker="", clip_on=figure.cut > 0)
     errors = series.errors or [None] * len(shown)
     for (x, y), (_, true), error in list(zip(shown, series.points, errors, strict=True))[0 if series.marks else -1 :]:

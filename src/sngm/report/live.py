@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from .html import render
 from .page import html
 from .records import clean
 from .summary import summarise_tasks
@@ -35,10 +36,15 @@ class Page:
     def read(self) -> bytes:
         """Return the page as it is now."""
         with self.lock:
-            if (now := self._changes()) != self.seen:
-                self.text = html(summarise_tasks(self.folder), live=True).encode()
+            now = self._changes()
+            if now != self.seen:
+                self.text = (html(summarise_tasks(self.folder), live=True) if now else self._waiting()).encode()
                 self.seen = now
             return self.text
+
+    def _waiting(self) -> str:
+        subject = str(self.folder)
+        return render("page", title=subject, subject=subject, answer="No run has begun yet.", live=True)
 
     def _changes(self) -> list[tuple[str, int, int]]:
         found = []
@@ -131,11 +137,8 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """Return a server of the live report of a folder, on 127.0.0.1; call its serve_forever().
 
     Args:
-        folder: the folder of a study or of runs.
+        folder: the folder of a study or of runs; it may be empty, or made later.
         port: the port, or 0 for a free one, which ``server.server_address[1]`` then holds.
-
-    Raises:
-        FileNotFoundError: the folder holds no record.
     """
     page = Page(Path(folder).resolve())
     page.read()

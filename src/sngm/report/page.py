@@ -17,7 +17,6 @@ from .drawing import standalone
 from .figures import Figure, by_batch, by_rate, by_trials, curves
 from .headline import headline
 from .html import render, words
-from .records import Run
 from .summary import Summary, summarise_tasks
 from .tables import caption, details, footnotes, table, tables
 from .targets import target
@@ -42,7 +41,7 @@ TRIALS = (
 )
 
 
-def write(folder: Path, path: Path | None = None) -> Path:
+def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
     """Write table.md, figures, tables and report.html into a folder of records.
 
     The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg; every table is a CSV file, and all are
@@ -52,6 +51,7 @@ def write(folder: Path, path: Path | None = None) -> Path:
     Args:
         folder: the folder of the records.
         path: also write the page to this path.
+        answer: the headline of the page. Default: which method is best at the largest batch size.
 
     Returns:
         The path of the page.
@@ -68,7 +68,7 @@ def write(folder: Path, path: Path | None = None) -> Path:
         files |= {f"{name}{tail}.csv": found.csv() for name, found in tables(part).items()}
     data = {part.task: {name: found.records() for name, found in tables(part).items()} for part in parts}
     files["report.json"] = json.dumps(finite(data), indent=2, allow_nan=False) + "\n"
-    files["report.html"] = html(parts)
+    files["report.html"] = html(parts, answer=answer)
     for name, text in files.items():
         write_atomically(folder / name, text.encode("utf-8", "replace"))
     if path is None:
@@ -83,30 +83,31 @@ def figures_of(summary: Summary) -> dict[str, tuple[Callable[[Summary], Figure],
     return {**FIGURES, "trials": TRIALS} if searched else FIGURES
 
 
-def html(parts: Sequence[Summary], home: str = "", live: bool = False) -> str:
+def html(parts: Sequence[Summary], home: str = "", live: bool = False, answer: str = "") -> str:
     """Return the page.
 
     Args:
         parts: a summary for each task.
         home: the folder of the records, relative to that of the page, for links.
-        live: whether the browser loads the page again every few seconds.
+        live: whether the browser loads the page again every few seconds, until all runs of a study have ended.
+        answer: the headline. Default: that of the summary.
     """
     runs = [run for part in parts for run in part.records.runs]
     counts = {"task": len(parts)} if len(parts) > 1 else {}
     counts |= {"method": len({method for part in parts for method in part.methods})}
     counts |= {"batch size": len({batch for part in parts for batch in part.batches}), "run": len(runs)}
     size = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items()]
-    names = [part.task for part in parts]
+    names, progress = [part.task for part in parts], _progress(parts)
     return render(
         "study",
         title=f"{', '.join(names)}: large-batch study",
         subject=" · ".join([*names, *size]),
-        answer=headline(parts[0]) if len(parts) == 1 else f"Results of {len(parts)} tasks",
+        answer=answer or (headline(parts[0]) if len(parts) == 1 else f"Results of {len(parts)} tasks"),
         parts=[_part(part) for part in parts],
         home="" if home in ("", ".") else quote(os.fsencode(home)) + "/",
-        progress=_progress(runs),
+        progress=progress,
         failed=[run for run in runs if run.status == "failed"],
-        live=live,
+        live=live and (bool(progress) or any(part.records.study is None for part in parts)),
     )
 
 
@@ -141,14 +142,17 @@ def _part(summary: Summary) -> dict[str, Any]:
     }
 
 
-def _progress(runs: Sequence[Run]) -> str:
+def _progress(parts: Sequence[Summary]) -> str:
     """Return how many runs have ended and how far the others are; empty if all have ended."""
+    runs = [run for part in parts for run in part.records.runs]
     counts = Counter(run.status for run in runs)
-    if not counts.keys() - {"finished", "diverged", "failed"}:
+    ended = sum(counts[status] for status in ("finished", "diverged", "failed"))
+    planned = max(len(runs), sum(part.records.study.planned or 0 for part in parts if part.records.study))
+    if ended == planned or (counts["failed"] and ended == len(runs)):  # what follows a failed run is not trained
         return ""
     going = [f"{run.name} at epoch {len(run.curve)} of {run.epochs}" for run in runs if run.status == "running"]
     tally = ", ".join(f"{counts[status]} {status}" for status in sorted(counts))
-    return f"{tally}{': ' if going else ''}{', '.join(going)}."
+    return f"{ended} of {planned} runs have ended ({tally}){': ' if going else ''}{', '.join(going)}."
 
 
 def _tally(values: Iterable[str]) -> str:

@@ -102,6 +102,8 @@ class Study:
     choices: list[Choice]
     searched: list[str]
     """The settings in which the trials of a method differ, if they were searched."""
+    planned: int | None
+    """The number of runs of the whole study, if the record has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,6 +270,7 @@ def _study(record: Any) -> Study:
             for cell in record.get("cells") or []
         ],
         searched=[clean(name) for name in record.get("searched") or []],
+        planned=_count(record.get("planned")),
     )
 
 

@@ -170,6 +170,7 @@ class _Launcher:
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
         self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
+        self.elsewhere = 0  # runs that `known` returned: their folders are not here
         self.checked = False  # whether all finished runs in the folder were found to belong to this study
 
     def run(self) -> Progress:
@@ -210,7 +211,9 @@ class _Launcher:
         options |= {"tracker": self.options.tracker, "group": self.folder.name}
         for config in configs:
             path = self.folder / "runs" / run_name(config)
-            finished = self.known(config) or _finished(path, config, self.data[config.part])
+            elsewhere = self.known(config)
+            self.elsewhere += elsewhere is not None
+            finished = elsewhere or _finished(path, config, self.data[config.part])
             if finished:
                 self.progress.repeated += 1
                 self._finish(executor, cell, config, finished)
@@ -251,6 +254,7 @@ class _Launcher:
             "methods": list(dict.fromkeys(cell.label for cell in self.progress.cells)),
             "batches": list(self.study.batches),
             "seeds": self.study.seeds,
+            "planned": self.progress.planned - self.elsewhere,
             "epochs": self.study.epochs,
             "metric": self.task.metric,
             "higher_is_better": better,

@@ -154,7 +154,7 @@ def _load(name: str) -> type[Task] | Task:
     if ":" not in name:
         if name not in TASKS:
             if name.endswith(".py"):
-                raise UsageError(f"{name}: name the class of the task in this file, as {name}:Class")
+                raise UsageError(f"{name}: name the task in this file, a class or an instance, as {name}:Name")
             known = ", ".join(names())
             meant = nearest(name, names())
             raise UsageError(f"task must be one of {known}, or your own as 'file.py:Class', got {name!r}{meant}")

@@ -1,0 +1,57 @@
+"""The rules that scale learning rate and weight decay to a larger batch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+DIGITS = 3  # significant digits of advised numbers
+
+
+class Carried(NamedTuple):
+    """Learning rate and weight decay at the larger batch."""
+
+    lr: float
+    weight_decay: float
+
+
+def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Carried:
+    """Return SNGM's learning rate and coupled weight decay for a batch `growth` times that of an SGD recipe.
+
+    - Learning rate: an epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose
+      length is its learning rate. Steps in random directions cover a distance equal to the root of the sum of their
+      squared lengths. Both methods cover the same distance if SNGM's learning rate is ``lr * norm * sqrt(growth)``.
+      Momentum and schedule have the same effect on both.
+    - Weight decay: a step of SGD shrinks the weights by the factor ``lr * weight_decay``; a step of SNGM shrinks them
+      by its own ``lr * weight_decay`` divided by the norm of the gradient. Over an epoch both shrink the weights alike
+      if SNGM's weight decay is ``weight_decay * sqrt(growth)`` and the norm of the gradient is the same.
+
+    Args:
+        lr, weight_decay: learning rate and weight decay of the SGD recipe.
+        norm: root mean square over an epoch of the norm of SGD's gradient, as the optimizer gets it.
+        growth: the new batch divided by the old one.
+
+    >>> carry_over(lr=0.1, weight_decay=1e-4, norm=1.5, growth=64)
+    Carried(lr=1.2, weight_decay=0.0008)
+    """
+    return Carried(rounded(lr * norm * math.sqrt(growth)), rounded(weight_decay * math.sqrt(growth)))
+
+
+def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
+    """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times as large.
+
+    - Learning rate: AdamW's steps have nearly the same length at every batch. So to cover the same distance in an epoch
+      of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM. This
+      is the scaling rule of Malladi et al. (arXiv 2205.10287).
+    - Weight decay: a step shrinks the weights by ``lr * weight_decay``. Over an epoch, the weights shrink equally with
+      ``weight_decay * sqrt(growth)``.
+
+    >>> carry_adamw(lr=1e-3, weight_decay=0.01, growth=16)
+    Carried(lr=0.004, weight_decay=0.04)
+    """
+    return Carried(rounded(lr * math.sqrt(growth)), rounded(weight_decay * math.sqrt(growth)))
+
+
+def rounded(value: float) -> float:
+    """Return a number with as many digits as advice has."""
+    return float(f"{value:.{DIGITS}g}")
