@@ -244,8 +244,6 @@ def test_there_are_no_more_loaders_than_cores():
     assert loaders_of(Streaming(), None) == min(2, cores)
     assert loaders_of(Streaming(), 1000) == cores
     assert loaders_of(Streaming(), 0) == 0
-    with pytest.raises(UsageError, match="loaders must be at least 0"):
-        loaders_of(Streaming(), -1)
 
 
 # ---------------------------------------------------------------- kinds of steps

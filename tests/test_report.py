@@ -546,12 +546,13 @@ def test_tables_are_written_as_csv_and_json(folder):
     assert "<dd>1,234</dd>" in (folder.path / "report.html").read_text("utf-8")
 
 
-def test_the_command_of_a_run_trains_the_same_run(tmp_path):
+@pytest.mark.parametrize(("method", "settings"), [("sngm", {"momentum": 0.8}), ("adamw", {"betas": (0.8, 0.95)})])
+def test_the_command_of_a_run_trains_the_same_run(tmp_path, method, settings):
     from sngm.training import resolve
 
-    own = {"method_settings": {"momentum": 0.8}, "ema": 0.9, "last_batch": "keep"}
-    config = resolve("digits", "sngm", lr=0.3, batch=512, seed=1, part="select", **own)
-    place = Folder(tmp_path).run("sngm", 512, 0.9, part="select", config=config.as_dict())
+    own = {"method_settings": settings, "ema": 0.9, "last_batch": "keep"}
+    config = resolve("digits", method, lr=0.3, batch=512, seed=1, part="select", **own)
+    place = Folder(tmp_path).run(method, 512, 0.9, part="select", config=config.as_dict())
     (run,) = read(tmp_path).runs
     assert run.link == f"runs/{place.name}/"
     done = sngm(f"{run.again.removeprefix('sngm ')} --dry-run --json")

@@ -19,6 +19,7 @@ from .errors import UsageError
 from .files import check_folder, read_json, short_hash
 from .measure import Measurement, teller
 from .options import BudgetOptions, Execution, as_dict, takes
+from .parsing import set_flags
 from .progress import note, step_progress
 from .results import Folder
 from .training import Options, RunConfig
@@ -186,17 +187,10 @@ def check_command(asked: Asked) -> str:
     if not isinstance(asked.task, str):
         to_batch = "" if asked.to_batch is None else f", to_batch={asked.to_batch}"
         return f"sngm.advise(task, {name}={dict(given)!r}{to_batch}, verify=True)"
-    words = [
-        "sngm",
-        "advise",
-        asked.task,
-        f"--{name.replace('_', '-')}",
-        ",".join(f"{k}={v}" for k, v in given.items()),
-    ]
+    recipe = ",".join(f"{key}={value}" for key, value in given.items())
+    words = ["sngm", "advise", asked.task, f"--{name.replace('_', '-')}", recipe]
     words += [] if asked.to_batch is None else ["--to-batch", str(asked.to_batch)]
-    for key, value in (asked.settings or {}).items():
-        words += ["--set", f"{key}={value}"]
-    return shlex.join([*words, "--verify"])
+    return shlex.join([*words, *set_flags({}, asked.settings or {}), "--verify"])
 
 
 SEEDS = 3  # of each side of a verification

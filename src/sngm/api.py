@@ -16,9 +16,10 @@ from .files import check_writable, short_hash
 from .optim import registry
 from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
 from .parsing import parse_call
-from .progress import interrupt_on_signal, note, step_progress, stop_on_signal, study_progress
+from .progress import interrupt_on_signal, note, step_progress, stop_on_signal
 from .results import Folder, Run, Study
 from .study import StudyConfig, launch
+from .study.display import study_progress
 from .study.executors import device_of_runs
 from .study.grid import split_settings
 from .study.search import check_search
@@ -274,8 +275,7 @@ def failure(failed: Failures) -> Failed:
         f"{count} {config.label} at batch {config.batch}: {record['error']}; finished runs are kept, and the same "
         "command repeats only those that failed"
     )
-    if "traceback" in record:  # of the worker process
-        error.add_note(record["traceback"])
+    error.add_note(record["traceback"])  # of the worker process
     return error
 
 

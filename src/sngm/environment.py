@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 from .errors import UsageError
 
 MOST_RANKS = 1_000_000
 MOST_PORT = 65_535
 START = "start the run with torchrun, or unset it"
-
-
-class Launch(NamedTuple):
-    """Rank of this process, number of processes, and rank on this machine."""
-
-    rank: int
-    ranks: int
-    local_rank: int
 
 
 def is_first() -> bool:
@@ -39,8 +30,8 @@ def local_ranks() -> int:
     return _whole("LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
 
 
-def launch() -> Launch:
-    """Return the rank of this process and the number of processes.
+def launch() -> tuple[int, int, int]:
+    """Return the rank of this process, the number of processes, and the rank on this machine.
 
     Raises:
         UsageError: a variable is missing, is not a whole number, or does not fit the others.
@@ -53,7 +44,7 @@ def launch() -> Launch:
                 f"WORLD_SIZE is {count}, but MASTER_ADDR is not set; start the run with torchrun, or unset WORLD_SIZE"
             )
         _whole("MASTER_PORT", 0, MOST_PORT)
-    return Launch(rank, count, _whole("LOCAL_RANK", 0, MOST_RANKS, default=0))
+    return rank, count, _whole("LOCAL_RANK", 0, MOST_RANKS, default=0)
 
 
 def _whole(name: str, least: int, most: int, default: int | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from .errors import UsageError
@@ -104,6 +104,18 @@ def format_call(name: str, settings: Settings) -> str:
     if not settings:
         return name
     return f"{name}({','.join(f'{k}={v}' for k, v in settings.items())})".replace(", ", ",")
+
+
+def set_flags(method: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]:
+    """Return the arguments of ``sngm train`` that set settings of the method and of the task; lists are tuples of JSON.
+
+    >>> set_flags({"betas": [0.8, 0.95], "width": 2}, {"width": 8})
+    ['--set', 'betas=(0.8, 0.95)', '--set', 'method.width=2', '--set', 'task.width=8']
+    """
+    named = [("method.", method, task), ("task.", task, method)]
+    pairs = [(place * (key in other) + key, value) for place, own, other in named for key, value in own.items()]
+    values = [f"{key}={tuple(value) if isinstance(value, list) else value}" for key, value in pairs]
+    return [word for value in values for word in ("--set", value)]
 
 
 def without_settings(label: str, names: Iterable[str]) -> str:

@@ -17,8 +17,6 @@ from .environment import is_first
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from .study.launch import Progress
-
 LONG = 600.0  # seconds; a run on a CPU that takes longer is announced at its start
 EVERY = 10.0  # seconds between the lines of a log
 Steps = Callable[[int, int, dict[str, Any]], None]
@@ -50,7 +48,7 @@ def console() -> Console:
     return Console(stderr=True)
 
 
-def _is_live(shown: Console) -> bool:
+def is_live(shown: Console) -> bool:
     """Return whether a console can redraw lines: a terminal, or a notebook with ipywidgets, which rich needs there."""
     from importlib.util import find_spec
 
@@ -94,7 +92,7 @@ def step_progress(
         yield lambda step, steps, metrics: None
         return
     pace, told, shown, last = Pace(clock), not on_cpu, console(), clock()
-    live = _is_live(shown)
+    live = is_live(shown)
     with _bar(shown) if live else contextlib.nullcontext(lambda step, steps, text: note(text)) as show:
 
         def update(step: int, steps: int, metrics: dict[str, Any]) -> None:
@@ -130,65 +128,6 @@ def _bar(shown: Console) -> Iterator[Callable[[int, int, str], None]]:
     with Progress(*columns, console=shown, refresh_per_second=5) as bar:
         line = bar.add_task("")
         yield lambda step, steps, text: bar.update(line, completed=step, total=steps, description=text)
-
-
-@contextlib.contextmanager
-def study_progress(wanted: bool = True) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that displays the progress of a study; it may be called at any time."""
-    if not wanted:
-        yield lambda progress: None
-        return
-    shown = console()
-    if not _is_live(shown):
-        yield _lines()
-        return
-    from rich.live import Live
-
-    with Live(console=shown, refresh_per_second=5, transient=True) as live:
-        yield lambda progress: live.update(_table(progress))
-
-
-def _lines() -> Callable[[Progress], None]:
-    seen = [0]
-
-    def show(progress: Progress) -> None:
-        for config, record in progress.done[seen[0] :]:
-            seen[0] += 1
-            left = progress.seconds_left
-            result = next((f"{k.replace('_', ' ')} {v:.4f}" for k, v in _scores(record)), record["status"])
-            where = f"{config.label} batch {config.batch} lr {config.lr:g} seed {config.seed}"
-            eta = f", {duration(left)} left" if left is not None else ""
-            note(f"[{seen[0]}/{progress.planned}] {where}: {result}{eta}")
-
-    return show
-
-
-def _scores(record: dict[str, Any]) -> list[tuple[str, float]]:
-    named = [(k, v) for k, v in record["result"].items() if v is not None and not k.endswith("loss")]
-    return named or [(k, v) for k, v in record["result"].items() if v is not None]
-
-
-def _table(progress: Progress) -> Any:
-    from rich.table import Table
-
-    left = progress.seconds_left
-    eta = f", {duration(left)} left" if left is not None else ""
-    table = Table(title=f"{len(progress.done)} of {progress.planned} runs{eta}", title_justify="left")
-    for column in ("method", "batch", "rates tried", "chosen lr", "tested seeds", "so far"):
-        table.add_column(column)
-    for cell in progress.cells:
-        tested = [r for c, r in progress.done if c.part == "full" and c.batch == cell.batch and c.label == cell.label]
-        values = [_scores(r)[0][1] for r in tested if _scores(r)]
-        running = any(c.batch == cell.batch and c.label == cell.label for c in progress.running.values())
-        table.add_row(
-            cell.label,
-            str(cell.batch),
-            f"{len(cell.scores)}",
-            "" if cell.lr is None else f"{cell.lr:g}",
-            f"{len(tested)} of {cell.study.seeds}",
-            f"{sum(values) / len(values):.4f}" if values else ("running" if running else ""),
-        )
-    return table
 
 
 def stopping_signals() -> list[int]:

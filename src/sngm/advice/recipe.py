@@ -17,6 +17,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from .. import tasks
 from ..errors import UsageError
 from ..options import Execution
+from ..parsing import set_flags
 from ..probes.gradients import NOT_FINITE, NotFinite
 from ..probes.noise import Noise
 from ..probes.pilot import Norms, probe_device, training
@@ -286,13 +287,8 @@ def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data
         method = f"{large.method}(weight_decay={carried.weight_decay:g}{momentum})"
         return f'sngm.train(task, "{method}", lr={carried.lr:g}, batch={large.batch}{epochs})'
     words = ["sngm", "train", task, "--method", large.method, "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
-    words += ["--set", f"weight_decay={carried.weight_decay:g}"]
-    if recipe.momentum != 0.9:
-        words += ["--set", f"momentum={recipe.momentum:g}"]
-    if recipe.epochs is not None:
-        words += ["--epochs", str(recipe.epochs)]
-    for key, value in large.task_settings.items():
-        words += ["--set", f"{key}={value}"]
+    words += [] if recipe.epochs is None else ["--epochs", str(recipe.epochs)]
+    words += set_flags(dataclasses.replace(recipe, weight_decay=carried.weight_decay).settings, large.task_settings)
     if data_dir is not None:
         words += ["--data-dir", str(data_dir)]
     return shlex.join(words)

@@ -149,7 +149,8 @@ def run(
         there = read(results)
         _plan(found, [outcome_of(one, there, seeds) for one in planned], as_json)
         return
-    from ..progress import interrupt_on_signal, study_progress
+    from ..progress import interrupt_on_signal
+    from ..study.display import study_progress
     from ..training.loop import Options
 
     try:

@@ -174,7 +174,7 @@ def show_study(
     script = _job_script(cluster, folder)
     cells = study.cells()
     splits = load_data(study, options)
-    check(study, cells, options, splits)
+    check(cells, options, splits)
     plans: list[dict[str, Any]] = []
     for cell in cells:
         config = cell.config(cell.grid[0], "full", 0)

@@ -106,6 +106,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         """Raise an error for invalid hyper-parameters. Subclasses check their own too."""
         checks.rate("lr", group["lr"])
         checks.number("weight_decay", group["weight_decay"], 0.0)
+        checks.number("momentum", group.get("momentum", 0.0), 0.0, 1.0)
         checks.flag("maximize", group["maximize"])
         checks.flag("foreach", group["foreach"], none=True)
         checks.flag("fused", group["fused"], none=True)

@@ -102,7 +102,6 @@ class CLARS(LargeBatchOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.number("momentum", group["momentum"], 0.0, 1.0)
         checks.number("trust_coefficient", group["trust_coefficient"], 0.0, include_low=False)
         if group["max_ratio"] is not None:
             checks.number("max_ratio", group["max_ratio"], 0.0, include_low=False)

@@ -93,7 +93,6 @@ class ExtrapSGD(LargeBatchOptimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
         checks.rate("inner_lr", group["inner_lr"])
-        checks.number("momentum", group["momentum"], 0.0, 1.0)
         checks.flag("nesterov", group["nesterov"])
         if group["nesterov"] and group["momentum"] == 0:
             raise ValueError("nesterov=True needs momentum > 0, got momentum=0")

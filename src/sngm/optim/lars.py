@@ -118,7 +118,6 @@ class LARS(LargeBatchOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.number("momentum", group["momentum"], 0.0, 1.0)
         checks.choice("variant", group["variant"], VARIANTS)
         checks.bounds("phi", group["phi"])
         checks.number("eps", group["eps"], 0.0)

@@ -108,7 +108,6 @@ class SNGM(LargeBatchOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.number("momentum", group["momentum"], 0.0, 1.0)
         checks.choice("weight_decay_mode", group["weight_decay_mode"], MODES)
         checks.flag("nesterov", group["nesterov"])
         checks.number("eps", group["eps"], 0.0)

@@ -146,7 +146,6 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.number("momentum", group["momentum"], 0.0, 1.0)
         checks.number("vector_scale", group["vector_scale"], 0.0)
         checks.number("eps", group["eps"], 0.0)
         checks.choice("order", group["order"], ORDERS)

@@ -14,6 +14,7 @@ from typing import Any, cast
 from .. import tasks
 from ..errors import UsageError
 from ..files import finite, locked, metrics_changed, read_record, write_atomically
+from ..parsing import set_flags
 from ..report.records import BROKEN
 from ..training.config import RunConfig, resolve
 from ..training.run_folder import FINISHED, differences
@@ -287,8 +288,9 @@ def command_of(config: RunConfig) -> str:
         value = getattr(config, name)
         if value != getattr(usual, name) and name not in ("method_settings", "task_settings", "task_source"):
             words += [f"--{name.replace('_', '-')}", "inf" if value is None else str(value)]
-    for name in ("method_settings", "task_settings"):
-        for key, value in sorted(getattr(config, name).items()):
-            if repr(value) != repr(getattr(usual, name).get(key)):  # 0 and 0.0 make different records
-                words += ["--set", f"{key}={value}"]
-    return shlex.join(words)
+
+    def special(name: str) -> dict[str, Any]:
+        given, default = getattr(config, name), getattr(usual, name)  # 0 and 0.0 make different records
+        return {key: given[key] for key in sorted(given) if repr(given[key]) != repr(default.get(key))}
+
+    return shlex.join(words + set_flags(special("method_settings"), special("task_settings")))

@@ -5,7 +5,7 @@ a study is running.
 """
 
 from .page import write
-from .summary import Cell, Summary, summarise, summarise_tasks
+from .summary import summarise, summarise_tasks
 from .tables import rows, table
 
-__all__ = ["Cell", "Summary", "rows", "summarise", "summarise_tasks", "table", "write"]
+__all__ = ["rows", "summarise", "summarise_tasks", "table", "write"]

@@ -19,7 +19,7 @@ from urllib.parse import quote
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
 from ..options import RecipeOptions, RunOptions
-from ..parsing import format_call
+from ..parsing import format_call, set_flags
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,10 +221,7 @@ def _again(config: Mapping[str, Any]) -> str:
             words += ["--clip", "inf"]
         elif config.get(name) is not None:
             words += [f"--{name.replace('_', '-')}", str(config[name])]
-    for group in ("method_settings", "task_settings"):
-        for key, value in (config.get(group) or {}).items():
-            words += ["--set", f"{key}={value}"]
-    return shlex.join(words)
+    return shlex.join(words + set_flags(config.get("method_settings") or {}, config.get("task_settings") or {}))
 
 
 def _curve(path: Path) -> list[dict[str, float]]:

@@ -169,6 +169,10 @@ class Cell:
             method_settings=settings, task_settings=study.task_settings, **given,
         )  # fmt: skip
 
+    def owns(self, config: RunConfig) -> bool:
+        """Return whether a run is of this cell."""
+        return config.batch == self.batch and self.config(config.lr, config.part, config.seed) == config
+
     def first_runs(self) -> list[RunConfig]:
         """Return the runs that choose a learning rate; for a grid of one rate, the runs of all seeds."""
         if len(self.grid) == 1:

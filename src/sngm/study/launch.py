@@ -81,7 +81,7 @@ def compare(
         raise UsageError("a study starts its own processes; run it without torchrun, and with WORLD_SIZE unset")
     cells = study.cells()
     here = cluster.here(options)
-    data = check(study, cells, here, load_data(study, here))
+    data = check(cells, here, load_data(study, here))
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
         remove_leftovers(folder)
@@ -103,7 +103,7 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
     return tasks.build(study.task, study.task_settings, options.data_dir).data()
 
 
-def check(study: StudyConfig, cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
+def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
     """Raise UsageError if any cell cannot be run; return a description of the data for each `part` of the runs."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
@@ -144,7 +144,7 @@ def _check_runs(folder: Path, cells: list[Cell]) -> None:
             config = config_of(RunFolder(file.parent).read(), file)
         except BrokenRecord:  # this run is trained again
             continue
-        if all(cell.config(config.lr, config.part, config.seed) != config for cell in cells):
+        if not any(cell.owns(config) for cell in cells):
             raise UsageError(f"{folder} holds runs of another study, such as {file.parent.name}; name another folder")
 
 

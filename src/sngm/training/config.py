@@ -100,7 +100,7 @@ class RunConfig:
             if (value := getattr(self, name)) < least:
                 raise UsageError(f"`{name}` must be a whole number >= {least}, got {value!r}")
             if value > most:
-                raise UsageError(f"`{name}` must be at most {most:,}, got {_short(value)}")
+                raise UsageError(f"`{name}` must be at most {most:,}, got {short(value)}")
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
@@ -109,15 +109,15 @@ class RunConfig:
             for number in value if isinstance(value, (tuple, list)) else (value,):
                 shown = "`lr`" if name == "lr" else f"setting {name}"
                 if isinstance(number, int) and abs(number) >= 2**63:  # torch has no integer as large
-                    raise UsageError(f"{shown} must be below 2**63, or written as a float, got {_short(number)}")
+                    raise UsageError(f"{shown} must be below 2**63, or written as a float, got {short(number)}")
                 if isinstance(number, float) and largest < abs(number) < math.inf:
                     limit = f"at most {largest:.2g}, the largest number of {self.precision}"
-                    raise UsageError(f"{shown} must be {limit}, got {_short(number)}")
+                    raise UsageError(f"{shown} must be {limit}, got {short(number)}")
         for name, value in {**self.method_settings, **self.task_settings}.items():
             try:
                 json.dumps(value, allow_nan=False)
             except ValueError:  # JSON would hold null, the same for different configs
-                raise UsageError(f"setting {name} must be finite, got {_short(value)}") from None
+                raise UsageError(f"setting {name} must be finite, got {short(value)}") from None
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"`clip` must be a finite number > 0, got {self.clip!r}")
         if self.ema is not None and not 0 < self.ema < 1:
@@ -144,7 +144,7 @@ class RunConfig:
                 fits = isinstance(value, allowed) and not isinstance(value, bool)
                 wanted = " or ".join(WORDS[one] for one in kinds)
             if not fits:
-                raise UsageError(f"`{name}` must be {wanted}, got {_short(value)}")
+                raise UsageError(f"`{name}` must be {wanted}, got {short(value)}")
 
     @property
     def hash(self) -> str:
@@ -297,7 +297,7 @@ def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int)
     return {"workers": plan.workers, "micro": plan.micro, "bn_group": plan.bn_group}
 
 
-def _short(value: Any) -> str:
+def short(value: Any) -> str:
     """Return the repr of a value, truncated to 80 characters. Python cannot print integers of 5,000 digits."""
     try:
         text = repr(value)

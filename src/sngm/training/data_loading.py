@@ -193,8 +193,6 @@ class Loader:
 
 def loaders_of(task: Task, asked: int | None) -> int:
     """Return the number of loader processes: `asked`, or the task's default; at most one per core."""
-    if asked is not None and asked < 0:
-        raise UsageError(f"loaders must be at least 0, got {asked}")
     if multiprocessing.current_process().daemon:  # daemons cannot start processes
         return 0
     here = local_ranks()

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenRecord, UsageError
-from .config import RunConfig
+from .config import RunConfig, short
 
 STATUSES = ("running", "interrupted", "failed", "finished", "diverged")
 TYPES: dict[str, type] = {
@@ -21,16 +21,16 @@ def check_record(record: dict[str, Any], file: Path) -> None:
     """Raise UsageError if fields of a record are missing or of the wrong type; the message names `file`."""
     if record.get("format", 1) != 1:
         raise UsageError(
-            f"{file}: format must be 1, got {_short(record['format'])}; open it with the version of sngm that wrote it"
+            f"{file}: format must be 1, got {short(record['format'])}; open it with the version of sngm that wrote it"
         )
     if "format" not in record or "config" not in record:
         raise BrokenRecord(f"{file} is not the record of a run")
     for name, kind in TYPES.items():
         if name in record and (not isinstance(record[name], kind) or isinstance(record[name], bool)):
-            _refuse(file, f"{name} must be of type {kind.__name__}, got {_short(record[name])}")
+            _refuse(file, f"{name} must be of type {kind.__name__}, got {short(record[name])}")
     status = record.get("status")
     if status not in STATUSES:
-        _refuse(file, f"status must be one of {', '.join(STATUSES)}, got {_short(status)}")
+        _refuse(file, f"status must be one of {', '.join(STATUSES)}, got {short(status)}")
     for name in NEEDED.get(str(status), ()):
         if name not in record:
             _refuse(file, f"{name} is missing")
@@ -41,7 +41,7 @@ def check_record(record: dict[str, Any], file: Path) -> None:
             _refuse(file, "timing.seconds is missing")
     for name, value in numbers.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):
-            _refuse(file, f"{name} must be a number, got {_short(value)}")
+            _refuse(file, f"{name} must be a number, got {short(value)}")
 
 
 def config_of(record: dict[str, Any], file: Path) -> RunConfig:
@@ -59,7 +59,3 @@ def config_of(record: dict[str, Any], file: Path) -> RunConfig:
 
 def _refuse(file: Path, why: str) -> None:
     raise BrokenRecord(f"{file} is not the record of a run: {why}")
-
-
-def _short(value: Any) -> str:
-    return repr(value)[:80]
