@@ -40,8 +40,9 @@ def doctor(
         print(json.dumps(found, indent=2))
         return
     for key, value in found.items():
-        text = ", ".join(f"{k} {v}" for k, v in value.items()) or "none" if isinstance(value, dict) else value
-        print(f"{key.replace('_', ' ')}: {', '.join(text) or 'none' if isinstance(text, list) else text}")
+        if isinstance(value, dict):
+            value = [f"{name} ({text})" if " " in str(text) else f"{name} {text}" for name, text in value.items()]
+        print(f"{key.replace('_', ' ')}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
 
 
 def _check_script(script: str, as_json: bool) -> None:
