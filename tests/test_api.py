@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import console
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -316,10 +317,18 @@ def test_what_a_users_function_raised_is_shown_with_its_traceback():
         ({"methods": []}, "`methods` is empty"),
         ({"lrs": []}, "`lrs` is empty"),
         ({"batches": []}, "`batches` is empty"),
-        ({"seeds": [1, 2]}, r"`seeds` must be the number of runs of each result, such as 3, got \[1, 2\]"),
+        ({"seeds": [1, 2]}, r"`seeds` must be a whole number, got \[1, 2\]"),
+        ({"seeds": 0}, "`seeds` must be the number of runs of each result, such as 3, got 0"),
+        ({"methods": None}, "methods must be a list, got None"),
+        ({"epochs": "2"}, "`epochs` must be a whole number, got '2'"),
+        ({"workers": "a"}, "`workers` must be a whole number"),
+        ({"jobs": 1.5}, "`jobs` must be a whole number, got 1.5"),
+        ({"deterministic": "no"}, "`deterministic` must be True or False"),
+        ({"out": 1}, "`out` must be a text or a path, got 1"),
+        ({"settings": {1: 2}}, "`settings` must be a dict of settings"),
         ({"seeds": 2.5}, "`seeds` must be"),
         ({"batches": [50.5]}, "`batches` must hold whole numbers >= 1, got 50.5"),
-        ({"settings": [1]}, r"settings must be a dict, got \[1\]"),
+        ({"settings": [1]}, r"`settings` must be a dict of settings, got \[1\]"),
     ],
     ids=str,
 )
@@ -333,6 +342,73 @@ def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
         task(), methods=[lambda p, lr: torch.optim.SGD(p, lr)], batches=[20], lrs=[0.1], seeds=1, **QUIET
     )
     assert study.runs[0].status == "finished"
+
+
+def test_numbers_of_numpy_are_numbers():
+    run = sngm.train(task(), lr=np.float32(0.5), batch=np.int64(20), epochs=1, **QUIET)
+    assert (run.config.lr, run.config.batch) == (0.5, 20)
+    grids = {"sngm": np.array([0.1]), "msgd": [np.float64(0.1)]}
+    study = sngm.compare(task(), ["sngm", "msgd"], np.array([20]), lrs=grids, seeds=1, epochs=1, **QUIET)
+    assert study.best(20).lr == 0.1
+
+
+def test_a_model_that_was_trained_before_is_refused():
+    net = linear()
+    shared = sngm.Task.from_torch(lambda: nn.Sequential(net), TRAIN, TEST)
+    sngm.train(shared, lr=0.1, batch=20, epochs=1, **QUIET)
+    with pytest.raises(UsageError, match="must build a new model at every call"):
+        sngm.train(shared, lr=0.1, batch=20, epochs=1, seed=1, **QUIET)
+
+
+def test_an_optimizer_function_that_misses_parameters_or_the_rate_is_named():
+    def own(method):
+        return sngm.train(task(), method, lr=0.1, batch=20, epochs=1, **QUIET)
+
+    with pytest.raises(UsageError, match="parameters that it was not given"):
+        own(lambda params, lr: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr))
+    with pytest.warns(UserWarning, match="of . parameters are not in the optimizer"):
+        own(lambda params, lr: torch.optim.SGD(list(params)[:1], lr))
+    with pytest.warns(UserWarning, match="ignores the learning rate"):
+        own(lambda params, lr: torch.optim.SGD(params, 0.5))
+
+
+def test_the_held_out_part_is_part_of_a_task():
+    names = {tasks.name_of(task(holdout=holdout))[0] for holdout in (0.2, 0.3)}
+    assert len(names) == 2
+    with pytest.raises(UsageError, match="holdout must be a number between 0 and 1, got 0"):
+        sngm.train(task(holdout=0), **QUIET)
+
+
+def test_a_metric_may_not_take_the_name_of_the_loss():
+    def loss(outputs, target):
+        return outputs.argmax(1) == target
+
+    with pytest.raises(ValueError, match="another name than loss"):
+        task(metric=loss)
+
+
+SCRIPT = """
+import torch, sngm
+from torch import nn
+from sngm.tasks import Splits, Tensors
+
+class Own(sngm.Task):
+    def data(self):
+        x = torch.randn(64, 3, generator=torch.Generator().manual_seed(0))
+        return Splits(Tensors(x, (x.sum(1) > 0).long()), Tensors(x, (x.sum(1) > 0).long()))
+    def model(self):
+        return nn.Linear(3, 2)
+
+study = sngm.compare(Own, ["sngm"], [32], lrs=[0.1, 0.3], seeds=2, epochs=1, jobs=2, progress=False)
+print(study.runs[0].folder)
+"""
+
+
+def test_a_class_of_a_script_is_compared_in_worker_processes():
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(UsageError, match=r"was made in another process; .*load_run\(folder, task=task\)"):
+        _ = sngm.load_run(done.stdout.splitlines()[-1]).model
 
 
 def test_lists_must_be_lists():

@@ -14,7 +14,7 @@ from .environment import ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable, short_hash
 from .optim import registry
-from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, takes
+from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, plain, takes
 from .parsing import parse_call
 from .progress import interrupt_on_signal, note, step_progress, stop_on_signal
 from .results import Folder, Run, Study
@@ -154,10 +154,11 @@ def plan_study(
     trials: int | None = None,
 ) -> StudyConfig:
     """Return the config of a study, with every default filled in. A torch.device need not exist on this machine."""
-    by_method = {registry.name_of(method): grid for method, grid in lrs.items()} if isinstance(lrs, Mapping) else None
-    grids: list[Any] = [lrs] if by_method is None else list(by_method.values())
-    for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids)):
-        if isinstance(values, str) or not isinstance(values, (Sequence, type(None))):
+    by_method = {registry.name_of(key): one for key, one in lrs.items()} if isinstance(lrs, Mapping) else {"": lrs}
+    batches, grids = plain(batches), {method: plain(grid) for method, grid in by_method.items()}
+    for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids.values())):
+        optional = values is None and name != "methods"
+        if isinstance(values, str) or not (optional or isinstance(values, Sequence)):
             raise TypeError(f"{name} must be a list, got {values!r}")
         if values is not None and not values:
             raise UsageError(f"`{name}` is empty; give at least one, or leave it out")
@@ -166,8 +167,6 @@ def plan_study(
     for batch in batches or ():
         if not at_least(batch, 1):
             raise UsageError(f"`batches` must hold whole numbers >= 1, got {batch!r}")
-    if settings is not None and not isinstance(settings, dict):
-        raise TypeError(f"settings must be a dict, got {settings!r}")
     if trials is not None and search is None:
         raise UsageError("`trials` is the number of points of a search; give `search` too, such as lr,weight_decay")
     name, own_of_task = tasks.name_of(task)
@@ -180,9 +179,10 @@ def plan_study(
     usual = usual_precision(name, sizes[0], device if isinstance(device, torch.device) else choose_device(device))
     if usual != "float32":  # part of the study, so that runs on a CPU and on a GPU do not mix
         given.setdefault("precision", usual)
+    rates = {method: tuple(grid) for method, grid in grids.items() if grid is not None}
     return StudyConfig(
         task=name, methods=tuple(names), batches=sizes, seeds=seeds, epochs=epochs,
-        lrs=tuple(grids[0] or ()) or None if by_method is None else {k: tuple(grid) for k, grid in by_method.items()},
+        lrs=rates if isinstance(lrs, Mapping) else rates.get(""),
         method_settings=of_methods, task_settings={**own_of_task, **of_task}, settings=given,
         search={} if search is None else check_search(search, trials), trials=trials,
     )  # fmt: skip

@@ -10,6 +10,8 @@ import difflib
 import functools
 import inspect
 import math
+import os
+import types
 import typing
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -213,6 +215,47 @@ class BudgetOptions:
     lam: float | None = option("lambda of relaxed smoothness, L + lam |g|. Default: 0.")
 
 
+WORDS = {
+    str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path", type(None): "None",
+    os.PathLike: "a path", dict: "a dict of settings", tuple: "a list of numbers",
+}  # fmt: skip
+
+
+def misfit(value: Any, kind: Any) -> str:
+    """Return what a value should be if it does not fit an annotation; else, or for other annotations, return "".
+
+    >>> misfit("32", int | None), misfit(1, float), misfit(None, int | None)
+    ('a whole number or None', '', '')
+    """
+    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    kinds = [typing.get_origin(one) or one for one in (typing.get_args(kind) if union else (kind,))]
+    if any(one not in WORDS for one in kinds):
+        return ""
+    also = {float: (int,), Path: (str, os.PathLike), tuple: (list,)}
+    allowed = (*kinds, *(more for one in kinds for more in also.get(one, ())))
+    fits = isinstance(value, allowed) and (bool in kinds or not isinstance(value, bool))
+    if isinstance(value, dict):
+        fits = fits and all(isinstance(key, str) for key in value)
+    if isinstance(value, (list, tuple)):
+        fits = fits and not any(misfit(one, float) for one in value)
+    return "" if fits else " or ".join(WORDS[one] for one in kinds)
+
+
+def plain(value: Any) -> Any:
+    """Return NumPy numbers and arrays, also in lists and tuples, as Python's; other values unchanged."""
+    if type(value) in (list, tuple):
+        return type(value)(map(plain, value))
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+
+
+def typed(name: str, value: Any, kind: Any) -> Any:
+    """Return an argument with numbers of Python; raise UsageError if it does not fit its annotation."""
+    value = plain(value)
+    if wanted := misfit(value, kind):
+        raise UsageError(f"`{name}` must be {wanted.removesuffix(' or None')}, got {value!r}")
+    return value
+
+
 def at_least(value: Any, least: int) -> bool:
     """Return whether a value is a whole number of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
@@ -244,10 +287,12 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         names = {group: group.__name__.lower() for group in groups}
         kept = [p for p in own if p.name not in names.values()]
         fields = [parameter for group in groups for parameter in parameters_of(group)]
+        kinds = {**typing.get_type_hints(function), **{field.name: field.annotation for field in fields}}
 
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Any:
             check_names(function.__name__, given, [p.name for p in (*kept, *fields)])
+            given = {name: typed(name, value, kinds.get(name)) for name, value in given.items()}
             built = {}
             for group, name in names.items():
                 mine = [field.name for field in dataclasses.fields(group)]

@@ -195,21 +195,30 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
         "epochs": not isinstance(cls.epochs, Integral) and "must be a whole number",
         "batches": not several(cls.batches, Integral) and "must be a tuple of whole numbers",
         "usual_lrs": not several(cls.usual_lrs, Real) and "must be a tuple of learning rates",
+        "holdout": not (isinstance(cls.holdout, Real) and 0 < cls.holdout < 1) and "must be a number between 0 and 1",
         "lrs": not all(several(some, Real) for some in rates.values())
         and "must have a tuple of learning rates for each method it names",
     }
     for attribute, why in wrong.items():
         if why:
             raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
-    cls.batches, cls.usual_lrs = _listed(cls.batches), _listed(cls.usual_lrs)
-    cls.lrs = {method: _listed(some) for method, some in cls.lrs.items()}
+    made = {"batches": as_list(cls.batches), "usual_lrs": as_list(cls.usual_lrs)}
+    made["lrs"] = {method: as_list(some) for method, some in cls.lrs.items()}
+    for attribute, value in made.items():
+        if value != getattr(cls, attribute):  # an inherited value stays one: it is part of the checksum of a class
+            setattr(cls, attribute, value)
 
 
-def _listed(numbers: Any) -> Any:
-    """Return ranges and arrays as tuples of Python numbers, for JSON."""
+def as_list(numbers: Any) -> Any:
+    """Return ranges and arrays as tuples of Python numbers, for JSON; lists and tuples unchanged."""
     if isinstance(numbers, (list, tuple)):
         return numbers
     return tuple(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
+
+
+def is_known(name: str) -> bool:
+    """Return whether the task of this name can be found in this process."""
+    return name in LOCAL or name in TASKS or (":" in name and not name.startswith("__main__:"))
 
 
 def settings_of(name: str) -> list[str]:

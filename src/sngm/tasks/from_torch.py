@@ -48,9 +48,9 @@ def as_batch(samples: Sequence[Any]) -> Batch:
             "wrap the dataset in one that returns tuples"
         )
     batch = default_collate([tuple(sample) for sample in samples])
-    for part in batch:
+    for value, part in zip(samples[0], batch, strict=True):
         if not isinstance(part, Tensor):
-            raise UsageError(f"samples must hold tensors, arrays or numbers, got {type(part).__name__}")
+            raise UsageError(f"samples must hold tensors, arrays or numbers, got {type(value).__name__}")
     return tuple(batch)
 
 
@@ -127,7 +127,7 @@ class TorchTask(Task):
         return as_batch(found)
 
     def sources(self) -> list[Any]:
-        code = [self.parts["model_fn"], self.parts["loss"], self.parts["metric"]]
+        code = [self.parts["model_fn"], self.parts["loss"], self.parts["metric"], self.holdout]
         return [*code, {name: as_samples(name, data).fingerprint() for name, data in self.parts["data"].items()}]
 
 
@@ -167,6 +167,8 @@ def make(
     measure: Loss | None = accuracy if metric == "accuracy" else None
     if callable(metric):
         measure, metric = metric, getattr(metric, "__name__", type(metric).__name__)
+        if metric == "loss":
+            raise ValueError("metric must have another name than loss, which is the name of the loss")
     elif metric not in ("accuracy", "loss"):
         raise ValueError(f"metric must be 'accuracy', 'loss' or a function of (outputs, target), got {metric!r}")
     known = [key for key in vars(Task) if not key.startswith("_") and not callable(getattr(Task, key))]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -142,6 +143,9 @@ def prepare(
     )  # fmt: skip
 
 
+BUILT: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a model trained twice would begin where the first run ended
+
+
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
     """Return the task's model, initialised with the config's seed, on its device and in its dtype."""
     rng.seed_torch(config.seed, rng.MODEL)
@@ -149,6 +153,10 @@ def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Modul
         model = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
+    trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
+    if any(module in BUILT for module in trained):
+        raise UsageError(f"task {config.task}: model() must build a new model at every call; it returned one again")
+    BUILT.update(trained)
     limit.check(model)
     model = model.to(device, config.dtype)
     if device.type == "cuda" and config.precision == "bfloat16":  # the layout that tensor cores use
@@ -208,6 +216,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
         raise UsageError(f"{config.method}: must return a torch.optim.Optimizer, got {optimizer!r}")
     if config.method not in BUILT_IN and config.label not in CHECKED:
         CHECKED.add(config.label)
+        _check_function(config, model, optimizer, build)
         if not restores_its_state(functools.partial(build, lr=config.lr)):
             warnings.warn(
                 f"{config.label}: state_dict() lacks something that its step uses, so a resumed run would differ from "
@@ -223,6 +232,22 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     if tensor_rates:
         _hold_rates_in_tensors(optimizer)
     return optimizer
+
+
+def _check_function(
+    config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, build: Callable[..., torch.optim.Optimizer]
+) -> None:
+    """Raise UsageError or warn if the user's own optimizer has other parameters than the model, or ignores the lr."""
+    theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if theirs - {id(p) for p in model.parameters()}:
+        raise UsageError(f"{config.method}: the optimizer has parameters that it was not given")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if left_out := [p for p in trained if id(p) not in theirs]:
+        said = f"{len(left_out)} of {len(trained)} parameters are not in the optimizer, so they are not trained"
+        warnings.warn(f"{config.label}: {said}", stacklevel=2)
+    one, other = (build([nn.Parameter(torch.ones(2, 2))], lr=lr) for lr in (config.lr, 2 * config.lr))
+    if [group.get("lr") for group in one.param_groups] == [group.get("lr") for group in other.param_groups]:
+        warnings.warn(f"{config.label}: the optimizer ignores the learning rate that it is given", stacklevel=2)
 
 
 def _scale_vectors(optimizer: LARS | CLARS) -> None:

@@ -12,13 +12,14 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_type_hints
 
 import torch
 
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
+from ..options import misfit
 from ..parsing import format_call
 from ..tasks import Schedule, Task
 from .batch_plan import MOST_SAMPLES, BatchPlan
@@ -43,7 +44,6 @@ ADDED_LATER = {
     "last_batch": "drop",
 }  # fields that older records lack, with their former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
-WORDS = {str: "a text", int: "a whole number", float: "a number", type(None): "None"}
 BN_SAMPLES = 10_000  # default number of samples that estimate the statistics of averaged weights
 INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr: linear scaling for one of eight workers
 
@@ -133,18 +133,8 @@ class RunConfig:
     def _check_types(self) -> None:
         """Raise UsageError if a field is not of its annotated type. An int is a valid float, a bool is not."""
         for name, kind in _field_types().items():
-            value, kinds = getattr(self, name), get_args(kind) or (kind,)
-            if get_origin(kind) is dict:
-                fits, wanted = (
-                    isinstance(value, dict) and all(isinstance(key, str) for key in value),
-                    "a dict of settings",
-                )
-            else:
-                allowed = (*kinds, int) if float in kinds else kinds
-                fits = isinstance(value, allowed) and not isinstance(value, bool)
-                wanted = " or ".join(WORDS[one] for one in kinds)
-            if not fits:
-                raise UsageError(f"`{name}` must be {wanted}, got {short(value)}")
+            if wanted := misfit(getattr(self, name), kind):
+                raise UsageError(f"`{name}` must be {wanted}, got {short(getattr(self, name))}")
 
     @property
     def hash(self) -> str:
@@ -199,7 +189,12 @@ class RunConfig:
         return cls(**{**values, "method_settings": settings})
 
     def check_source(self) -> None:
-        """Raise UsageError if the code of the task has changed since this run began."""
+        """Raise UsageError if the code of the task has changed since this run began, or is unknown here."""
+        if not tasks.is_known(self.task):
+            raise UsageError(
+                f"task {self.task} was made in another process; make it again and pass it, as "
+                "sngm.load_run(folder, task=task).model"
+            )
         now = tasks.source_of(self.task, self.task_settings)
         if now != self.task_source:
             raise UsageError(
