@@ -190,6 +190,8 @@ def test_what_the_methods_lost_can_be_too_close_to_call_or_the_same(folder):
     assert answer.endswith(", too close to call).")
     folder.runs("lars", 32, [0.91, 0.93]).runs("lars", 512, [0.89, 0.91])
     assert folder.answer().endswith("lars and sngm lost the same and least (2.0 points).")
+    folder.runs("adam", 32, [0.91, 0.93]).runs("adam", 512, [0.92, 0.94])
+    assert "adam gained most (1.0 points), then lars (a loss of 2.0 points; p" in folder.answer()
 
 
 @pytest.mark.parametrize("lr", [1e-302, 1e99, 1e300])

@@ -13,7 +13,9 @@ EXAMPLES = ("sngm watch runs/compare-digits-1a2b3c4d", "sngm watch runs/compare-
 def watch(
     folder: Annotated[Path, typer.Argument(help="The folder of a study, of several runs or of one.")],
     *,
-    port: Annotated[int, typer.Option(help="Port on 127.0.0.1. Default: a free one.", min=0, max=65535)] = 0,
+    port: Annotated[
+        int, typer.Option(help="Port on 127.0.0.1. Default: a free one.", min=0, max=65535, show_default=False)
+    ] = 0,
 ) -> None:
     """Show the report of a folder in the browser while its runs are training: progress, curves as they come, failures
     at the top. Serves http://127.0.0.1 only, which no other machine can reach, and writes nothing. Ctrl-C ends it.

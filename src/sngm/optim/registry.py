@@ -111,7 +111,11 @@ def register(name: str, build: Callable[..., torch.optim.Optimizer], settings: d
         raise TypeError(
             f"build must have an argument 'lr', as in (params, lr); {name} has {', '.join(known) or 'none'}"
         )
-    METHODS[name] = Method(build, dict(settings or {}))
+    own = dict(settings or {})
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in inspect.signature(build).parameters.values())
+    if unknown := [key for key in own if key not in known and not takes_any]:
+        raise TypeError(f"settings: {name} has no argument {unknown[0]!r}; it has {', '.join(known)}")
+    METHODS[name] = Method(build, own)
     return METHODS[name]
 
 

@@ -209,12 +209,15 @@ class Summary:
             gap = self.gap(abs(least)) if least else "nothing"
             return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}."
         if len(tied) > 1:
-            return f"{head} {join(tied)} lost the same and least ({self._loss(least)})."
+            least_lost = "gained the same and most" if least < 0 else "lost the same and least"
+            return f"{head} {join(tied)} {least_lost} ({self._size(least)})."
         second, other = costs[1]
         weights = {(method, small): 1, (method, large): -1, (other, small): -1, (other, large): 1}
         p = contrast(*((weight, list(self.cells[key].values.values())) for key, weight in weights.items()))
         sure = "" if p is None else f"; {_p(p)}{', too close to call' if p >= 0.05 else ''}"
-        return f"{head} {method} lost least ({self._loss(least)}), then {other} ({self._loss(second)}{sure})."
+        first = "gained most" if least < 0 else "lost least"
+        also = f"a loss of {self.gap(second)}" if least < 0 < second else self._size(second)
+        return f"{head} {method} {first} ({self._size(least)}), then {other} ({also}{sure})."
 
     def gap(self, gap: float) -> str:
         """Format a difference, in percentage points where the metric is a percentage."""
@@ -223,8 +226,8 @@ class Summary:
             return f"{gap:.{1 if gap >= 0.1 else 2}f} points"
         return f"{gap:.2g}"
 
-    def _loss(self, loss: float) -> str:
-        return "nothing" if loss == 0 else ("a gain of " if loss < 0 else "") + self.gap(abs(loss))
+    def _size(self, change: float) -> str:
+        return self.gap(abs(change)) if change else "nothing"
 
 
 def welch(one: Cell, other: Cell) -> float | None:

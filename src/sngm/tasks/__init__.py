@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch import nn
 
 from ..errors import UsageError
 from ..optim import registry
@@ -81,6 +82,8 @@ def source_digest(task: Task) -> str:
     """Return a checksum of the code of a task that is not in a file, and of its model's architecture."""
     with torch.random.fork_rng(devices=[]):
         model = task.model()
+    if not isinstance(model, nn.Module):
+        raise UsageError(f"the function that builds the model must return a torch.nn.Module, got {model!r}")
     return digest_of(*task.sources(), [type(module) for module in model.modules()], repr(model), task.settings())
 
 
