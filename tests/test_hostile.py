@@ -213,7 +213,7 @@ def test_an_allocation_that_fails_is_one_line():
     [
         (f"probe digits {QUICK} --points {2**70}", "points must be at least 2"),
         (f"probe digits {QUICK} --points 10001", "at most 10,000"),
-        (f"probe digits {QUICK} --iterations {2**70}", "iterations must be at least 1 and at most 10,000"),
+        (f"probe digits {QUICK} --iterations {2**70}", "--iterations must be at least 1 and at most 10,000"),
         (f"train digits --batch {10**30} --micro 7", "batch must be at most 1,000,000,000,000"),
         (f"train digits --epochs {10**30}", "epochs must be at most 1,000,000,000"),
         (f"train digits --epochs {10**30} --dry-run", "epochs must be at most 1,000,000,000"),
