@@ -371,8 +371,8 @@ def page(record: dict[str, Any]) -> str:
     lines.append("")
     if "bandwidth" in found:
         bound = 1e3 * where["parameters"] * BYTES / found["bandwidth"]
-        lines += [f"Bound: {BYTES} bytes a parameter at the measured {found['bandwidth'] / 1e12:.2f} TB/s are "
-                  f"{bound:.2f} ms a step of SNGM.", ""]  # fmt: skip
+        lines += [f"Bound: {BYTES} bytes per parameter at the measured {found['bandwidth'] / 1e12:.2f} TB/s are "
+                  f"{bound:.2f} ms per step of SNGM.", ""]  # fmt: skip
     if times := found.get("lookups"):
         lines += ["The gradient of a batch's lookups in the embeddings, zeroing it included: "
                   + ", ".join(f"{value:.2f} ms by {name}" for name, value in times.items()) + ".", ""]  # fmt: skip

@@ -650,7 +650,7 @@ def test_what_a_pilot_measured_is_taken_with_care():
     for high in (None, math.nan):
         rough = Constants.of_probe(PILOT | {"sigma_high": high})
         assert rough.sigma == 5.0
-        assert "more --samples" in rough.doubts[0]
+        assert "more samples" in rough.doubts[0]
     for later in ("L_settled", "sigma_high", "training_samples"):  # older records do not have these
         with pytest.raises(UsageError, match="make another with sngm probe"):
             Constants.of_probe({key: value for key, value in PILOT.items() if key != later})

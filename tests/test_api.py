@@ -17,7 +17,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 import sngm
 from sngm import tasks
-from sngm.errors import Failed, UsageError
+from sngm.cli import exit_codes
+from sngm.errors import DataMissing, Failed, UsageError
 from sngm.optim import registry
 from sngm.study import worker
 
@@ -171,7 +172,7 @@ def test_a_regression_has_its_own_loss_and_metric():
         ({"ephocs": 3}, TypeError, "did you mean 'epochs'"),
         ({"method": 3}, TypeError, "a method is a name"),
         ({"method": "sgnm"}, UsageError, "did you mean 'signum' or 'sngm'"),
-        ({"track": "paper"}, UsageError, "`tracker` must be one of"),
+        ({"track": "paper"}, UsageError, "`track` must be one of"),
         ({"settings": {"nobody": 1}}, UsageError, "no setting 'nobody'"),
     ],
 )
@@ -335,6 +336,60 @@ def test_what_a_users_function_raised_is_shown_with_its_traceback():
 def test_values_of_the_wrong_kind_are_named(given, words):
     with pytest.raises((UsageError, TypeError), match=words):
         sngm.compare(task(), **{"methods": ["sngm"], "batches": [20], "lrs": [0.1], "seeds": 1, **given}, **QUIET)
+
+
+@pytest.mark.parametrize(
+    ("argument", "call", "given"),
+    [
+        ("track", "train", {"track": "paper"}),
+        ("out", "train", {"out": "study"}),
+        ("out", "train", {"out": "file"}),
+        ("out", "train", {"out": "broken"}),
+        ("restart", "train", {"out": "broken"}),
+        ("lr", "train", {"method": "sngm(lr=0.1)"}),
+        ("micro", "train", {"method": "clars", "batch": 32}),
+        ("clip", "train", {"method": "extrap-sgd", "batch": 32, "workers": 2, "clip": 1.0}),
+        ("data_dir", "train", {"task": "wikitext2-lstm", "data_dir": Path("file")}),
+        ("out", "compare", {"out": "broken"}),
+        ("out", "compare", {"out": "study"}),
+        ("jobs", "compare", {"jobs": 0}),
+        ("seeds", "compare", {"seeds": 10**9}),
+        ("methods", "compare", {"methods": ["sngm", "sngm"]}),
+        ("search", "compare", {"search": ["lr", "lr"], "trials": 2}),
+        ("samples", "probe", {"samples": 0}),
+        ("out", "probe", {"out": "study"}),
+        ("gradients", "advise", {"gradients": 0.5}),
+    ],
+    ids=str,
+)
+def test_a_message_names_the_argument_and_the_command_line_its_flag(argument, call, given):
+    Path("file").touch()
+    for folder, record in (("study", "study.json"), ("broken", "run.json")):
+        Path(folder).mkdir()
+        Path(folder, record).write_text("{}")
+    rest = dict(given)
+    name = rest.pop("task", "digits")
+    with pytest.raises((UsageError, DataMissing)) as caught:
+        getattr(sngm, call)(name, **rest, **QUIET)
+    assert f"`{argument}`" in str(caught.value)
+    assert " --" not in f" {caught.value}"
+    shown = exit_codes.with_flags(str(caught.value))
+    assert f"--{argument.replace('_', '-')}" in shown
+    assert "`" not in shown
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ("train digits --track paper", "--track must be one of"),
+        ("train digits --out file", "name another with --out"),
+        ("train wikitext2-lstm --data-dir file", "with --data-dir"),
+        ("compare digits --methods sngm --jobs 0", "--jobs must be"),
+    ],
+)
+def test_the_command_line_shows_flags(line, words):
+    Path("file").touch()
+    console.refused(console.sngm(f"{line} --device cpu"), words, code=3 if "data-dir" in line else 2)
 
 
 def test_the_first_argument_of_an_optimizer_function_may_have_any_name():

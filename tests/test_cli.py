@@ -757,7 +757,7 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_the_same(monkeypatch):
     whole = sngm(f"{line} whole --json").json
     asked = iter([False, False, True])
     monkeypatch.setattr("sngm.api.stop_on_signal", lambda: nullcontext(lambda: next(asked)))
-    refused(sngm(f"{line} run"), "interrupted; stopped at step 3 of 10; the same command goes on", code=130)
+    refused(sngm(f"{line} run"), "interrupted; stopped at step 3 of 10; the same command resumes from there", code=130)
     monkeypatch.setattr("sngm.api.stop_on_signal", lambda: nullcontext(lambda: False))
     assert sngm(f"{line} run --json").json["result"] == whole["result"]
 

@@ -230,7 +230,7 @@ def test_the_real_cifar_loads_fast_and_passes_its_check():
 def test_a_dataset_that_is_not_there_says_what_to_run(classes):
     with pytest.raises(DataMissing, match=f"no CIFAR-{classes} in pets; run 'sngm data get cifar{classes} --data-dir"):
         load_cifar(Path("pets"), classes)
-    with pytest.raises(DataMissing, match=r"in \.data and .*/home/\.cache/sngm; .*--data-dir or SNGM_DATA"):
+    with pytest.raises(DataMissing, match=r"in \.data and .*/home/\.cache/sngm; .*`data_dir` or SNGM_DATA"):
         load_cifar(None, classes)
     with pytest.raises(UsageError, match="CIFAR-10 or CIFAR-100"):
         load_cifar(None, 11)

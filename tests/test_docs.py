@@ -112,6 +112,27 @@ def test_the_test_of_every_guarantee_exists():
             assert f"\ndef {name}(" in (ROOT / file).read_text(), f"{file} has no {name}"
 
 
+def test_contributing_names_the_files_that_exist():
+    page = (ROOT / "CONTRIBUTING.md").read_text()
+    layout = page.partition("## How the code is laid out")[2].partition("\n## ")[0]
+    package, benchmarks = layout.split("`benchmarks` times", 1)
+    package, optim = package.split("`src/sngm/optim` imports", 1)
+    for text, folder in (
+        (package, ROOT / "src" / "sngm"),
+        (optim, ROOT / "src" / "sngm" / "optim"),
+        (benchmarks, ROOT / "benchmarks"),
+    ):
+        cells = [row.split("|")[1:3] for row in text.splitlines() if row.startswith("| `")]
+        firsts = {name.rstrip("/") for first, _ in cells for name in re.findall("`([^`]+)`", first)}
+        rest = {name for _, second in cells for name in re.findall(r"`([\w/]+\.py)`", second)}
+        missing = {name for name in firsts if not (folder / name).exists()}
+        missing |= {name for name in rest if not [*folder.rglob(name)]}
+        assert not missing, f"CONTRIBUTING.md names {sorted(missing)}, which {folder} does not have"
+        there = {path.name for path in folder.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+        unnamed = {name for name in there if not name.startswith("__")} - firsts
+        assert not unnamed, f"CONTRIBUTING.md does not name {sorted(unnamed)} of {folder}"
+
+
 def test_every_method_has_a_page_the_index_leads_to():
     index = (ROOT / "docs" / "index.md").read_text()
     for page in (ROOT / "docs").glob("*.md"):

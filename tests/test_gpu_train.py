@@ -211,7 +211,7 @@ def test_what_cannot_be_captured_goes_on_eagerly_or_is_refused(tmp_path):
     assert (found["status"], found["timing"]["step"]) == ("finished", "eager")
     made(tmp_path / "eager", opaque, step="eager")
     assert_near_ends(tmp_path / "auto", tmp_path / "eager", TOLERANCE["float32"])
-    with pytest.raises(Failed, match="--step captured: a step of this run cannot be captured"):
+    with pytest.raises(Failed, match="`step` captured: a step of this run cannot be captured"):
         made(tmp_path / "asked", opaque, step="captured")
 
 

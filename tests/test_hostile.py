@@ -114,7 +114,7 @@ def test_unhashable_literals_are_refused_wherever_settings_are_read(text):
     refused(sngm(f"train digits --set 'width={text}'"), "width must be of type int", text)
     refused(sngm(f"train digits --method 'sngm(momentum={text})'"), "momentum must be a number", text)
     refused(sngm(f"train digits --schedule 'polynomial(power={text})'"), "power must be a number", text)
-    refused(sngm(f"advise digits --from-sgd 'lr={text},batch=32' --to-batch 64"), "lr must be a number", text)
+    refused(sngm(f"advise digits --from-sgd 'lr={text},batch=32' --to-batch 64"), "lr must be a finite number", text)
 
 
 # ---------------------------------------------------------------- the environment of processes
@@ -213,7 +213,7 @@ def test_an_allocation_that_fails_is_one_line():
     [
         (f"probe digits {QUICK} --points {2**70}", "points must be at least 2"),
         (f"probe digits {QUICK} --points 10001", "at most 10,000"),
-        (f"probe digits {QUICK} --iterations {2**70}", "iterations must be at least 1 and at most 10,000"),
+        (f"probe digits {QUICK} --iterations {2**70}", "--iterations must be at least 1 and at most 10,000"),
         (f"train digits --batch {10**30} --micro 7", "batch must be at most 1,000,000,000,000"),
         (f"train digits --epochs {10**30}", "epochs must be at most 1,000,000,000"),
         (f"train digits --epochs {10**30} --dry-run", "epochs must be at most 1,000,000,000"),

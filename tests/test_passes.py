@@ -306,7 +306,7 @@ class Opaque(Pictures):
 @pytest.mark.usefixtures("_traced")
 def test_a_task_that_cannot_be_compiled_is_refused_or_goes_on_eagerly(tmp_path, monkeypatch):
     opaque = wanted(task="test_passes:Opaque")
-    with pytest.raises(Failed, match=r"--step compiled: torch cannot compile this task: .+") as refusal:
+    with pytest.raises(Failed, match=r"`step` compiled: torch cannot compile this task: .+") as refusal:
         made(tmp_path / "asked", opaque, step="compiled")
     assert "\n" not in str(refusal.value)
     made(tmp_path / "eager", opaque)

@@ -603,7 +603,7 @@ def test_schedules_that_wait_for_scores_get_them_and_extrap_sgd_shows_no_gradien
 def test_one_sample_or_one_group_is_too_few():
     with pytest.raises(UsageError, match="no two groups of 1"):
         chains(Tensors(torch.zeros(1, 2)), 512, None)
-    with pytest.raises(UsageError, match="smaller --bn-group"):
+    with pytest.raises(UsageError, match="smaller `bn_group`"):
         chains(Tensors(torch.zeros(100, 2)), 512, 64)
 
 
@@ -685,8 +685,8 @@ def test_what_the_verb_cannot_do_is_one_line(tmp_path):
     refused(sngm("probe digits empty"), "only one task at a time")
     refused(sngm("probe empty --lr 0.1 --points 3"), "--lr, --points")
     refused(sngm("probe digits --points 1"), "at least 2")
-    refused(sngm("probe digits --samples 0"), "samples must be at least 1")
-    refused(sngm("probe digits --iterations 0"), "iterations must be at least 1")
+    refused(sngm("probe digits --samples 0"), "--samples must be at least 1")
+    refused(sngm("probe digits --iterations 0"), "--iterations must be at least 1")
     refused(sngm("probe digits --steps 0"), "steps must be at least 1")
     refused(sngm("probe digits --lambdas 0,-1"), "--lambdas wants numbers of at least 0")
     refused(sngm("probe digits --lambdas a"), "--lambdas wants numbers")

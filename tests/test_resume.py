@@ -90,7 +90,7 @@ def test_an_interrupted_run_says_so_and_goes_on(more, tmp_path):
     )
     os.kill(process.pid, signal.SIGINT)
     assert ended(process) == 130
-    assert "the same command goes on from there" in log.read_text()
+    assert "the same command resumes from there" in log.read_text()
     assert record(tmp_path / "broken")["status"] == "interrupted"
     assert 6 <= steps_on_disk(tmp_path / "broken") < 30
     assert ended(runs.sngm(*arguments)) == 0
@@ -155,10 +155,10 @@ def test_a_run_that_goes_on_does_so_in_the_same_mlflow_run(tmp_path, monkeypatch
     monkeypatch.setitem(sys.modules, "mlflow", fake := FakeMLflow())
     wanted = config(epochs=3)
     with pytest.raises(Interrupted):
-        run(tmp_path / "run", wanted, stop_at=8, tracker="mlflow")
+        run(tmp_path / "run", wanted, stop_at=8, track="mlflow")
     assert fake.active is None
-    run(tmp_path / "run", wanted, tracker="mlflow")
-    run(tmp_path / "another", wanted, tracker="mlflow")
+    run(tmp_path / "run", wanted, track="mlflow")
+    run(tmp_path / "another", wanted, track="mlflow")
     assert [found["epochs"] for found in fake.runs.values()] == [[(1, 6), (2, 12), (3, 18)]] * 2
     assert (tmp_path / "run" / "mlflow_run").read_text() == f"{wanted.hash}-0"
 
@@ -166,12 +166,12 @@ def test_a_run_that_goes_on_does_so_in_the_same_mlflow_run(tmp_path, monkeypatch
 def test_a_run_that_mlflow_does_not_know_any_more_is_refused_until_it_may_begin_another(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", fake := FakeMLflow())
     with pytest.raises(Interrupted):
-        run(tmp_path, config(), stop_at=8, tracker="mlflow")
+        run(tmp_path, config(), stop_at=8, track="mlflow")
     fake.runs.clear()
     with pytest.raises(UsageError, match=r"not found.* delete .*mlflow_run"):
-        run(tmp_path, config(), tracker="mlflow")
+        run(tmp_path, config(), track="mlflow")
     (tmp_path / "mlflow_run").unlink()
-    assert run(tmp_path, config(), tracker="mlflow")["status"] == "finished"
+    assert run(tmp_path, config(), track="mlflow")["status"] == "finished"
 
 
 @pytest.mark.slow
@@ -356,7 +356,7 @@ def test_checkpoints_of_another_config_are_refused_without_a_record(stopped, who
     (stopped / "run.json").unlink()
     before = files_of(stopped)
     with pytest.raises(
-        UsageError, match=r"holds another run; name another folder with --out.*\s+lr: 0\.1 there, 0\.7 here"
+        UsageError, match=r"holds another run; name another folder with `out`.*\s+lr: 0\.1 there, 0\.7 here"
     ):
         run(stopped, other(lr=0.7))
     assert files_of(stopped) == before
@@ -411,7 +411,7 @@ def test_a_broken_record_is_made_again_from_the_checkpoint(damage, finished, who
     damage(finished / "run.json")
     for path in finished.glob("*.pt"):
         path.unlink()
-    with pytest.raises(UsageError, match="no checkpoint is left to make it from; train again with --restart"):
+    with pytest.raises(UsageError, match="no checkpoint is left to make it from; train again with `restart`"):
         run(finished, config("adam"))
     run(finished, config("adam"), restart=True)
     assert_same_end(finished, whole)
@@ -420,7 +420,7 @@ def test_a_broken_record_is_made_again_from_the_checkpoint(damage, finished, who
 def test_a_finished_run_without_its_checkpoint_is_trained_again_with_restart(finished, whole):
     max(finished.glob("*.pt")).unlink()
     assert run(finished, config("adam"))["status"] == "finished"
-    with pytest.raises(UsageError, match="the run is finished; train it again with --restart"):
+    with pytest.raises(UsageError, match="the run is finished; train it again with `restart`"):
         load(finished)
     before = files_of(finished)
     with pytest.raises(UsageError, match="holds another run"):
@@ -483,9 +483,9 @@ def test_a_file_that_is_no_checkpoint_of_ours_is_not_used(stopped):
 
 
 def test_restart_discards_what_trackers_kept(tmp_path):
-    run(tmp_path / "run", config("adam"), tracker="tensorboard")
+    run(tmp_path / "run", config("adam"), track="tensorboard")
     before = set((tmp_path / "run" / "tensorboard").iterdir())
-    run(tmp_path / "run", config("adam"), tracker="tensorboard", restart=True)
+    run(tmp_path / "run", config("adam"), track="tensorboard", restart=True)
     assert not before & set((tmp_path / "run" / "tensorboard").iterdir())
 
 

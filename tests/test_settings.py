@@ -637,7 +637,7 @@ def test_workers_of_a_study_are_told_how_to_compute(tmp_path, monkeypatch):
     assert commit == "feedbee"  # worker processes may have been started with another
     assert given == {
         "device": "cpu", "data_dir": None, "deterministic": True, "step": "eager", "loaders": 0, "pass_size": None,
-        "shard": False, "hang_timeout": 1800.0, "tracker": None, "group": "study",
+        "shard": False, "hang_timeout": 1800.0, "track": None, "group": "study",
     }  # fmt: skip
     assert train(
         study.cells()[0].config(0.1, "full", 0), tmp_path / "run", Options(**{**given, "deterministic": False})

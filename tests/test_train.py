@@ -135,7 +135,7 @@ def test_clip_limits_the_norm_of_the_whole_gradient(tmp_path):
 
 
 def test_clip_and_extrap_sgd_do_not_go_together(tmp_path):
-    with pytest.raises(UsageError, match="clip cannot reach"):
+    with pytest.raises(UsageError, match="`clip` cannot reach"):
         run(tmp_path, config("extrap-sgd", clip=1.0))
 
 
@@ -618,7 +618,7 @@ def test_samples_must_have_as_many_rows_as_each_other():
 
 
 def test_clars_is_refused_a_single_pass_where_it_would_be_lars(tmp_path):
-    with pytest.raises(UsageError, match=r"clars .* --workers or --micro"):
+    with pytest.raises(UsageError, match=r"clars .* `workers` or `micro`"):
         run(tmp_path / "run", config("clars", lr=3.0, workers=1, micro=None))
     assert not (tmp_path / "run").exists()
 

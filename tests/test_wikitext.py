@@ -143,7 +143,7 @@ def test_official_counts_are_not_warned_of(monkeypatch):
 def test_what_is_not_there_is_named_with_what_to_put_where():
     with pytest.raises(DataMissing, match=r"no WikiText-2 in pets; put wikitext-2/{train\.txt,.*wiki\.test\.tokens"):
         load_wikitext2(Path("pets"))
-    with pytest.raises(DataMissing, match=r"in \.data and .*/home/\.cache/sngm; .*--data-dir or SNGM_DATA"):
+    with pytest.raises(DataMissing, match=r"in \.data and .*/home/\.cache/sngm; .*`data_dir` or SNGM_DATA"):
         load_wikitext2()
     folder = make()
     for name in NAMES[1:]:

@@ -15,6 +15,13 @@ RETIRED = {
     "one small step ahead": "an extrapolated point",
     r"\bborne\b|\bbears\b|\bbearable\b": "allowed, allows",
     "is no search|all noise over B|of lr, by step|of four, the third": "say it in plain words",
+    r"\bgo(es|ing)? on\b": "resume, continue",
+    r"\b(bytes a parameter|ms a step)\b": "per parameter, per step",
+    "(?<!earning )rates tried": "learning rates tried, lrs tried",
+    "refuse_": "check_, as in check_size",
+    r"\bknows? no\b": "unsupported",
+    "new compilation": "recompilation",
+    "record folder|folder of records": "run folder",
     "give the samples at a tensor of indices|look-ups in C": "name the method or the cost",
 }
 PAGES = [*(ROOT / "src" / "sngm").rglob("*.py"), *(ROOT / "docs").rglob("*.md"), ROOT / "README.md"]

@@ -261,7 +261,7 @@ def _from_numbers(budget: BudgetOptions) -> dict[str, Any]:
     from .advice.budget import advise_budget
 
     beta = 0.9 if budget.beta is None else budget.beta
-    # Theorem 1 and MSGD's bound know no lambda
+    # Theorem 1 and MSGD's bound have no lambda
     smooth: dict[str, Any] = {"L": None, "relaxed": ((budget.lam, budget.L),)} if budget.lam else {"L": budget.L}
     assert budget.gap is not None
     assert budget.sigma is not None

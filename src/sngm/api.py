@@ -111,7 +111,7 @@ def train(
     """
     config = plan_run(task, method, settings, runoptions, recipeoptions, execution.device)
     folder = default_folder(config) if out is None else Path(out)
-    given = as_dict(execution) | {"restart": restart, "checkpoint_every": checkpoint_every, "tracker": track}
+    given = as_dict(execution) | {"restart": restart, "checkpoint_every": checkpoint_every, "track": track}
     return run_config(config, folder, Options(**given), progress)
 
 
@@ -242,7 +242,7 @@ def compare(
     device = device_of_runs(execution, cluster)
     config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
     folder = study_folder(config) if out is None else Path(out)
-    options = Options(**as_dict(execution), tracker=track)
+    options = Options(**as_dict(execution), track=track)
     study, failed = run_study(config, folder, options, jobs=jobs, progress=progress, cluster=cluster)
     if failed:
         raise failure(failed)

@@ -113,20 +113,23 @@ def check_folder(folder: Path, mark: str) -> None:
     same kind are recognised.
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
-        raise UsageError(f"{folder} holds other things than a {mark}; name another folder with --out")
+        raise UsageError(f"{folder} holds other things than a {mark}; name another folder with `out`")
     check_writable(folder)
 
 
-def check_writable(folder: Path, option: str = "--out") -> None:
-    """Raise UsageError if a folder is not writable or cannot be created. Nothing is created."""
+def check_writable(folder: Path, argument: str = "out") -> None:
+    """Raise UsageError if a folder is not writable or cannot be created. Nothing is created.
+
+    `argument` is the name of the argument that the message says to change.
+    """
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
-        raise UsageError(f"{there} is not a folder; name another with {option}")
+        raise UsageError(f"{there} is not a folder; name another with `{argument}`")
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UsageError(f"{there}: {error.strerror}; name another folder with {option}") from error
+        raise UsageError(f"{there}: {error.strerror}; name another folder with `{argument}`") from error
 
 
 MOST_LEVELS = 100  # the deepest nesting of a JSON file; records have five levels

@@ -71,14 +71,14 @@ class MemoryLimit(TorchFunctionMode):
         if not all(isinstance(length, int) and length >= 0 for length in size):
             return  # torch raises an error for these itself
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
-        self._refuse_beyond(math.prod(size) * dtype.itemsize)
+        self._check_size(math.prod(size) * dtype.itemsize)
 
     def check(self, model: nn.Module) -> None:
         """Raise UsageError if the parameters and buffers of a model together exceed the memory."""
         tensors = itertools.chain(model.parameters(), model.buffers())
-        self._refuse_beyond(sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu"))
+        self._check_size(sum(t.numel() * t.element_size() for t in tensors if t.device.type == "cpu"))
 
-    def _refuse_beyond(self, size: int) -> None:
+    def _check_size(self, size: int) -> None:
         needed = self.copies * size
         if needed > self.limit:
             raise UsageError(

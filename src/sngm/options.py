@@ -79,11 +79,11 @@ class RecipeOptions:
     )
     ema: float | None = option(
         "Score an exponential moving average of the weights, which keeps this share of itself in each step, such as "
-        "0.99. BatchNorm statistics are then estimated again (--bn-samples). Default: off."
+        "0.99. BatchNorm statistics are then estimated again (`bn_samples`). Default: off."
     )
     bn_samples: int | None = option(
         "Before each test, estimate BatchNorm statistics again on this many training samples. Default: off; 10000 with "
-        "--ema and with schedule-free."
+        "`ema` and with schedule-free."
     )
     label_smoothing: float | None = option("Label smoothing of cross-entropy, from 0 to 1. Default: 0.")
     precision: str | None = option(

@@ -54,7 +54,7 @@ class Constants(NamedTuple):
         """
         try:
             if found["status"] != "finished":
-                raise UsageError("the pilot diverged; make another with sngm probe and a smaller --lr")
+                raise UsageError("the pilot diverged; make another with sngm probe and a smaller `lr`")
             first, frontier = found["points"][0], [(entry["lambda"], entry["L"]) for entry in found["frontier"]]
             beta = found["config"]["method_settings"].get("momentum", 0.9)
             flat_L = min(found["points"], key=lambda point: point["gradient_norm"])["hessian_norm"]
@@ -64,12 +64,12 @@ class Constants(NamedTuple):
                 sigma = found["sigma"]
                 doubts.append(
                     "There were too few groups for an interval of sigma, so it may be larger than this estimate: "
-                    "probe with more --samples."
+                    "probe with more samples."
                 )
             if not found["L_settled"]:
                 doubts.append(
                     "L may be far too small: the probe's products ended before the Hessian's norm had settled. Rates "
-                    "and bounds that follow from it promise nothing; probe with more --iterations."
+                    "and bounds that follow from it promise nothing; probe with more iterations."
                 )
             start, samples = first["gradient_norm"], found["training_samples"]
             return cls(first["loss"], sigma, beta, found["L"], pairs, start, flat_L, samples, tuple(doubts))
@@ -146,7 +146,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
     sngm None
     """
     if not 1 <= gradients < math.inf:
-        raise UsageError(f"--gradients must be a number of at least 1, got {gradients:g}")
+        raise UsageError(f"`gradients` must be a number of at least 1, got {gradients:g}")
     top = min(gradients, constants.samples)
     batches = 2.0 ** np.arange(math.floor(math.log2(top)) + 1)
     steps = gradients / batches
@@ -234,7 +234,7 @@ def _notes(gradients: float, constants: Constants, curves: Sequence[Curve], meas
         f"{NEAR_LOWEST:g} times the lowest bound of any method; a method that never comes so low tolerates none. "
         "Batches are powers of two.",
         "A bound is a promise for the worst function with these constants, and its rates are as a rule far below those "
-        "that train best: for a rate to train with, see --from-sgd.",
+        "that train best: for a learning rate to train with, give a recipe of SGD.",
     ]
     if measured:
         notes.append(

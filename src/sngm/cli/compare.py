@@ -89,7 +89,7 @@ def compare(
     study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device, sought, trials)
     check_jobs(jobs, cluster)
     folder = out or api.study_folder(study)
-    options = Options(**as_dict(execution), tracker=track)
+    options = Options(**as_dict(execution), track=track)
     if not cluster.remote:
         warn_of_slow(execution, recipe.precision)
     if dry_run:

@@ -16,6 +16,7 @@ import typer
 
 from ..errors import DataMissing, Interrupted, UsageError
 from ..options import DATA_DIR
+from .exit_codes import with_flags
 from .options import DATA, JSON, examples, verbs
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = Fals
                 splits = tasks.build(name, data_dir=data_dir).data()
                 found.append({"task": name, "ready": True, "train": len(splits.train), "test": len(splits.test)})
         except (DataMissing, OSError) as error:
-            found.append({"task": name, "ready": False, "missing": str(error)})
+            found.append({"task": name, "ready": False, "missing": with_flags(str(error))})
     if as_json:
         print(json.dumps(found, indent=2))
         return

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from .exit_codes import FAILED
+from .exit_codes import FAILED, with_flags
 from .options import JSON
 
 EXAMPLES = (
@@ -151,7 +151,7 @@ def _executors() -> dict[str, str]:
     """Return the executors that this machine can use, and why it cannot use the others."""
     from ..study.executors import executors_usable
 
-    return {name: why if usable else f"unusable: {why}" for name, usable, why in executors_usable()}
+    return {name: with_flags(why if usable else f"unusable: {why}") for name, usable, why in executors_usable()}
 
 
 def _frameworks() -> dict[str, str]:

@@ -98,7 +98,7 @@ def show_warning_once() -> Callable[..., None]:
     return show
 
 
-def refuse_empty(words: list[str]) -> None:
+def check_none_empty(words: list[str]) -> None:
     """Raise UsageError for an empty argument: often an unset variable, and taken for the current folder as a path."""
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
@@ -121,7 +121,7 @@ def run_verb(app: typer.Typer) -> None:
     with contextlib.suppress(ValueError):  # a thread other than the main one
         signal.signal(signal.SIGINT, interrupt)
     try:
-        refuse_empty(sys.argv[1:])
+        check_none_empty(sys.argv[1:])
         try:
             if app(standalone_mode=False) == INTERRUPTED:  # typer's result for Ctrl-C
                 raise KeyboardInterrupt
@@ -136,9 +136,9 @@ def run_verb(app: typer.Typer) -> None:
             sys.exit(USAGE)
         leave(USAGE, " ".join(error.format_message().split()))
     except (Interrupted, KeyboardInterrupt) as error:
-        leave(INTERRUPTED, f"interrupted; {error}" if str(error) else "interrupted")
+        leave(INTERRUPTED, f"interrupted; {with_flags(str(error))}" if str(error) else "interrupted")
     except DataMissing as error:
-        leave(NO_DATA, str(error))
+        leave(NO_DATA, with_flags(str(error)))
     except UsageError as error:
         if getattr(error, "of_first_process", False):  # the first process prints it
             sys.exit(USAGE)
@@ -164,7 +164,7 @@ def run_verb(app: typer.Typer) -> None:
         fail(error)
 
 
-FLAGS = {"settings": "--set", "tracker": "--track"}  # flags that differ from the argument's name
+FLAGS = {"settings": "--set"}  # flags that differ from the argument's name
 
 
 def with_flags(text: str) -> str:

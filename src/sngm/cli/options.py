@@ -15,6 +15,7 @@ import typer
 
 from ..options import DATA_DIR, RecipeOptions, parameters_of
 from ..parsing import numbers
+from . import exit_codes
 
 JSON = Annotated[
     bool, typer.Option("--json", metavar="", help="Print the result as JSON on stdout; messages go to stderr.")
@@ -123,5 +124,6 @@ def _flag(parameter: inspect.Parameter, group: Any) -> inspect.Parameter:
     if isinstance(default, tuple):
         kind, default = str, ",".join(f"{value:g}" for value in default)
     more: dict[str, Any] = {"metavar": ""} if kind is bool else {}
-    option = typer.Option(f"--{parameter.name.replace('_', '-')}", **field.metadata, **more)
+    more |= {**field.metadata, "help": exit_codes.with_flags(field.metadata["help"])}
+    option = typer.Option(f"--{parameter.name.replace('_', '-')}", **more)
     return parameter.replace(annotation=Annotated[kind, option], default=default)

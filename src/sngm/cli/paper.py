@@ -185,7 +185,7 @@ def add(
     from ..paper.results import FILE, REPEATED, from_folder, keep, read_lines
     from ..training.run_folder import FINISHED
 
-    check_writable(results, "--results")
+    check_writable(results, "results")
     lines, unfinished = [], 0
     for folder in folders:
         if not folder.is_dir():
@@ -233,7 +233,7 @@ def report(
             )
         print(f"every page agrees with the runs{'' if page else '; no README.md has markers for the table'}")
         return
-    check_writable(results, "--results")
+    check_writable(results, "results")
     changed = document.write(results, page)
     print("\n".join(f"{'wrote' if path.exists() else 'removed'} {path}" for path in changed) or "nothing has changed")
 

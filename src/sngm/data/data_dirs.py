@@ -46,7 +46,8 @@ def find_folder(
     Raises:
         DataMissing: no form is complete.
     """
-    incomplete = []
+    incomplete: list[str] = []
+    parent = Path()  # of the first incomplete folder
     for root in data_roots(chosen):
         for index, (name, files) in enumerate(forms):
             for folder in (root / name, root):
@@ -54,9 +55,11 @@ def find_folder(
                 if not absent:
                     return folder, index
                 if folder.name == name and len(absent) < len(files):
+                    parent = parent if incomplete else folder.parent
                     incomplete.append(f"{folder} lacks {', '.join(absent)}")
     if incomplete:
-        fix = f"delete the folder and run '{command}' with its --data-dir" if command else "put the missing ones there"
+        again = f"delete the folder and run '{command} --data-dir {shlex.quote(str(parent))}'"
+        fix = again if command else "put the missing ones there"
         raise DataMissing(f"{'; '.join(incomplete)}; {fix}")
     raise missing(title, chosen, wanted, command)
 
@@ -66,7 +69,7 @@ def missing(title: str, chosen: Path | None, wanted: Iterable[str], command: str
     roots = data_roots(chosen)
     for root in roots:
         if root.exists() and not root.is_dir():
-            return DataMissing(f"{root} is a file; name the folder that holds {title} with --data-dir")
+            return DataMissing(f"{root} is a file; name the folder that holds {title} with `data_dir`")
     fetch = f"run '{command} --data-dir {shlex.quote(str(data_root(chosen)))}', or " if command else ""
-    other = "" if chosen else ", or name the folder that holds it with --data-dir or SNGM_DATA"
+    other = "" if chosen else ", or name the folder that holds it with `data_dir` or SNGM_DATA"
     return DataMissing(f"no {title} in {' and '.join(map(str, roots))}; {fetch}put {' or '.join(wanted)} there{other}")

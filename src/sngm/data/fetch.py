@@ -76,7 +76,7 @@ def get(archive: Archive, root: Path, show: Show = lambda done, total: None, say
     try:
         root.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError):
-        raise UsageError(f"{root} is not a folder; name another with --data-dir") from None
+        raise UsageError(f"{root} is not a folder; name another with `data_dir`") from None
     with locked(root, f".{archive.name}.lock", waiting=lambda: say(f"another process is fetching {archive.name}")):
         if complete():
             return folder

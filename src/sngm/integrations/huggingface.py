@@ -21,7 +21,7 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
 
     Raises:
         TypeError: `cls` is not an optimizer class, or does not have a setting.
-        ValueError: a setting has a value that the class refuses.
+        ValueError: a setting has a value that the class does not allow.
 
     Example:
         >>> from sngm import SNGM

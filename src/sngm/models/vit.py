@@ -99,7 +99,7 @@ def load_vit(source: str, classes: int) -> ViT:
             raise DataMissing(f"{folder} cannot be read as a ViT: {why}; fetch it again") from error
         raise DataMissing(
             f"no folder {source}, and no such ViT from the Hugging Face hub: {why}; where there is a "
-            f"network run 'hf download {source} --local-dir FOLDER', then use --set model=FOLDER"
+            f"network run 'hf download {source} --local-dir FOLDER', then give `settings` model=FOLDER"
         ) from error
     file = folder / PREPROCESSOR if in_folder else _preprocessor_of(source, local)
     return ViT(_with_new_head(network), *_mean_and_std(file))

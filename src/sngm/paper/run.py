@@ -37,14 +37,14 @@ def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
     for word in cells:
         name, at, batch = (part.strip().lower() for part in word.partition("@"))
         if not name or (at and not batch):
-            raise UsageError(f"--cells {','.join(cells)}: name rows, batches or ROW@BATCH, separated by commas")
+            raise UsageError(f"`cells` {','.join(cells)}: name rows, batches or ROW@BATCH, separated by commas")
         if not at and name.isdigit():
             name, batch = "", name
         found = [p for p in planned if name in ("", p.row.name.lower()) and batch in ("", str(p.batch))]
         if not found:
             names = ", ".join(dict.fromkeys(p.row.name for p in planned))
             raise UsageError(
-                f"--cells {word}: {item.name} has rows {names} and batches {', '.join(map(str, item.batches))}"
+                f"`cells` {word}: {item.name} has rows {names} and batches {', '.join(map(str, item.batches))}"
             )
         chosen += [p for p in found if p not in chosen]
     return chosen
@@ -67,7 +67,7 @@ def run(
         why = "the code has uncommitted changes" if name else "the commit of this code is unknown"
         raise UsageError(f"{why}, so these runs could not be reproduced; run {NAMED}")
     os.environ["SNGM_COMMIT"] = name  # for worker processes, even if the code is edited meanwhile
-    check_writable(results, "--results")
+    check_writable(results, "results")
     failed: list[Failure] = []
     with suppress(OutOfTime), _time_limit(budget) if budget else nullcontext():
         for cell in planned:

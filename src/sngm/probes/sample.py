@@ -53,9 +53,9 @@ class Sample:
         say: Callable[[str], None],
     ) -> None:
         if samples < 1:
-            raise UsageError(f"samples must be at least 1, got {samples}")
+            raise UsageError(f"`samples` must be at least 1, got {samples}")
         if not 1 <= iterations <= MOST_ITERATIONS:
-            raise UsageError(f"iterations must be at least 1 and at most {MOST_ITERATIONS:,}, got {iterations}")
+            raise UsageError(f"`iterations` must be at least 1 and at most {MOST_ITERATIONS:,}, got {iterations}")
         self.task, self.iterations, self.say, self.announced = task, iterations, say, False
         self.draws = False  # whether the loss has drawn random numbers so far, as dropout does
         self.twin = copy.deepcopy(model).to(torch.float64)
@@ -68,7 +68,7 @@ class Sample:
                 self.params.append(p)
         self.normalises = any(norm.training for norm in norms)
         if self.normalises and bn_group == 1:
-            raise UsageError("BatchNorm over a single sample: take a larger --bn-group")
+            raise UsageError("BatchNorm over a single sample: take a larger `bn_group`")
         indices = chains(training, samples, bn_group if self.normalises else None)
         # in their own dtype: float64 would take twice the memory
         self.chains = [[task.batch(training, i, seed=0, epoch=0) for i in chain] for chain in indices]
@@ -182,7 +182,7 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
     if streams is None:
         if count < 2 * group:
             there = f"there are {count} samples to train on, which make no two groups of {group}"
-            raise UsageError(f"noise is seen between two groups or more, and {there}; take a smaller --bn-group")
+            raise UsageError(f"noise is seen between two groups or more, and {there}; take a smaller `bn_group`")
         order = rng.permutation(count, PROBE)  # the same for every run, to compare runs
         return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]
     group = min(group, streams)

@@ -42,7 +42,7 @@ TRIALS = (
 
 
 def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
-    """Write table.md, figures, tables and report.html into a folder of records.
+    """Write table.md, figures, tables and report.html into a folder that holds records.
 
     The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg; every table is a CSV file, and all are
     in report.json. If the runs are of several tasks, each file except the page has the task in its name. All files are

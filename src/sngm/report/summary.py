@@ -250,7 +250,7 @@ def _p(p: float) -> str:
 
 
 def summarise(folder: Path) -> Summary:
-    """Read a folder of records and return the content of its report, for the most frequent task in it.
+    """Read the records in a folder and return the content of its report, for the most frequent task in it.
 
     Raises:
         FileNotFoundError: the folder holds no record.
@@ -259,7 +259,7 @@ def summarise(folder: Path) -> Summary:
 
 
 def summarise_tasks(folder: Path) -> list[Summary]:
-    """Read a folder of records and return the content of a report for each task in it; a study has one task.
+    """Read the records in a folder and return the content of a report for each task in it; a study has one task.
 
     Raises:
         FileNotFoundError: the folder holds no record.

@@ -52,7 +52,7 @@ def _table(progress: Progress) -> Any:
     left = progress.seconds_left
     eta = f", {duration(left)} left" if left is not None else ""
     table = Table(title=f"{len(progress.done)} of {progress.planned} runs{eta}", title_justify="left")
-    for column in ("method", "batch", "rates tried", "chosen lr", "tested seeds", "so far"):
+    for column in ("method", "batch", "lrs tried", "chosen lr", "tested seeds", "so far"):
         table.add_column(column)
     for cell in progress.cells:
         tested = [r for c, r in progress.done if c.part == "full" and cell.owns(c)]

@@ -51,12 +51,12 @@ class StudyConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", tasks.canonical(self.task))
         if not 1 <= self.seeds <= MOST_SEEDS:
-            raise UsageError(f"seeds must be at least 1 and at most {MOST_SEEDS:,}, got {self.seeds:,}")
+            raise UsageError(f"`seeds` must be at least 1 and at most {MOST_SEEDS:,}, got {self.seeds:,}")
         grids = self.lrs.values() if isinstance(self.lrs, dict) else [self.lrs or ()]
         for name, values in (("methods", self.methods), ("batches", self.batches), *(("lrs", grid) for grid in grids)):
             if len(set(values)) < len(values):
                 again = next(value for i, value in enumerate(values) if value in values[:i])
-                raise UsageError(f"{name} lists something twice: {again} is there twice; leave one out")
+                raise UsageError(f"`{name}` lists something twice: {again} is there twice; leave one out")
         if self.search and self.lrs:
             raise UsageError("give either `lrs`, a grid of learning rates, or `search`")
         known = {name for text in self.methods for name in (text, parse_call(text)[0])}
@@ -271,7 +271,7 @@ def check_types(method: str, settings: dict[str, Any]) -> None:
     parameters = inspect.signature(registry.find(method).build).parameters
     for key, value in settings.items():
         if key == "lr":
-            raise UsageError(f"{method}: lr is set with --lr or --lrs")
+            raise UsageError(f"{method}: lr is not a setting; give it as `lr` or `lrs`")
         if key not in parameters or value == (default := parameters[key].default):
             continue
         if isinstance(default, bool) or (default is None and "bool" in str(parameters[key].annotation)):

@@ -86,7 +86,7 @@ def compare(
     with locked(folder):
         remove_leftovers(folder)
         _check_folder(folder, study, cells)
-        prepare_group(options.tracker, folder.absolute().name)
+        prepare_group(options.track, folder.absolute().name)
         return _Launcher(study, cells, folder, options, jobs, show, data, known, cluster).run()
 
 
@@ -95,7 +95,7 @@ def check_jobs(jobs: int | None, cluster: Cluster | None = None) -> None:
     if jobs is not None and cluster is not None and cluster.remote:
         raise UsageError(f"`jobs` is for runs on this machine; {cluster.executor} starts as many as it has room for")
     if jobs is not None and not 1 <= jobs <= MOST_JOBS:
-        raise UsageError(f"--jobs must be a whole number from 1 to {MOST_JOBS:,}, got {jobs}")
+        raise UsageError(f"`jobs` must be a whole number from 1 to {MOST_JOBS:,}, got {jobs}")
 
 
 def load_data(study: StudyConfig, options: Options) -> Splits:
@@ -118,21 +118,21 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
     """Raise UsageError if the folder holds another study or a run."""
     path = folder / "study.json"
     if (folder / "run.json").exists() and not path.exists():
-        raise UsageError(f"{folder} holds a run; name another folder with --out")
+        raise UsageError(f"{folder} holds a run; name another folder with `out`")
     try:
         there = read_record(path).get("study")
         if not isinstance(there, dict):
-            raise UsageError(f"{path} is not the record of a study; name another folder with --out")
+            raise UsageError(f"{path} is not the record of a study; name another folder with `out`")
     except (FileNotFoundError, BrokenRecord) as error:  # rewritten below if the runs are of this study
         if isinstance(error, BrokenRecord):
             if not (folder / "runs").is_dir():
-                raise UsageError(f"{path} is broken; name another folder with --out") from None
+                raise UsageError(f"{path} is broken; name another folder with `out`") from None
             warnings.warn(f"{path} is broken, or was changed since written; it is written anew", stacklevel=2)
         _check_runs(folder, cells)
         return
     if lines := differences(there, study.identity()):
         raise UsageError(
-            f"{folder} holds another study; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
+            f"{folder} holds another study; name another folder with `out`. They differ in\n  " + "\n  ".join(lines)
         )
     _check_runs(folder, cells)  # a default of this version may differ from that of an older one
 
@@ -145,7 +145,8 @@ def _check_runs(folder: Path, cells: list[Cell]) -> None:
         except BrokenRecord:  # this run is trained again
             continue
         if not any(cell.owns(config) for cell in cells):
-            raise UsageError(f"{folder} holds runs of another study, such as {file.parent.name}; name another folder")
+            there = f"{folder} holds runs of another study, such as {file.parent.name}"
+            raise UsageError(f"{there}; name another folder with `out`")
 
 
 class _Launcher:
@@ -195,8 +196,8 @@ class _Launcher:
             return self.progress
         except BrokenProcessPool:
             raise Failed(
-                "a worker process was killed, perhaps for lack of memory; the same command goes on from what is done, "
-                "--jobs 1 needs the least memory"
+                "a worker process was killed, perhaps for lack of memory; the same command resumes the study, `jobs` 1 "
+                "needs the least memory"
             ) from None
         except BaseException:
             executor.stop()
@@ -208,7 +209,7 @@ class _Launcher:
 
     def _submit(self, executor: Executor, cell: Cell, configs: list[RunConfig]) -> None:
         options = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(Execution)}
-        options |= {"tracker": self.options.tracker, "group": self.folder.name}
+        options |= {"track": self.options.track, "group": self.folder.name}
         for config in configs:
             path = self.folder / "runs" / run_name(config)
             elsewhere = self.known(config)

@@ -91,7 +91,7 @@ def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
     for part in text.split(","):
         name, equals, limits = part.strip().partition("=")
         if name in found:
-            raise UsageError(f"--search lists {name} twice; leave one out")
+            raise UsageError(f"`search` lists {name} twice; leave one out")
         found[name] = tuple(limits.split(":")) if equals else None
     return found
 

@@ -98,7 +98,8 @@ class ImageNetResNet50(Task):
         found = len(train.classes)
         if found != self.classes:
             raise DataMissing(
-                f"{train.folder} holds {found} classes, not {self.classes}; use --set classes={found} if it is complete"
+                f"{train.folder} holds {found} classes, not {self.classes}; if it is complete, give `settings` "
+                f"classes={found}"
             )
         return Splits(train, test)
 

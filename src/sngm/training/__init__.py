@@ -101,4 +101,4 @@ def load_model_and_config(
 
 def _remedy(record: dict[str, Any]) -> str:
     """Return what to do about a run without a usable model, to append to an error message."""
-    return "; train it again with --restart" if record["status"] in FINISHED else "; finish it first"
+    return "; train it again with `restart`" if record["status"] in FINISHED else "; finish it first"

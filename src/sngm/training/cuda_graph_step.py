@@ -120,7 +120,7 @@ class CapturedStepper:
             torch.cuda.set_stream(current)  # a failed capture does not restore it
             reason = in_one_line(error)
             if self.stepper.asked:
-                raise Failed(f"--step {self.stepper.mode}: a step of this run cannot be captured: {reason}") from error
+                raise Failed(f"`step` {self.stepper.mode}: a step of this run cannot be captured: {reason}") from error
             warnings.warn(
                 f"a step cannot be captured, falling back to steps without CUDA graph: {reason}", stacklevel=3
             )

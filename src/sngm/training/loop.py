@@ -43,7 +43,7 @@ class Options(Execution):
     """How one run is executed, with its callbacks."""
 
     checkpoint_every: int | None = None  # steps; None: about once a minute
-    tracker: str | None = None
+    track: str | None = None  # the name of a tracker
     group: str | None = None  # the study, for the tracker
     restart: bool = False  # delete the run in the folder and train from the start
     wait: bool = False  # for another process that trains in the folder, instead of an error
@@ -54,7 +54,7 @@ class Options(Execution):
         Execution.__post_init__(self)
         if self.checkpoint_every is not None and not at_least(self.checkpoint_every, 1):
             raise UsageError(f"`checkpoint_every` must be a whole number of steps >= 1, got {self.checkpoint_every!r}")
-        check_tracker(self.tracker)
+        check_tracker(self.track)
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class State:
             best = sharding.load(folder / packed["shards"], setup.model, setup.optimizer, packed["has_best"])
             return cls(**packed["run"], best_model=best)
         if sharding.is_sharded(setup.model):
-            raise UsageError(f"{folder} holds a run that was begun without --shard; continue it without, or restart it")
+            raise UsageError(f"{folder} holds a run that was begun without `shard`; continue it without, or restart it")
         setup.model.load_state_dict(packed["model"])
         setup.optimizer.load_state_dict(packed["optimizer"])
         return cls(**packed["run"], best_model=packed.get("best_model"))
@@ -266,7 +266,7 @@ def _run(
                     close("interrupted")
                     raise Interrupted(
                         f"stopped at step {state.step} of {setup.steps}; the same command"
-                        f"{' without --restart' if options.restart else ''} goes on from there"
+                        f"{' without `restart`' if options.restart else ''} resumes from there"
                     )
                 if state.step == setup.steps or due():
                     save()
@@ -318,7 +318,7 @@ class Journal:
 
     def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
         self.folder, self.record, self.history = folder, record, state.history
-        self.tracker = open_tracker(options.tracker, folder.path, config.hash, config.as_dict(), options.group)
+        self.tracker = open_tracker(options.track, folder.path, config.hash, config.as_dict(), options.group)
         folder.write(record)
         folder.rewrite(state.history)
 

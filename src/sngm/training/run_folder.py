@@ -51,7 +51,7 @@ class RunFolder:
         """
         if not self.file.exists():
             if (self.path / "study.json").exists():
-                raise UsageError(f"{self.path} holds a study; name another folder with --out")
+                raise UsageError(f"{self.path} holds a study; name another folder with `out`")
             return {}
         try:
             record = self.read()
@@ -63,7 +63,7 @@ class RunFolder:
             if not restart:
                 raise NothingLeft(
                     f"{self.file} is broken, or was changed since written, and no checkpoint is left to make it from; "
-                    "train again with --restart, or name another folder with --out"
+                    "train again with `restart`, or name another folder with `out`"
                 ) from None
             return {}
         self._check_same("another run", completed(record["config"]), config.as_dict())
@@ -78,7 +78,7 @@ class RunFolder:
         if there is None:
             raise UsageError(
                 f"{self.path} holds checkpoints of an older version and no readable run.json that says of which run "
-                "they are; name another folder with --out"
+                "they are; name another folder with `out`"
             )
         self._check_same("another run", completed(there), config.as_dict())
 
@@ -89,7 +89,7 @@ class RunFolder:
     def _check_same(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
         if lines := differences(there, here):
             raise UsageError(
-                f"{self.path} holds {what}; name another folder with --out. They differ in\n  " + "\n  ".join(lines)
+                f"{self.path} holds {what}; name another folder with `out`. They differ in\n  " + "\n  ".join(lines)
             )
 
     def read(self) -> dict[str, Any]:

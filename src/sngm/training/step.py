@@ -76,9 +76,9 @@ class Stepper:
         asked: bool = False,
     ) -> None:
         if config.clip is not None and isinstance(optimizer, ExtrapSGD):
-            raise UsageError("extrap-sgd takes its gradients inside its step, where clip cannot reach them")
+            raise UsageError("extrap-sgd takes its gradients inside its step, where `clip` cannot reach them")
         if isinstance(optimizer, CLARS) and plan.batch == plan.bn_group:
-            raise UsageError("clars takes the mean of several micro-batches' norms; give it --workers or --micro")
+            raise UsageError("clars takes the mean of several micro-batches' norms; give it `workers` or `micro`")
         self.config, self.task, self.data_source, self.model = config, task, data_source, model
         self.optimizer, self.plan, self.device = optimizer, plan, device
         self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
@@ -202,7 +202,7 @@ class Stepper:
     def _fall_back(self, error: NotCompiled) -> None:
         """Fall back to eager passes, or raise Failed if the user asked for compiled ones."""
         if self.asked:
-            raise Failed(f"--step {self.mode}: torch cannot compile this task: {error}") from error
+            raise Failed(f"`step` {self.mode}: torch cannot compile this task: {error}") from error
         warnings.warn(f"this task cannot be compiled, falling back to uncompiled steps: {error}", stacklevel=3)
         self.mode = self.mode.removeprefix("compiled").removeprefix("+") or "eager"
 

@@ -69,7 +69,7 @@ class MLflow:
             self.mlflow.start_run(run_id=kept.read_text())
             self.mlflow.log_params(config)
         except self.mlflow.exceptions.MlflowException as error:  # deleted, of another run, or at another URI
-            raise UsageError(f"MLflow cannot go on ({error}); delete {kept} to begin a new run there") from error
+            raise UsageError(f"MLflow cannot resume ({error}); delete {kept} to begin a new run there") from error
 
     def log(self, metrics: dict[str, Any]) -> None:
         numbers = {k: float(v) for k, v in metrics.items() if isinstance(v, (int, float)) and k != "step"}
@@ -86,10 +86,10 @@ TRACKERS: dict[str, Callable[[Path, str, dict[str, Any], str | None], Tracker]] 
 }
 
 
-def check_tracker(tracker: str | None) -> None:
+def check_tracker(name: str | None) -> None:
     """Raise UsageError if no tracker has this name."""
-    if tracker not in (None, *TRACKERS):
-        raise UsageError(f"`tracker` must be one of {', '.join(TRACKERS)}, got {tracker!r}")
+    if name not in (None, *TRACKERS):
+        raise UsageError(f"`track` must be one of {', '.join(TRACKERS)}, got {name!r}")
 
 
 def open_tracker(

@@ -91,5 +91,5 @@ def _usable(name: str) -> tuple[bool, str]:
         return False, f"{package} is not installed; pip install 'sngm[{name}]'"
     if name == "slurm" and shutil.which("srun") is None:
         return False, "there is no srun here; use a login node of a SLURM cluster"
-    where = "the cluster of --ray-address or $RAY_ADDRESS, else one on this machine" if name == "ray" else "sbatch"
+    where = "the cluster of `ray_address` or $RAY_ADDRESS, else one on this machine" if name == "ray" else "sbatch"
     return True, f"{package} is installed; runs go to {where}"

@@ -37,7 +37,7 @@ class Resumable:
         return found
 
     def checkpoint(self, *arguments: Any) -> Any:
-        """Return the same run, which goes on from the last checkpoint in its folder. submitit calls it to requeue."""
+        """Return the same run, to resume from the last checkpoint in its folder. submitit calls it to requeue."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *arguments)
