@@ -239,12 +239,19 @@ def report(
 
 
 def _folder(results: Path, warn: bool = False) -> Path:
-    """Return the results folder; raise UsageError if it is missing and not the default."""
+    """Return the results folder; raise UsageError if it is missing and not the default.
+
+    With `warn`, the runs that come with the package stand in for a missing default folder, and a note says so.
+    """
     if not results.is_dir() and (results != FOLDER or results.exists()):
         raise UsageError(f"no folder {results}; name the results folder with --results, or create it")
-    if warn and not results.exists():
-        print("sngm: no folder results here, so no run is known; a clone of sngm has one", file=sys.stderr)
-    return results
+    if not warn or results.exists():
+        return results
+    package = Path(__file__).parents[1]
+    kept = [path for path in (package / "paper" / "results", package.parents[1] / "results") if path.is_dir()]
+    shown = "showing the runs that come with sngm" if kept else "no run is known"
+    print(f"sngm: no folder results here; {shown}", file=sys.stderr)
+    return kept[0] if kept else results
 
 
 def duration_of(text: str) -> float:

@@ -205,11 +205,11 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
     for attribute, why in wrong.items():
         if why:
             raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
-    made = {"batches": as_list(cls.batches), "usual_lrs": as_list(cls.usual_lrs)}
-    made["lrs"] = {method: as_list(some) for method, some in cls.lrs.items()}
-    for attribute, value in made.items():
-        if value != getattr(cls, attribute):  # an inherited value stays one: it is part of the checksum of a class
-            setattr(cls, attribute, value)
+    for attribute in ("batches", "usual_lrs"):  # an inherited value stays one: checksums cover a class's own values
+        if (listed := as_list(value := getattr(cls, attribute))) is not value:
+            setattr(cls, attribute, listed)
+    if not all(isinstance(some, (list, tuple)) for some in cls.lrs.values()):
+        cls.lrs = {method: as_list(some) for method, some in cls.lrs.items()}
 
 
 def as_list(numbers: Any) -> Any:
