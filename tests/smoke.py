@@ -97,24 +97,12 @@ def check_command_line() -> None:
         one = ["train", "digits", "--epochs", "1", "--batch", "256", "--method", "sngm", "--json", "--out"]
         record = json.loads(run(sys.executable, "-I", "-m", "sngm", *one, f"{folder}/run"))
         assert record["status"] == "finished", f"sngm train: the run is {record['status']}"
-        tiny = [
-            "compare",
-            "--epochs",
-            "1",
-            "--seeds",
-            "1",
-            "--lrs",
-            "0.1",
-            "--methods",
-            "sngm",
-            "--batches",
-            "256",
-            "--json",
-            "--out",
-        ]
-        study = json.loads(run(command, *tiny, f"{folder}/study"))
+        tiny = "compare --epochs 1 --seeds 1 --lrs 0.1 --methods sngm --batches 256 --json --out"
+        study = json.loads(run(command, *tiny.split(), f"{folder}/study"))
         assert study["cells"][0]["n"] == 1, f"sngm compare: {study}"
         assert Path(study["report"]).is_file(), "sngm compare wrote no report"
+    cells = json.loads(run(command, "paper", "show", "table-2", "--json"))["cells"]
+    assert any(cell["n"] for cell in cells), "the runs of sngm paper are not in the wheel"
 
 
 def main() -> None:

@@ -755,7 +755,8 @@ def test_the_papers_numbers_are_shown_where_we_have_none(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shown = sngm("paper show table-4")
     assert "32768 SNGM 76.16 not run yet 0 open" in " ".join(shown.out.split())
-    assert "no run is known" in shown.err
+    assert "showing the runs that come with sngm" in shown.err
+    assert "spectral SNGM 0.04 0.595 92.70 92.25" in " ".join(sngm("paper show rivals").out.split())
     named = sngm("paper list").out
     assert "figure-2 from those of table-2" in named
     assert all(item.name in named for item in experiments.ITEMS)

@@ -248,7 +248,7 @@ def _folder(results: Path, warn: bool = False) -> Path:
     if not warn or results.exists():
         return results
     package = Path(__file__).parents[1]
-    kept = [path for path in (package / "paper" / "results", package.parents[1] / "results") if path.is_dir()]
+    kept = [path for path in (package / "paper" / "runs", package.parents[1] / "results") if path.is_dir()]
     shown = "showing the runs that come with sngm" if kept else "no run is known"
     print(f"sngm: no folder results here; {shown}", file=sys.stderr)
     return kept[0] if kept else results
