@@ -102,7 +102,7 @@ def check_command_line() -> None:
         assert study["cells"][0]["n"] == 1, f"sngm compare: {study}"
         assert Path(study["report"]).is_file(), "sngm compare wrote no report"
     cells = json.loads(run(command, "paper", "show", "table-2", "--json"))["cells"]
-    assert any(cell["n"] for cell in cells), "the runs of sngm paper are not in the wheel"
+    assert any(cell["values"] for cell in cells), "the runs of sngm paper are not in the wheel"
 
 
 def main() -> None:
