@@ -57,7 +57,7 @@ METHODS = {
     "msgd": Method(torch.optim.SGD, {"momentum": 0.9}),
     "muon": Method("timm.optim:Muon", {"nesterov": True, "weight_decay": 0.1}, lr_scale=0.1),
     "nesterov": Method(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
-    "nsgdm": Method(NSGDM, lr_scale=10.0),
+    "nsgdm": Method(NSGDM, lr_scale=3.0),
     "schedule-free": Method(
         "schedulefree:AdamWScheduleFree", lr_scale=0.1, recipe={"schedule": "constant", "bn_samples": 10_000}
     ),
