@@ -64,11 +64,11 @@ def train(name: str) -> list[float]:
     return losses
 
 
-def run(*command: str) -> str:
-    """Run a command, which must succeed, and return its stdout."""
+def run(*command: str, folder: str | None = None) -> str:
+    """Run a command in a folder, which must succeed, and return its stdout."""
     # isolated like this script with -I: only packages of this environment
     clean = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=clean, cwd=folder)
     assert done.returncode == 0, f"{' '.join(command)} gave {done.returncode}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -101,8 +101,8 @@ def check_command_line() -> None:
         study = json.loads(run(command, *tiny.split(), f"{folder}/study"))
         assert study["cells"][0]["n"] == 1, f"sngm compare: {study}"
         assert Path(study["report"]).is_file(), "sngm compare wrote no report"
-    cells = json.loads(run(command, "paper", "show", "table-2", "--json"))["cells"]
-    assert any(cell["values"] for cell in cells), "the runs of sngm paper are not in the wheel"
+        cells = json.loads(run(command, "paper", "show", "table-2", "--json", folder=folder))["cells"]
+        assert any(cell["values"] for cell in cells), "the runs of sngm paper are not in the wheel"
 
 
 def main() -> None:

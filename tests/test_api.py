@@ -325,11 +325,11 @@ def test_what_a_users_function_raised_is_shown_with_its_traceback():
         ({"workers": "a"}, "`workers` must be a whole number"),
         ({"jobs": 1.5}, "`jobs` must be a whole number, got 1.5"),
         ({"deterministic": "no"}, "`deterministic` must be True or False"),
-        ({"out": 1}, "`out` must be a text or a path, got 1"),
-        ({"settings": {1: 2}}, "`settings` must be a dict of settings"),
+        ({"out": 1}, "`out` must be a string or a path, got 1"),
+        ({"settings": {1: 2}}, "`settings` must be a dict whose keys are strings"),
         ({"seeds": 2.5}, "`seeds` must be"),
         ({"batches": [50.5]}, "`batches` must hold whole numbers >= 1, got 50.5"),
-        ({"settings": [1]}, r"`settings` must be a dict of settings, got \[1\]"),
+        ({"settings": [1]}, r"`settings` must be a dict whose keys are strings, got \[1\]"),
     ],
     ids=str,
 )
@@ -400,8 +400,10 @@ def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
 
 
 def test_numbers_of_numpy_are_numbers():
-    run = sngm.train(task(), lr=np.float32(0.5), batch=np.int64(20), epochs=1, **QUIET)
-    assert (run.config.lr, run.config.batch) == (0.5, 20)
+    run = sngm.train(
+        task(), lr=np.float32(0.1), batch=np.int64(20), seed=None, epochs=1, **QUIET | {"device": torch.device("cpu")}
+    )
+    assert (run.config.lr, run.config.batch, run.config.seed) == (0.1, 20, 0)
     grids = {"sngm": np.array([0.1]), "msgd": [np.float64(0.1)]}
     study = sngm.compare(task(), ["sngm", "msgd"], np.array([20]), lrs=grids, seeds=1, epochs=1, **QUIET)
     assert study.best(20).lr == 0.1
@@ -419,8 +421,12 @@ def test_an_optimizer_function_that_misses_parameters_or_the_rate_is_named():
     def own(method):
         return sngm.train(task(), method, lr=0.1, batch=20, epochs=1, **QUIET)
 
-    with pytest.raises(UsageError, match="parameters that it was not given"):
-        own(lambda params, lr: torch.optim.SGD(nn.Linear(2, 2).parameters(), lr))
+    def foreign(params, lr):
+        return torch.optim.SGD(nn.Linear(2, 2).parameters(), lr)
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="parameters that it was not given"):
+            own(foreign)
     with pytest.warns(UserWarning, match="of . parameters are not in the optimizer"):
         own(lambda params, lr: torch.optim.SGD(list(params)[:1], lr))
     with pytest.warns(UserWarning, match="ignores the learning rate"):
@@ -430,8 +436,10 @@ def test_an_optimizer_function_that_misses_parameters_or_the_rate_is_named():
 def test_the_held_out_part_is_part_of_a_task():
     names = {tasks.name_of(task(holdout=holdout))[0] for holdout in (0.2, 0.3)}
     assert len(names) == 2
-    with pytest.raises(UsageError, match="holdout must be a number between 0 and 1, got 0"):
-        sngm.train(task(holdout=0), **QUIET)
+    with pytest.raises(UsageError, match="give it a validation set, or a `holdout` above 0"):
+        sngm.train(task(holdout=0), part="select", **QUIET)
+    with pytest.raises(UsageError, match="holdout must be a number from 0 to 1, got 2"):
+        sngm.train(task(holdout=2), **QUIET)
 
 
 def test_a_metric_may_not_take_the_name_of_the_loss():

@@ -108,6 +108,7 @@ def test_a_folder_that_is_not_there_yet_is_waited_for(tmp_path):
         assert 'http-equiv="refresh"' in ask(server)[1]
         folder.run("sngm", 32, 0.9, seed=1)
         folder.run("sngm", 32, 0.9, seed=2)
+        folder.study(["sngm"], [32], planned=3, ended=True)
         assert 'http-equiv="refresh"' not in ask(server)[1], "the study has ended"
 
 

@@ -13,7 +13,7 @@ import math
 import os
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -216,8 +216,8 @@ class BudgetOptions:
 
 
 WORDS = {
-    str: "a text", int: "a whole number", float: "a number", bool: "True or False", Path: "a path", type(None): "None",
-    os.PathLike: "a path", dict: "a dict of settings", tuple: "a list of numbers",
+    str: "a string", int: "a whole number", float: "a number", bool: "True or False", Path: "a path",
+    os.PathLike: "a path", dict: "a dict whose keys are strings", tuple: "a list of numbers", type(None): "None",
 }  # fmt: skip
 
 
@@ -242,18 +242,43 @@ def misfit(value: Any, kind: Any) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return NumPy numbers and arrays, also in lists and tuples, as Python's; other values unchanged."""
+    """Return NumPy numbers, arrays and tensors as Python's numbers and lists, also in lists, tuples and mappings.
+
+    >>> import numpy as np
+    >>> plain({"lr": np.float32(0.1), "batches": (np.int64(32), 512)})
+    {'lr': 0.1, 'batches': (32, 512)}
+    """
     if type(value) in (list, tuple):
         return type(value)(map(plain, value))
-    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+    if isinstance(value, Mapping):
+        return {key: plain(one) for key, one in value.items()}
+    if isinstance(value, range):
+        return list(value)
+    if not hasattr(value, "tolist") or not hasattr(value, "shape"):
+        return value
+    if value.shape:
+        return [plain(one) for one in value]
+    found = value.tolist()
+    return float(str(found if hasattr(value, "layout") else value)) if isinstance(found, float) else found
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
     """Return an argument with numbers of Python; raise UsageError if it does not fit its annotation."""
+    if type(value).__name__ == "device":  # of torch, which is not imported here
+        value = str(value)
     value = plain(value)
     if wanted := misfit(value, kind):
-        raise UsageError(f"`{name}` must be {wanted.removesuffix(' or None')}, got {value!r}")
-    return value
+        raise UsageError(f"`{name}` must be {wanted.removesuffix(' or None')}, got {short(value)}")
+    return Path(value) if isinstance(value, str) and Path in typing.get_args(kind) else value
+
+
+def short(value: Any) -> str:
+    """Return the repr of a value, truncated to 80 characters. Python cannot print integers of 5,000 digits."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):
+        text = f"a value of type {type(value).__name__} that is too long to print"
+    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def at_least(value: Any, least: int) -> bool:
@@ -292,11 +317,12 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         @functools.wraps(function)
         def call(*args: Any, **given: Any) -> Any:
             check_names(function.__name__, given, [p.name for p in (*kept, *fields)])
-            given = {name: typed(name, value, kinds.get(name)) for name, value in given.items()}
+            given |= {name: typed(name, value, kinds.get(name)) for name, value in given.items() if value is not None}
             built = {}
             for group, name in names.items():
                 mine = [field.name for field in dataclasses.fields(group)]
-                built[name] = group(**{key: given.pop(key) for key in mine if key in given})
+                own = {key: given.pop(key) for key in mine if key in given}
+                built[name] = group(**{key: value for key, value in own.items() if value is not None})
             return function(*args, **given, **built)
 
         keywords = [p for p in kept if p.kind is p.KEYWORD_ONLY]

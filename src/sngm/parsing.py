@@ -106,6 +106,19 @@ def format_call(name: str, settings: Settings) -> str:
     return f"{name}({','.join(f'{k}={v}' for k, v in settings.items())})".replace(", ", ",")
 
 
+def sorted_label(label: str) -> str:
+    """Return the label of a method with its settings in alphabetical order, as labels of this version have them.
+
+    >>> sorted_label("sngm(scope=tensor,momentum=0.8)")
+    'sngm(momentum=0.8,scope=tensor)'
+    """
+    name, bracket, rest = label.partition("(")
+    try:
+        return f"{name}({','.join(sorted(split_list(rest.removesuffix(')'))))})" if bracket else label
+    except UsageError:  # not a label: of a record that was edited
+        return label
+
+
 def set_flags(method: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]:
     """Return the arguments of ``sngm train`` that set settings of the method and of the task; lists are tuples of JSON.
 

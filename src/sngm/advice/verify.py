@@ -21,15 +21,16 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
     before, after, *scaled = (summary.cells[side] for side in sides)
     scores = f"{_score(summary, before)}, and {_score(summary, after)} ({before.n} and {after.n} seeds)"
     text = f"test {summary.metric} is {scores}: {_difference(summary, after, before)[0]}."
-    page = report.write(folder, answer=text[0].upper() + text[1:])
+    headline = text[0].upper() + text[1:]
     for own in scaled:
         found, better = _difference(summary, after, own)
         do = {1: "; switching helps", -1: f"; keep {own.method}"}.get(better or 0, "")
+        headline += f" Compared with {own.method} at the same batch: {found}{do}."
         score = f"{_score(summary, own)} ({own.n} seeds), with its lr scaled linearly to {own.lr:g}"
         text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
     if before.method.partition("(")[0] == after.method.partition("(")[0]:
         text += " The advised settings are those of your own method, scaled to the larger batch; SNGM was not tried."
-    return text, page
+    return text, report.write(folder, answer=headline)
 
 
 def _score(summary: Summary, cell: Cell) -> str:

@@ -14,7 +14,7 @@ from typing import Any, cast
 from .. import tasks
 from ..errors import UsageError
 from ..files import finite, locked, metrics_changed, read_record, write_atomically
-from ..parsing import set_flags
+from ..parsing import set_flags, sorted_label
 from ..report.records import BROKEN
 from ..training.config import RunConfig, resolve
 from ..training.run_folder import FINISHED, differences
@@ -175,7 +175,7 @@ def _checks(line: Line) -> Iterator[tuple[Any, str]]:
     for name in ("result", "curve", "data", "timing", "versions"):
         yield not isinstance(record[name], dict), f"{name} is not a mapping"
     yield line.config.hash != line.hash, "the hash is not that of the config"
-    yield record["label"] != line.config.label, "the label is not that of the config"
+    yield sorted_label(record["label"]) != line.config.label, "the label is not that of the config"
     yield (why := unnamed(record["commit"])), why or ""
     ended, of = record["status"], record.get("result_of", "last")
     yield ended not in FINISHED or of not in ("last", "best"), f"not a finished run: {ended}, {of}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .summary import Cell, Summary, join, welch
+from .summary import Summary, join, welch
 
 
 def headline(summary: Summary) -> str:
@@ -18,8 +18,6 @@ def headline(summary: Summary) -> str:
     if batch != largest:
         lost = all(summary.cells[method, largest].only_diverged for method in summary.methods)
         where = f"At batch {largest} {'every run diverged' if lost else 'nothing has finished yet'}; at batch {batch}"
-    if not any(map(_learnt, ranked)):
-        return f"{where}, no method trained: the training loss did not fall."
     if len(ranked) == 1:
         return f"{where}, {best.method} reaches {values[0]}{unit}."
     leaders = summary.leaders(batch)
@@ -32,9 +30,3 @@ def headline(summary: Summary) -> str:
     side = "above" if summary.higher_is_better else "below"
     gap = summary.gap(abs((best.mean or 0.0) - (ranked[1].mean or 0.0)))
     return f"{where}, {best.method} is best: {values[0]}{unit}, {gap} {side} {ranked[1].method}."
-
-
-def _learnt(cell: Cell) -> bool:
-    """Return whether the training loss fell in a run, or only one epoch is known."""
-    curves = [[entry["train_loss"] for entry in run.curve if "train_loss" in entry] for run in cell.runs]
-    return any(len(losses) < 2 or min(losses[1:]) < losses[0] for losses in curves)

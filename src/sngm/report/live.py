@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..errors import UsageError
 from .html import render
 from .page import html
 from .records import clean
@@ -38,13 +39,17 @@ class Page:
         with self.lock:
             now = self._changes()
             if now != self.seen:
-                self.text = (html(summarise_tasks(self.folder), live=True) if now else self._waiting()).encode()
-                self.seen = now
+                self.text, self.seen = self._render(bool(now)).encode(), now
             return self.text
 
-    def _waiting(self) -> str:
-        subject = str(self.folder)
-        return render("page", title=subject, subject=subject, answer="No run has begun yet.", live=True)
+    def _render(self, begun: bool) -> str:
+        subject, answer = str(self.folder), "No run has begun yet."
+        try:
+            if begun:
+                return html(summarise_tasks(self.folder), live=True)
+        except (FileNotFoundError, UsageError) as error:  # no run here, or none that can be read
+            answer = str(error)
+        return render("page", title=subject, subject=subject, answer=answer, live=True)
 
     def _changes(self) -> list[tuple[str, int, int]]:
         found = []

@@ -147,8 +147,9 @@ def _progress(parts: Sequence[Summary]) -> str:
     runs = [run for part in parts for run in part.records.runs]
     counts = Counter(run.status for run in runs)
     ended = sum(counts[status] for status in ("finished", "diverged", "failed"))
-    planned = max(len(runs), sum(part.records.study.planned or 0 for part in parts if part.records.study))
-    if ended == planned or (counts["failed"] and ended == len(runs)):  # what follows a failed run is not trained
+    studies = [part.records.study for part in parts if part.records.study]
+    planned = max(len(runs), sum(study.planned or 0 for study in studies))
+    if ended == len(runs) and all(study.ended for study in studies):
         return ""
     going = [f"{run.name} at epoch {len(run.curve)} of {run.epochs}" for run in runs if run.status == "running"]
     tally = ", ".join(f"{counts[status]} {status}" for status in sorted(counts))

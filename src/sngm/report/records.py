@@ -19,7 +19,7 @@ from urllib.parse import quote
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
 from ..options import RecipeOptions, RunOptions
-from ..parsing import format_call, set_flags
+from ..parsing import format_call, set_flags, sorted_label
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +104,8 @@ class Study:
     """The settings in which the trials of a method differ, if they were searched."""
     planned: int | None
     """The number of runs of the whole study, if the record has it."""
+    ended: bool
+    """Whether no run of the study is left to train; older records do not say so."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +181,7 @@ def _run(place: Path, folder: Path) -> tuple[Run, bool]:
         name=clean(place.resolve().name),
         status=clean(record["status"]),
         task=clean(config["task"]),
-        method=clean(record.get("label") or format_call(config["method"], of_method)),
+        method=sorted_label(clean(record.get("label") or format_call(config["method"], of_method))),
         lr=_rate(config["lr"]),
         batch=_batch(config["batch"]),
         seed=int(config.get("seed") or 0),
@@ -244,7 +246,7 @@ def _study(record: Any) -> Study:
     metric = clean(record["metric"])
     return Study(
         task=clean(record["task"]),
-        methods=[clean(method) for method in record["methods"]],
+        methods=[sorted_label(clean(method)) for method in record["methods"]],
         batches=sorted({_batch(batch) for batch in record["batches"]}),
         epochs=_count(record.get("epochs")),
         metric=metric,
@@ -252,7 +254,7 @@ def _study(record: Any) -> Study:
         command=clean(record.get("command") or "") or None,
         choices=[
             Choice(
-                method=clean(cell["method"]),
+                method=sorted_label(clean(cell["method"])),
                 batch=_batch(cell["batch"]),
                 lr=None if cell.get("lr") is None else _rate(cell["lr"]),
                 grid=sorted(_rate(lr) for lr in cell.get("grid") or []),
@@ -268,6 +270,7 @@ def _study(record: Any) -> Study:
         ],
         searched=[clean(name) for name in record.get("searched") or []],
         planned=_count(record.get("planned")),
+        ended=bool(record.get("ended", "planned" not in record)),
     )
 
 

@@ -62,6 +62,12 @@ class Cell:
         return found | {"values": list(self.values.values())} | search
 
     @property
+    def loss_rose(self) -> bool:
+        """Whether no run had a lower training loss after its first epoch, so that perhaps nothing was learnt."""
+        curves = [[entry["train_loss"] for entry in run.curve if "train_loss" in entry] for run in self.runs]
+        return bool(curves) and all(len(losses) > 1 and min(losses[1:]) >= losses[0] for losses in curves)
+
+    @property
     def only_diverged(self) -> bool:
         """Whether every full run diverged, or every learning rate that was tried."""
         if self.runs:
@@ -307,6 +313,10 @@ def _summarise(records: Records, task: str) -> Summary:
     if odd := sum(run.status == "finished" and not math.isfinite(run.score(metric) or 0.0) for run in ours):
         why = f"the {metric} is NaN or infinite although the loss is finite; check how it is computed"
         notes.append(f"{_count(odd, 'finished run')} counted as diverged: {why}.")
+    for batch in batches:
+        idle = [method for method in methods if cells[method, batch].loss_rose]
+        if idle:
+            notes.append(f"At batch {batch}, the training loss of {join(idle)} did not fall after the first epoch.")
     if broken := records.unreadable:
         are = "records are" if len(broken) > 1 else "record is"
         notes.append(f"{len(broken)} {are} broken, or changed since written: {', '.join(broken)}.")

@@ -55,15 +55,14 @@ def _table(progress: Progress) -> Any:
     for column in ("method", "batch", "lrs tried", "chosen lr", "tested seeds", "so far"):
         table.add_column(column)
     for cell in progress.cells:
-        tested = [r for c, r in progress.done if c.part == "full" and cell.owns(c)]
-        values = [_scores(r)[0][1] for r in tested if _scores(r)]
-        running = any(map(cell.owns, progress.running.values()))
+        values = [_scores(record)[0][1] for record in cell.tested if _scores(record)]
+        running = any(one is cell for one in progress.running.values())
         table.add_row(
             cell.label,
             str(cell.batch),
             f"{len(cell.scores)}",
             "" if cell.lr is None else f"{cell.lr:g}",
-            f"{len(tested)} of {cell.study.seeds}",
+            f"{len(cell.tested)} of {cell.study.seeds}",
             f"{sum(values) / len(values):.4f}" if values else ("running" if running else ""),
         )
     return table

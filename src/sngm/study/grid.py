@@ -147,6 +147,8 @@ class Cell:
     scores: dict[float, tuple[float, float] | None] = field(default_factory=dict)
     lr: float | None = None
     chosen: bool = False
+    tested: list[dict[str, Any]] = field(default_factory=list)
+    """The records of the full runs that have ended."""
 
     @functools.cached_property
     def label(self) -> str:
@@ -182,6 +184,7 @@ class Cell:
     def take(self, config: RunConfig, record: dict[str, Any], metric: str, higher_is_better: bool) -> list[RunConfig]:
         """Store the score of a finished run; return the runs to start next."""
         if config.part == "full":
+            self.tested.append(record)
             return []
         result = record["result"]
         diverged = record["status"] == "diverged" or result.get(f"validation_{metric}") is None

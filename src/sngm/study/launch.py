@@ -46,7 +46,7 @@ class Progress:
     cells: list[Cell]
     planned: int
     done: list[tuple[RunConfig, Record]] = field(default_factory=list)
-    running: dict[str, RunConfig] = field(default_factory=dict)
+    running: dict[str, Cell] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     failed: list[tuple[RunConfig, Record]] = field(default_factory=list)
     repeated: int = 0  # runs that were already finished
@@ -171,6 +171,7 @@ class _Launcher:
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
         self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
+        self.ended = False
         self.elsewhere = 0  # runs that `known` returned: their folders are not here
         self.checked = False  # whether all finished runs in the folder were found to belong to this study
 
@@ -193,6 +194,7 @@ class _Launcher:
                 for future in wait(self.futures, timeout=0.2, return_when=FIRST_COMPLETED).done:
                     cell, config = self.futures.pop(future)
                     self._finish(executor, cell, config, future.result())
+            self.ended = True
             return self.progress
         except BrokenProcessPool:
             raise Failed(
@@ -242,7 +244,7 @@ class _Launcher:
 
     def _update_running(self) -> None:
         self.progress.running = {
-            run_name(config): config for future, (_, config) in self.futures.items() if future.running()
+            run_name(config): cell for future, (cell, config) in self.futures.items() if future.running()
         }
 
     def _write(self) -> None:
@@ -256,6 +258,7 @@ class _Launcher:
             "batches": list(self.study.batches),
             "seeds": self.study.seeds,
             "planned": self.progress.planned - self.elsewhere,
+            "ended": self.ended,
             "epochs": self.study.epochs,
             "metric": self.task.metric,
             "higher_is_better": better,

@@ -6,6 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
+import sys
 from collections.abc import Collection, Mapping
 from numbers import Integral, Real
 from pathlib import Path
@@ -19,6 +20,7 @@ from ..optim import registry
 from ..optim.digest import digest_of
 from ..optim.external import canonical, checksum_of, is_module_name, load_file
 from ..optim.registry import importable, nearest
+from ..options import plain
 from ..parsing import value_of
 from .base import Batch, Samples, Splits, Task, Tensors
 from .schedules import Moment, Schedule
@@ -198,7 +200,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
         "epochs": not isinstance(cls.epochs, Integral) and "must be a whole number",
         "batches": not several(cls.batches, Integral) and "must be a tuple of whole numbers",
         "usual_lrs": not several(cls.usual_lrs, Real) and "must be a tuple of learning rates",
-        "holdout": not (isinstance(cls.holdout, Real) and 0 < cls.holdout < 1) and "must be a number between 0 and 1",
+        "holdout": not (isinstance(cls.holdout, Real) and 0 <= cls.holdout < 1) and "must be a number from 0 to 1",
         "lrs": not all(several(some, Real) for some in rates.values())
         and "must have a tuple of learning rates for each method it names",
     }
@@ -214,14 +216,16 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
 
 def as_list(numbers: Any) -> Any:
     """Return ranges and arrays as tuples of Python numbers, for JSON; lists and tuples unchanged."""
-    if isinstance(numbers, (list, tuple)):
+    if isinstance(numbers, (list, tuple)) and all(type(number) in (int, float) for number in numbers):
         return numbers
-    return tuple(numbers.tolist() if hasattr(numbers, "tolist") else numbers)
+    return tuple(plain(numbers))
 
 
 def is_known(name: str) -> bool:
     """Return whether the task of this name can be found in this process."""
-    return name in LOCAL or name in TASKS or (":" in name and not name.startswith("__main__:"))
+    place, _, attribute = name.rpartition(":")
+    in_main = place == "__main__" and hasattr(sys.modules["__main__"], attribute)
+    return name in LOCAL or name in TASKS or in_main or place not in ("", "__main__")
 
 
 def settings_of(name: str) -> list[str]:

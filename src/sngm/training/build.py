@@ -36,7 +36,7 @@ from .recurrent_state import RecurrentState
 from .step import Stepper, pieces_of, worker_passes_of
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
-CHECKED: set[str] = set()  # methods of the user's whose `state_dict` has been checked
+CHECKED: set[tuple[str, str | None]] = set()  # methods of the user's whose `state_dict` has been checked
 FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those of torch with fused steps on CUDA
 
 
@@ -143,7 +143,17 @@ def prepare(
     )  # fmt: skip
 
 
-BUILT: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # a model trained twice would begin where the first run ended
+TRAINED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # by id
+
+
+def check_new(config: RunConfig, model: nn.Module) -> None:
+    """Raise UsageError if an earlier run trained a parameter: its end would be the start of this run."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    if any(TRAINED.get(id(p)) is p for p in params):
+        raise UsageError(
+            f"task {config.task}: model() must build a new model at every call; this one was trained before"
+        )
+    TRAINED.update({id(p): p for p in params})
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
@@ -153,10 +163,6 @@ def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Modul
         model = task.model()
     if not isinstance(model, nn.Module):
         raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
-    trained = [m for m in model.modules() if any(p.requires_grad for p in m.parameters(recurse=False))]
-    if any(module in BUILT for module in trained):
-        raise UsageError(f"task {config.task}: model() must build a new model at every call; it returned one again")
-    BUILT.update(trained)
     limit.check(model)
     model = model.to(device, config.dtype)
     if device.type == "cuda" and config.precision == "bfloat16":  # the layout that tensor cores use
@@ -214,8 +220,8 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
         raise UsageError(f"{config.method}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"{config.method}: must return a torch.optim.Optimizer, got {optimizer!r}")
-    if config.method not in BUILT_IN and config.label not in CHECKED:
-        CHECKED.add(config.label)
+    own = config.label, config.method_source
+    if config.method not in BUILT_IN and own not in CHECKED:
         _check_function(config, model, optimizer, build)
         if not restores_its_state(functools.partial(build, lr=config.lr)):
             warnings.warn(
@@ -223,6 +229,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
                 "an unbroken one; see docs/your-own-optimizer.md",
                 stacklevel=2,
             )
+        CHECKED.add(own)
     set_mode(optimizer, training=True)
     if isinstance(optimizer, (LARS, CLARS)) and config.bias_lr == "scaled":
         _scale_vectors(optimizer)
@@ -245,8 +252,12 @@ def _check_function(
     if left_out := [p for p in trained if id(p) not in theirs]:
         said = f"{len(left_out)} of {len(trained)} parameters are not in the optimizer, so they are not trained"
         warnings.warn(f"{config.label}: {said}", stacklevel=2)
-    one, other = (build([nn.Parameter(torch.ones(2, 2))], lr=lr) for lr in (config.lr, 2 * config.lr))
-    if [group.get("lr") for group in one.param_groups] == [group.get("lr") for group in other.param_groups]:
+    try:
+        smaller = build([nn.Parameter(torch.ones(2, 2))], lr=config.lr / 2)
+    except Exception:  # of the user's code, which may need the model's own parameters: nothing is compared
+        return
+    rates = [{group.get("lr") for group in one.param_groups} for one in (optimizer, smaller)]
+    if rates[0] == rates[1] != {None}:
         warnings.warn(f"{config.label}: the optimizer ignores the learning rate that it is given", stacklevel=2)
 
 

@@ -19,7 +19,7 @@ import torch
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
-from ..options import misfit
+from ..options import misfit, short
 from ..parsing import format_call
 from ..tasks import Schedule, Task
 from .batch_plan import MOST_SAMPLES, BatchPlan
@@ -290,15 +290,6 @@ def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int)
         micro = largest_divisor(batch // workers, usual["micro"])
     plan = BatchPlan.of(batch, workers, micro, bn_group)
     return {"workers": plan.workers, "micro": plan.micro, "bn_group": plan.bn_group}
-
-
-def short(value: Any) -> str:
-    """Return the repr of a value, truncated to 80 characters. Python cannot print integers of 5,000 digits."""
-    try:
-        text = repr(value)
-    except (ValueError, RecursionError):
-        text = f"a value of type {type(value).__name__} that is too long to print"
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def largest_divisor(value: int, most: int) -> int:

@@ -76,6 +76,8 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
         raise UsageError(
             f"task {config.task}: samples that follow one another cannot be held out; give it a validation set"
         )
+    if not task.holdout:
+        raise UsageError(f"task {config.task}: give it a validation set, or a `holdout` above 0 to choose rates with")
     count = len(splits.train)
     held = max(1, round(count * task.holdout))
     order = rng.permutation(count, rng.HOLDOUT)  # the same for all seeds and methods

@@ -24,7 +24,7 @@ from ..options import Execution, at_least
 from ..progress import note
 from ..tasks import Moment, Task
 from . import checkpoint, rng, sharding
-from .build import Setup, prepare, set_rates
+from .build import Setup, check_new, prepare, set_rates
 from .config import RunConfig
 from .data_loading import to_device_if_fits
 from .distributed import Processes, join, set_numerics
@@ -128,6 +128,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
             return dict(record)
         set_numerics(processes.device, options.deterministic)
         setup = prepare(config, processes, options)
+        check_new(config, setup.model)
         processes.heartbeat.advance()
         processes.any(False, step=0)  # wait for all: if one failed, create no folder
         with contextlib.ExitStack() as stack:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import BrokenRecord, UsageError
-from .config import RunConfig, short
+from ..options import short
+from .config import RunConfig
 
 STATUSES = ("running", "interrupted", "failed", "finished", "diverged")
 TYPES: dict[str, type] = {
