@@ -546,6 +546,9 @@ def test_gradients_that_are_zero_or_no_numbers_are_refused(tmp_path):
     result = sngm("advise own.py:Line --from-sgd lr=1e30,batch=8 --to-batch 32 --device cpu")
     assert result.code == 2
     assert "the recipe diverges: the loss or its gradient is NaN or infinite" in result.err.splitlines()[-1]
+    result = sngm("advise digits --from-sgd lr=5,batch=32 --to-batch 64 --device cpu")
+    assert result.code == 2
+    assert "the recipe does not train: the loss is 2." in result.err.splitlines()[-1]
 
 
 # ---------------------------------------------------------------- a budget

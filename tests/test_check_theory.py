@@ -83,6 +83,7 @@ def test_the_iterations_are_those_of_the_optimizers(method, beta):
             assert runs.rho[0, lane] == pytest.approx(max(ratios), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_lars_climbs_the_stairs_in_long_steps_and_falls_in_short_ones():
     stairs = problems.STAIRS
     count = int(stairs.start.item()) - 64
@@ -445,6 +446,7 @@ def few(tmp_path_factory):
         return sngm(f"check-theory --only lemma-1,lars,theorem-1,training --seeds 3 --out {folder} --json"), folder
 
 
+@pytest.mark.slow
 def test_json_has_every_finding_with_its_numbers(few):
     result, folder = few
     assert result.code == 0

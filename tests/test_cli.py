@@ -653,6 +653,7 @@ def test_missing_data_has_its_own_exit_code():
         refused(sngm(f"{line} --data-dir pets"), "no cats in pets", code=3)
 
 
+@pytest.mark.slow
 def test_a_loss_that_fails_shows_its_own_traceback():
     task = write(OWN_TASK.replace('return self.scores(model, batch)["loss"].mean()', "return 1 / 0  # my line"))
     shown = finish(start(f"train {task} --out run"))

@@ -204,6 +204,7 @@ def compiled_whole(model, optimizer, backend):
     return train
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("compiled", [compiled_apart, compiled_together, compiled_whole])
 def test_a_compiled_training_step_trains_as_an_eager_one(compiled, device):
@@ -247,6 +248,7 @@ def test_a_learning_rate_that_is_a_number_is_compiled_in():
     same_numbers(twins, params)
 
 
+@pytest.mark.slow
 def test_a_parameter_that_thaws_is_compiled_in_with_fresh_state():
     params, optimizer = build("SNGM coupled global", torch.float32, "cpu")
     twins, twin = build("SNGM coupled global", torch.float32, "cpu")

@@ -650,6 +650,7 @@ def plain(weights, dense, categories):
     return torch.stack(logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("compiled", [False, True])
 def test_deepfm_is_the_sum_of_its_three_parts_sample_by_sample(compiled):
     model = net()

@@ -60,6 +60,7 @@ def test_two_processes_equal_one_with_two_virtual_workers(stats, tmp_path):
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["extrap-sgd", *(pytest.param(name, marks=pytest.mark.slow) for name in ("msgd", "clars", "adam"))]
 )
@@ -73,6 +74,7 @@ def test_weights_without_gradients_are_left_alone_by_several_processes_too(metho
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
 
+@pytest.mark.slow
 def test_processes_start_from_the_same_weights_however_a_task_makes_them(tmp_path):
     (tmp_path / "own.py").write_text(
         """import os

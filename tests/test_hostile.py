@@ -271,6 +271,7 @@ WRONG = (3, "text", [], [3], {"a": []}, None, True, -1.5)
 FIELDS = ("status", "label", "result", "timing", "data", "made_before", "started", "config")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("key", "value"), [(key, WRONG[i + k - 8]) for i, key in enumerate(FIELDS) for k in (0, 3)])
 def test_a_field_of_the_wrong_type_in_a_record_is_no_traceback(key, value, finished):
     record = without_digest(finished)
@@ -305,6 +306,7 @@ def test_a_field_of_the_wrong_type_in_a_config_is_named(finished):
         assert sngm("report run").code in (0, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["format", "task", "methods", "batches", "cells", "study", "metric", "epochs"])
 def test_a_field_of_the_wrong_type_in_a_study_is_no_traceback(key):
     text = (

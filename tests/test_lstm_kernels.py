@@ -53,6 +53,7 @@ def compare(layer, steps, streams, tolerance, low=None):
         close(found, of_float64, tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("steps", "streams", "inputs", "width"),
     [

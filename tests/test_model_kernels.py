@@ -48,6 +48,7 @@ def convolution(device):
     return lambda layer, x: Convolve.apply(x, layer.weight), torch.float32, 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("channels", "size", "layout"),
     [
@@ -258,6 +259,7 @@ def test_augmented_images_are_the_same_pixels(device, dtype):
         assert torch.equal(augment.crop_flip(images, indices, seed, epoch).cpu(), on_host)
 
 
+@pytest.mark.slow
 def test_resnet20_with_kernels_learns_what_it_learns_without(device, monkeypatch):
     torch.backends.cudnn.conv.fp32_precision = "ieee"  # as in the trainer
     model = resnet20().to(device, memory_format=LAST)

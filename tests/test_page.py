@@ -135,7 +135,7 @@ def test_a_table_is_saved_as_csv_and_json(open_page, study, tmp_path):
         with page.expect_download() as download:
             page.get_by_text(name, exact=True).click()
         download.value.save_as(tmp_path / name)
-        assert "sngm(weight_decay=0.0008, scope=tensor)" in (tmp_path / name).read_text()
+        assert "sngm(scope=tensor,weight_decay=0.0008)" in (tmp_path / name).read_text()
     assert (tmp_path / "results.csv").read_text() == study.with_name("results.csv").read_text()
 
 

@@ -580,6 +580,7 @@ def test_reading_whole_checkpoints_says_nothing(stopped):
 # ---------------------------------------------------------------- one process per folder
 
 
+@pytest.mark.slow
 def test_a_second_process_in_a_folder_is_refused(tmp_path):
     arguments = command(tmp_path / "run", *WARM)
     first = runs.sngm(*arguments, pause=1.0)  # longer than the second takes to start, even on a busy machine

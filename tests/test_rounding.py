@@ -201,6 +201,7 @@ def test_anything_but_a_bool_is_refused(cls, wrong):
 # ---------------------------------------------------------------- copies and checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", ["foreach", "default"])
 @pytest.mark.parametrize("rule", RULES)
 def test_a_resumed_run_rounds_as_if_it_had_never_stopped(rule, path):
@@ -218,6 +219,7 @@ def test_a_resumed_run_rounds_as_if_it_had_never_stopped(rule, path):
     assert same(optimizer, params, twin, twins)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("flat", [False, True])
 @pytest.mark.parametrize("rule", ["sngm", "lamb"])
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about a single process

@@ -209,6 +209,7 @@ def test_a_batch_of_matrices_equals_one_after_the_other(shape):
         torch.testing.assert_close(newton_schulz(one[None], "muon")[0], x, rtol=1e-12, atol=1e-13)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_a_compiled_step_has_the_numbers_of_an_eager_one(order):
     runs = []

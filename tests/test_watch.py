@@ -117,7 +117,8 @@ def test_a_file_and_a_port_in_use_are_refused(tmp_path, study, server):
     refused(sngm(f"watch {study.path} --port {server.server_address[1]}"), "--port", "choose another one")
 
 
-@pytest.mark.parametrize("width", [pytest.param(1280, marks=pytest.mark.slow), 390])
+@pytest.mark.slow
+@pytest.mark.parametrize("width", [1280, 390])
 def test_the_live_page_changes_in_a_browser(browser, study, server, width):  # noqa: F811
     context = browser.new_context(viewport={"width": width, "height": 900})
     page = context.new_page()

@@ -128,6 +128,7 @@ def test_scores_do_not_depend_on_how_much_is_read_at_once(tmp_path, monkeypatch)
 # ---------------------------------------------------------------- workers, processes, other kinds of steps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["msgd", "sngm"])
 def test_workers_and_micro_batches_read_their_own_streams(tmp_path, method):
     for workers, micro in ((1, 4), (2, 2), (4, 1), (1, 2)):

@@ -17,6 +17,7 @@ from ..options import at_least
 from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
 from .recipe import Recipe, convert
+from .rules import check_trains
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
@@ -64,11 +65,13 @@ def carry_model(
         return loss_fn(twin, data) / (size_of(data) if summed else 1)
 
     batches = _cycle(loader)
-    lengths, noises = list[float](), list[Noise]()
+    lengths, losses, noises = list[float](), list[float](), list[Noise]()
     try:
         for _ in range(2):
             for data in itertools.islice(batches, steps // 2):
-                lengths.append(_step(twin, loss_fn, _moved(data, device), own))
+                length, loss = _step(twin, loss_fn, _moved(data, device), own)
+                lengths.append(length)
+                losses.append(loss)
             fresh = (_moved(data, device) for data in itertools.islice(iter(loader), NOISE_BATCHES))
             noises.append(noise(mean_loss, twin.parameters(), fresh))
     except NotFinite:
@@ -79,6 +82,7 @@ def carry_model(
         ) from None
     if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
+    check_trains(losses, allowed=1.5)  # of a model in the course of training, it need not fall
     recipe = Recipe(**given, batch=batch)
     per_epoch = _length(loader)
     longest, which = _longest_epoch(lengths, per_epoch)
@@ -189,8 +193,8 @@ def _is_coupled(optimizer: torch.optim.Optimizer) -> bool:
     return isinstance(optimizer, torch.optim.Adam) and not decoupled
 
 
-def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Optimizer) -> float:
-    """Take a step and return the norm of its gradient."""
+def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Optimizer) -> tuple[float, float]:
+    """Take a step, and return the norm of its gradient and its loss."""
     optimizer.zero_grad()
     try:
         loss = loss_fn(model, data)
@@ -206,7 +210,7 @@ def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Opt
     if not math.isfinite(length) or not math.isfinite(loss.item()):
         raise NotFinite(NOT_FINITE)
     optimizer.step()
-    return length
+    return length, loss.item()
 
 
 def _length(of: Any) -> int | None:

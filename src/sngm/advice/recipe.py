@@ -28,7 +28,7 @@ from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
-from .rules import Carried, carry_adamw, carry_over, rounded
+from .rules import Carried, carry_adamw, carry_over, check_trains, rounded
 from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
@@ -277,6 +277,7 @@ def _pilot(
         setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
         raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
+    check_trains(torch.stack(recorded.losses).tolist())
     return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, noises
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from statistics import fmean
 from typing import NamedTuple
 
+from ..errors import UsageError
+
 DIGITS = 3  # significant digits of advised numbers
+ENOUGH = 20  # steps after which a loss should have fallen
 
 
 class Carried(NamedTuple):
@@ -55,3 +60,16 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
 def rounded(value: float) -> float:
     """Return a number with as many digits as advice has."""
     return float(f"{value:.{DIGITS}g}")
+
+
+def check_trains(losses: Sequence[float], allowed: float = 1.0) -> None:
+    """Raise UsageError if a recipe does not train: its last losses are above `allowed` times the first one.
+
+    >>> check_trains([2.3] * 10 + [1.9] * 10)
+    """
+    first, last = losses[0], fmean(losses[-len(losses) // 4 :])
+    if len(losses) >= ENOUGH and last > allowed * first:
+        raise UsageError(
+            f"the recipe does not train: the loss is {first:.3g} at the start of the pilot and {last:.3g} at its end; "
+            "change its lr"
+        )

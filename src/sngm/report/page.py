@@ -135,7 +135,9 @@ def _part(summary: Summary) -> dict[str, Any]:
             "hardware": _tally(words(run.hardware) for run in runs),
             "versions": _tally(words(run.versions) for run in runs),
             "commit": _tally(run.commit or "" for run in runs),
-            "time": f"{duration(sum(seconds))} in {len(seconds)} runs" if seconds else "not recorded",
+            "time": f"{duration(sum(seconds))} in {len(seconds)} run{'s' * (len(seconds) != 1)}"
+            if seconds
+            else "not recorded",
         },
         "commands": [study.command] if study and study.command else sorted({r.command for r in runs if r.command}),
         "runs": runs,

@@ -155,6 +155,9 @@ class Summary:
                 f"Every run on {self.task} diverged" if some else f"The {self.metric} of every run is NaN or infinite"
             )
             return f"{what}, so there is nothing to compare."
+        if failed := [run for run in self.records.runs if run.status == "failed"]:
+            if len(failed) == len(self.records.runs):
+                return f"Every run on {self.task} failed, the first with {failed[0].error or 'an unknown error'}."
         if self.records.runs and not full:
             done = _count(sum(run.status in ("finished", "diverged") for run in self.records.runs), "trial")
             return f"No full run has finished yet: learning rates are still being chosen ({done} done)."
@@ -213,7 +216,9 @@ class Summary:
         tied = [name for cost, name in costs if _same(cost, least)]
         if len(costs) == 1:
             gap = self.gap(abs(least)) if least else "nothing"
-            return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}."
+            p = welch(self.cells[method, small], self.cells[method, large])
+            sure = f" ({_p(p)}, too close to call)" if p is not None and p >= 0.05 else ""
+            return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}{sure}."
         if len(tied) > 1:
             least_lost = "gained the same and most" if least < 0 else "lost the same and least"
             return f"{head} {join(tied)} {least_lost} ({self._size(least)})."
