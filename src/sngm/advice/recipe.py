@@ -33,6 +33,7 @@ from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_norm
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
+TOO_LONG = 5  # a step longer than so many times the weights is not from a recipe that trains
 FEW_STEPS = 200  # below this, running statistics may be far from those of the last weights
 NOISE_SAMPLES = 1024  # least samples for the noise scale, measured after each epoch of the pilot
 Record = dict[str, Any]
@@ -163,7 +164,7 @@ def carry_recipe(
         "recipe": {**dataclasses.asdict(recipe), "weight_decay": decay, "epochs": small.epochs},
         "facts": facts,
         "command": _command(task, recipe, carried, large, data_dir),
-        "warnings": _warnings(setup, small, large, epochs, part),
+        "warnings": _warnings(setup, small, large, epochs, part, weights),
         "notes": _notes(setup.model, small, large, weights, carried.lr, steps),
         "norms": norms,
         "configs": [config.as_dict() for config in configs],
@@ -295,9 +296,16 @@ def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data
     return shlex.join(words)
 
 
-def _warnings(setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None) -> list[str]:
+def _warnings(
+    setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None, weights: float
+) -> list[str]:
     """Return warnings for cases in which the rule is known to fail, or its assumptions do not hold."""
     found = []
+    if large.method == "sngm" and (longest := _longest_step(large)) > TOO_LONG * weights:
+        found.append(
+            f"A step may be {longest / weights:.2g} times as long as all weights together: the lr of the recipe is "
+            "probably so large that it does not train, and then this advice is worthless."
+        )
     if not has_normalisation(setup.model):
         found.append(WITHOUT_NORMALISATION)
     pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
@@ -330,14 +338,14 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
     ]
     normed = any(isinstance(m, _BatchNorm) for m in model.modules())
     if normed and steps < FEW_STEPS and not large.bn_samples:
-        again = "--bn-samples 10000 estimates them again before each test."
+        again = "sngm train --bn-samples 10000 estimates them again before each test."
         notes.append(f"BatchNorm's running statistics lag behind the weights in only {steps} steps: {again}")
     if normed and small.bn_group != large.bn_group:
         notes.append(
             f"BatchNorm takes {large.bn_group} samples together at batch {large.batch}, and {small.bn_group} in the "
-            f"recipe; --bn-group {small.bn_group} keeps that."
+            f"recipe; sngm train --bn-group {small.bn_group} keeps that."
         )
-    longest = lr / (1 - large.method_settings.get("momentum", 0.9))
+    longest = _longest_step(large)
     if large.method == "sngm" and longest > weights:
         notes.append(
             f"A step may be as long as lr / (1 - momentum) = {longest:.3g}, and all weights together are {weights:.3g} "
@@ -346,6 +354,11 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
     if large.method == "sngm" and large.schedule == "constant":
         notes.append("The schedule is constant, but SNGM's steps do not shrink by themselves: try --schedule cosine.")
     return notes
+
+
+def _longest_step(config: RunConfig) -> float:
+    """Return how long a step of SNGM can be: its learning rate over 1 - momentum."""
+    return float(config.lr / (1 - config.method_settings.get("momentum", 0.9)))
 
 
 def _rms(values: Sequence[float]) -> float:

@@ -62,8 +62,10 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def check_trains(losses: Sequence[float], allowed: float = 1.0) -> None:
+def check_trains(losses: Sequence[float], allowed: float = 1.25) -> None:
     """Raise UsageError if a recipe does not train: its last losses are above `allowed` times the first one.
+
+    Small batches have noisy losses, and at the start of warm-up the loss may not fall.
 
     >>> check_trains([2.3] * 10 + [1.9] * 10)
     """

@@ -17,7 +17,7 @@ from .drawing import standalone
 from .figures import Figure, by_batch, by_rate, by_trials, curves
 from .headline import headline
 from .html import render, words
-from .summary import Summary, summarise_tasks
+from .summary import Summary, count_of, summarise_tasks
 from .tables import caption, details, footnotes, table, tables
 from .targets import target
 
@@ -96,7 +96,7 @@ def html(parts: Sequence[Summary], home: str = "", live: bool = False, answer: s
     counts = {"task": len(parts)} if len(parts) > 1 else {}
     counts |= {"method": len({method for part in parts for method in part.methods})}
     counts |= {"batch size": len({batch for part in parts for batch in part.batches}), "run": len(runs)}
-    size = [f"{count} {word}{'s' * (count != 1)}" for word, count in counts.items()]
+    size = [count_of(count, word) for word, count in counts.items()]
     names, progress = [part.task for part in parts], _progress(parts)
     return render(
         "study",
@@ -135,9 +135,7 @@ def _part(summary: Summary) -> dict[str, Any]:
             "hardware": _tally(words(run.hardware) for run in runs),
             "versions": _tally(words(run.versions) for run in runs),
             "commit": _tally(run.commit or "" for run in runs),
-            "time": f"{duration(sum(seconds))} in {len(seconds)} run{'s' * (len(seconds) != 1)}"
-            if seconds
-            else "not recorded",
+            "time": f"{duration(sum(seconds))} in {count_of(len(seconds), 'run')}" if seconds else "not recorded",
         },
         "commands": [study.command] if study and study.command else sorted({r.command for r in runs if r.command}),
         "runs": runs,

@@ -155,11 +155,11 @@ class Summary:
                 f"Every run on {self.task} diverged" if some else f"The {self.metric} of every run is NaN or infinite"
             )
             return f"{what}, so there is nothing to compare."
-        if failed := [run for run in self.records.runs if run.status == "failed"]:
-            if len(failed) == len(self.records.runs):
-                return f"Every run on {self.task} failed, the first with {failed[0].error or 'an unknown error'}."
+        if self.records.runs and all(run.status == "failed" for run in self.records.runs):
+            error = self.records.runs[0].error or "an unknown error"
+            return f"Every run on {self.task} failed, the first with {error}."
         if self.records.runs and not full:
-            done = _count(sum(run.status in ("finished", "diverged") for run in self.records.runs), "trial")
+            done = count_of(sum(run.status in ("finished", "diverged") for run in self.records.runs), "trial")
             return f"No full run has finished yet: learning rates are still being chosen ({done} done)."
         return f"No run has finished yet ({len(full)} begun), so there is no answer."
 
@@ -297,9 +297,9 @@ def _summarise(records: Records, task: str) -> Summary:
     of_task = [run for run in runs if run.task == task]
     ours = [run for run in of_task if not epochs or run.epochs in (None, epochs) or run.part == "select"]
     if len(of_task) < len(runs):
-        notes.append(f"{_count(len(runs) - len(of_task), 'run')} of other tasks left out.")
+        notes.append(f"{count_of(len(runs) - len(of_task), 'run')} of other tasks left out.")
     if len(ours) < len(of_task):
-        notes.append(f"{_count(len(of_task) - len(ours), 'run')} of other lengths than {epochs} epochs left out.")
+        notes.append(f"{count_of(len(of_task) - len(ours), 'run')} of other lengths than {epochs} epochs left out.")
     lengths = sorted({run.epochs for run in ours if run.epochs and run.part != "select"})
     if len(lengths) > 1:
         notes.append(f"The runs differ in length ({join([*map(str, lengths)])} epochs): the comparison is not even.")
@@ -312,12 +312,12 @@ def _summarise(records: Records, task: str) -> Summary:
         cells[key] = _cell(*key, mine, choices.get(key), metric, better)
     if extra := sum(run.part != "select" for run in ours) - sum(len(cell.runs) for cell in cells.values()):
         why = "another learning rate than the chosen one, or a seed run twice"
-        notes.append(f"{_count(extra, 'run')} left out of the table: {why}.")
+        notes.append(f"{count_of(extra, 'run')} left out of the table: {why}.")
     if failed := [run.name for run in ours if run.status == "failed"]:
-        notes.append(f"{_count(len(failed), 'run')} failed: {', '.join(failed)}.")
+        notes.append(f"{count_of(len(failed), 'run')} failed: {', '.join(failed)}.")
     if odd := sum(run.status == "finished" and not math.isfinite(run.score(metric) or 0.0) for run in ours):
         why = f"the {metric} is NaN or infinite although the loss is finite; check how it is computed"
-        notes.append(f"{_count(odd, 'finished run')} counted as diverged: {why}.")
+        notes.append(f"{count_of(odd, 'finished run')} counted as diverged: {why}.")
     for batch in batches:
         idle = [method for method in methods if cells[method, batch].loss_rose]
         if idle:
@@ -381,5 +381,6 @@ def _most(words: list[str]) -> str:
     return Counter(sorted(words)).most_common(1)[0][0] if words else "unknown task"
 
 
-def _count(count: int, word: str) -> str:
+def count_of(count: int, word: str) -> str:
+    """Return a number of things: 1 run, 2 runs."""
     return f"{count} {word}{'s' * (count != 1)}"
