@@ -213,6 +213,8 @@ def test_verify_trains_all_and_compares_them(tmp_path):
     page = (tmp_path / "here/report.html").read_text()
     assert f'href="{home.name}/report.html"' in page
     assert "Your own method has" in page
+    assert "<h1>Verified: test error is" in page
+    assert "Compared with msgd at the same batch" in (home / "report.html").read_text()
 
 
 def test_verify_says_that_adamw_stays():

@@ -88,7 +88,7 @@ def advise_model(
     optimizer: torch.optim.Optimizer,
     *,
     to_batch: int | None = None,
-    steps: int = 200,
+    steps: int | None = None,
 ) -> Measurement:
     """Say whether the batch of your own training loop can grow, and what to change in it.
 
@@ -103,7 +103,8 @@ def advise_model(
         loader: your DataLoader, or any iterable of batches.
         optimizer: your SGD, Adam or AdamW.
         to_batch: the larger batch. Default: twice the loader's.
-        steps: the number of steps to train the copy. The norm is most accurate with an epoch or more.
+        steps: the number of steps to train the copy. Default: two epochs, but at most 200 steps. The norm is most
+            accurate with an epoch or more.
 
     Returns:
         A mapping with "answer", "lr", "weight_decay", "batch" and "diff", which is shown as text.

@@ -20,6 +20,7 @@ from .recipe import Recipe, convert
 from .rules import check_trains
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
+MOST_STEPS = 200  # by default
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
 COUPLED = (
     "Adam adds its weight decay to the gradient (coupled); rule and runs are of AdamW's, which is decoupled: search "
@@ -38,10 +39,12 @@ def carry_model(
     loader: Iterable[Any],
     optimizer: torch.optim.Optimizer,
     to_batch: int | None,
-    steps: int,
+    steps: int | None,
 ) -> dict[str, Any]:
     """Train a copy of a model for some steps, and return advice as :func:`carry_recipe` does, without a command."""
     given = _settings(optimizer)
+    if steps is None:  # two epochs, as the pilot of a task usually has
+        steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
     batch = size_of(first)
     samples = None

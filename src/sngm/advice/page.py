@@ -37,7 +37,8 @@ def plain(advice: Record) -> Record:
 def answer(advice: Record) -> str:
     """Return the advice as one sentence."""
     if advice["kind"] == "recipe":
-        return str(advice["answer"])
+        measured = str(advice.get("verified", "")).partition(". ")[0]
+        return f"Verified: {measured.removesuffix('.')}." if measured else str(advice["answer"])
     tolerated = "; ".join(
         f"{row['method']} none" if row["batch"] is None else f"{row['method']} {row['batch']:,} at lr {row['lr']:.3g}"
         for row in advice["methods"]
