@@ -35,7 +35,8 @@ def in_an_empty_folder(tmp_path, monkeypatch):
 def in_a_shell(words, **environment):
     """Run ``sngm ...`` in a shell, with redirections."""
     line = f'exec "{sys.executable}" -m sngm {words}'
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+    usual = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}  # as users have it
+    environment = {**usual, "OMP_NUM_THREADS": "1", **environment}
     return subprocess.run(["sh", "-c", line], capture_output=True, env=environment, timeout=120)
 
 

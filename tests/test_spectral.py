@@ -241,7 +241,8 @@ def test_a_compiled_step_has_the_numbers_of_an_eager_one(order):
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # of a CPU without bfloat16 instructions
 def test_newton_schulz_is_stable_in_bfloat16(matrix, polar):
     x = newton_schulz(matrix[None].bfloat16(), polar)[0].float()
-    assert torch.linalg.matrix_norm(x, 2) <= 1.25
+    square = x.double() @ x.double().T  # by eigenvalues: on aarch64, torch's SVD of a constant matrix is NaN
+    assert torch.linalg.eigvalsh(square).max().sqrt() <= 1.25
 
 
 @pytest.mark.parametrize("eps", [0.0, 1e-300, 1e-40])

@@ -33,6 +33,10 @@ PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException of typer's o
 def leave(code: int, text: str) -> NoReturn:
     """Print a message on stderr, so that stdout stays machine-readable, and exit."""
     note(f"sngm: {one_line(text)}")
+    try:
+        sys.stderr.flush()
+    except OSError:  # a full disk: Python would try again, and exit with 120
+        sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     sys.exit(code)
 
 
