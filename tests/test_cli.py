@@ -117,6 +117,7 @@ def test_no_arguments_show_the_help():
 # ---------------------------------------------------------------- training
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method",
     [m if m in ("sngm", "lars", "extrap-sgd") else pytest.param(m, marks=pytest.mark.slow) for m in METHODS],

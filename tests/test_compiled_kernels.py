@@ -66,6 +66,7 @@ def names(found):
     return sorted({one.metadata.name for one in found.values()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("case", "launched"),
     [

@@ -122,6 +122,7 @@ def test_the_number_of_processes_changes_nothing_with_dropout_either(method, pre
         assert_near_end(folder, tmp_path / "1", TOLERANCE[precision])
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_processes(tmp_path):
     usual = ["--method", "adam", "--lr", 0.01, "--batch", 16, "--precision", "float64", "--set", "norm=true"]
     train_in(1, tmp_path / "whole", runs.TASK, *usual)

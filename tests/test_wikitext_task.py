@@ -151,6 +151,7 @@ def test_processes_equal_virtual_workers_and_finish_what_one_began(tmp_path):
             torch.testing.assert_close(ours, theirs)  # in both processes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_a_run_cut_in_the_middle_of_an_epoch_ends_bit_for_bit_as_an_unbroken_one(tmp_path, method):
     more = {"workers": 2} if method in ("extrap-sgd", "clars") else {}
