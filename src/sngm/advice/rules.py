@@ -11,6 +11,7 @@ from ..errors import UsageError
 
 DIGITS = 3  # significant digits of advised numbers
 ENOUGH = 20  # steps after which a loss should have fallen
+RISE = 0.25  # relative rise of the loss that small batches may have by chance
 
 
 class Carried(NamedTuple):
@@ -62,15 +63,16 @@ def rounded(value: float) -> float:
     return float(f"{value:.{DIGITS}g}")
 
 
-def check_trains(losses: Sequence[float], allowed: float = 1.25) -> None:
-    """Raise UsageError if a recipe does not train: its last losses are above `allowed` times the first one.
+def check_trains(losses: Sequence[float]) -> None:
+    """Raise UsageError if a recipe does not train: its last losses are above the first by a quarter of it.
 
     Small batches have noisy losses, and at the start of warm-up the loss may not fall.
 
     >>> check_trains([2.3] * 10 + [1.9] * 10)
+    >>> check_trains([-2.3] * 10 + [-2.4] * 10)
     """
     first, last = losses[0], fmean(losses[-len(losses) // 4 :])
-    if len(losses) >= ENOUGH and last > allowed * first:
+    if len(losses) >= ENOUGH and last > first + RISE * abs(first):
         raise UsageError(
             f"the recipe does not train: the loss is {first:.3g} at the start of the pilot and {last:.3g} at its end; "
             "change its lr"
