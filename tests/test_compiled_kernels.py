@@ -25,6 +25,8 @@ TARGETS = pytest.mark.parametrize("target", [A100, H100, MI300], ids=["A100", "H
 MEMORY = {A100: 166_912, H100: 232_448, MI300: 65_536}  # bytes of shared memory per program
 SHAPES = [(7,), (40, 40), (64,)]
 
+pytestmark = pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # Triton's, on Python 3.13
+
 
 @pytest.fixture
 def compiled(monkeypatch, tmp_path):

@@ -328,9 +328,9 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         keywords = [p for p in kept if p.kind is p.KEYWORD_ONLY]
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
         call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
-        lines = [f"        {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
+        lines = [f"    {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
         del call.__wrapped__  # generators of documentation would show its signature and docstring
-        call.__doc__ = (function.__doc__ or "").replace("        (options)", "\n".join(lines))
+        call.__doc__ = (inspect.getdoc(function) or "").replace("    (options)", "\n".join(lines))
         return call
 
     return decorate

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import inspect
@@ -118,12 +119,13 @@ def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Ite
     yield f"{function.__module__}.{function.__qualname__}"
     if not is_own(function):
         return
-    try:
-        yield inspect.getsource(function.__code__)
-    except (OSError, TypeError):  # typed into an interpreter
-        yield from describe_code(function.__code__)
-    if function.__name__ == "<lambda>":  # several may be on one line
-        yield from describe_code(function.__code__)
+    code, source = function.__code__, ""
+    if Path(code.co_filename).is_file():  # a notebook's or interpreter's source is unknown in a worker process
+        with contextlib.suppress(OSError):  # the file is shorter now
+            source = inspect.getsource(code)
+    yield source
+    if not source or function.__name__ == "<lambda>":  # several lambdas may be on one line
+        yield from describe_code(code)
     yield from each(seen, function.__defaults__, function.__kwdefaults__)
     for cell in function.__closure__ or ():
         try:
