@@ -4,6 +4,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -19,6 +20,14 @@ from waiting import PATIENCE, kill_group, launch, wait_for
 from sngm import cli
 
 SCRIPT = Path(sys.executable).with_name("sngm")
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def documented(page: str, start: str) -> str:
+    """Return a regular expression of the line in a page of the documentation; numbers and host names may differ."""
+    line = next(line for line in (DOCS / page).read_text().splitlines() if line.startswith(start))
+    return re.sub(r"\d+", r"\\d+", re.escape(line).replace("node7", r"\S+"))
+
 
 OWN_TASK = '''
 """Two features, one line through the origin: a regression of the user's own."""

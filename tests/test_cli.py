@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from console import OWN_TASK, SCRIPT, finish, refused, sngm, start
+from console import OWN_TASK, SCRIPT, documented, finish, refused, sngm, start
 
 import sngm as package
 from sngm import tasks
@@ -759,7 +759,9 @@ def test_an_interrupted_run_says_how_to_go_on_and_ends_the_same(monkeypatch):
     whole = sngm(f"{line} whole --json").json
     asked = iter([False, False, True])
     monkeypatch.setattr("sngm.api.stop_on_signal", lambda: nullcontext(lambda: next(asked)))
-    refused(sngm(f"{line} run"), "interrupted; stopped at step 3 of 10; the same command resumes from there", code=130)
+    stopped = sngm(f"{line} run")
+    refused(stopped, "interrupted; stopped at step 3 of 10; the same command resumes from there", code=130)
+    assert re.search(documented("resuming.md", "sngm: interrupted"), stopped.err)
     monkeypatch.setattr("sngm.api.stop_on_signal", lambda: nullcontext(lambda: False))
     assert sngm(f"{line} run --json").json["result"] == whole["result"]
 

@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import runs
 import torch
 import torch.distributed as dist
+from console import documented
 from filelock import FileLock
 from harness import pairwise
 from runs import assert_near, assert_near_end, assert_same_end, config, metrics, record, run, state
@@ -362,6 +364,7 @@ def test_a_process_that_hangs_is_named_and_the_job_restarts_from_its_checkpoint(
     ended = torchrun(2, *usual, "--out", tmp_path / "run", restarts=1)
     assert ended.returncode == 0, ended.stderr
     assert f"sngm: process {hung} of 2 hangs (process id " in ended.stderr
+    assert re.search(documented("distributed.md", "sngm: process"), ended.stderr)
     assert torchrun(2, *usual, "--out", tmp_path / "whole").returncode == 0
     assert_same_end(tmp_path / "run", tmp_path / "whole")
 

@@ -100,7 +100,7 @@ def compare(
     if as_json:
         print(json.dumps({**made.summary.as_dict(), "folder": str(folder), "report": str(page)}, indent=2))
     else:
-        print(f"\n{reports.table(made.summary, escape=False)}\n\n{made.answer()}\n\nReport: {page}")
+        print(f"\n{reports.table(made.summary, escape=False)}\n{made.answer()}\n\nReport: {page}")
     if failed:
         print(failed[0][1]["traceback"], file=sys.stderr)
         raise api.failure(failed)
@@ -118,7 +118,7 @@ def report(
     parts = reports.summarise_tasks(folder)
     if not as_json:  # printed first, in case the folder is not writable
         for part in parts:
-            print(f"{reports.table(part, escape=False)}\n\n{part.answer()}\n")
+            print(f"{reports.table(part, escape=False)}\n{part.answer()}\n")
     page = reports.write(folder)
     tasks = {"tasks": [part.as_dict() for part in parts]} if len(parts) > 1 else parts[0].as_dict()
     print(json.dumps({**tasks, "report": str(page)}, indent=2) if as_json else f"Report: {page}")

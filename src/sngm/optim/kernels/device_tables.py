@@ -295,6 +295,7 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 
 def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layout: Layout) -> None:
     """Launch each kernel of the method once for every kind of tensors; sum squared norms over ranks in between."""
+    addresses = {name: value.data_ptr() for name, value in values.items()}
 
     def run(kernel: Any) -> None:
         # Triton's own look-up by the types of all arguments takes three times as long as the launch
@@ -302,7 +303,7 @@ def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layo
         if key in layout.launches:
             for runner, arguments, changing in layout.launches[key]:
                 for i, name in changing:
-                    arguments[i] = values[name]
+                    arguments[i] = addresses[name]
                 runner(*arguments)
             return
         ready = []
