@@ -73,6 +73,7 @@ def test_an_executor_that_is_not_installed_is_an_error_that_says_what_to_install
     monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: None)
     refused(sngm("compare --methods sngm --batches 128 --executor ray"), "pip install 'sngm[ray]'")
     refused(sngm("compare --methods sngm --batches 128 --executor slurm"), "pip install 'sngm[slurm]'")
+    assert not Path("runs").exists()
     assert [(name, usable) for name, usable, _ in executors.executors_usable()] == [
         ("local", True), ("ray", False), ("slurm", False),
     ]  # fmt: skip

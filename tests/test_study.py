@@ -298,8 +298,9 @@ def test_progress_goes_to_stderr_a_line_a_run(whole):
     assert "validation accuracy" in lines[0]
 
 
-def test_the_same_command_again_repeats_nothing(whole):
+def test_the_same_command_again_repeats_nothing_and_starts_no_process(whole, monkeypatch):
     folder, shown = whole
+    monkeypatch.delattr("sngm.study.launch.open_local")
     before = {path: path.stat().st_mtime_ns for path in folder.glob("runs/*/*")}
     again = sngm(f"{TINY} --out {folder}")
     assert again.out == shown.out

@@ -30,6 +30,7 @@ from ..training.loop import Options
 from ..training.run_folder import FINISHED, NothingLeft, RunFolder, command, differences
 from ..training.trackers import prepare_group
 from ..training.validation import config_of
+from . import executors
 from .executors import Executor, open_remote
 from .executors.local import default_jobs, open_local
 from .grid import Cell, StudyConfig, run_name
@@ -77,6 +78,7 @@ def compare(
     """
     cluster = cluster or Cluster()
     check_jobs(jobs, cluster)
+    executors.check_usable(cluster.executor)
     if ranks() > 1:
         raise UsageError("a study starts its own processes; run it without torchrun, and with WORLD_SIZE unset")
     cells = study.cells()
@@ -170,22 +172,16 @@ class _Launcher:
         self.task = tasks.build(study.task, study.task_settings)
         planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
         self.progress = Progress(cells, planned)
+        self.executor: Executor | None = None  # opened for the first run that is not finished
         self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
         self.ended = False
         self.elsewhere = 0  # runs that `known` returned: their folders are not here
         self.checked = False  # whether all finished runs in the folder were found to belong to this study
 
     def run(self) -> Progress:
-        if self.cluster.remote:
-            return self._run_in(open_remote(self.cluster, self.folder, command()))
-        device = choose_device(self.options.device)
-        jobs = self.jobs or default_jobs(self.study.batches, device)
-        return self._run_in(open_local(self.study.task, jobs, device.type == "cuda"))
-
-    def _run_in(self, executor: Executor) -> Progress:
         try:
             for cell in self.progress.cells:
-                self._submit(executor, cell, cell.first_runs())
+                self._submit(cell, cell.first_runs())
             self.checked = True
             self._write()
             while self.futures:
@@ -193,7 +189,7 @@ class _Launcher:
                 self.show(self.progress)
                 for future in wait(self.futures, timeout=0.2, return_when=FIRST_COMPLETED).done:
                     cell, config = self.futures.pop(future)
-                    self._finish(executor, cell, config, future.result())
+                    self._finish(cell, config, future.result())
             self.ended = True
             return self.progress
         except BrokenProcessPool:
@@ -202,14 +198,23 @@ class _Launcher:
                 "needs the least memory"
             ) from None
         except BaseException:
-            executor.stop()
+            if self.executor:
+                self.executor.stop()
             raise
         finally:
             self.progress.running.clear()
-            executor.shutdown()
+            if self.executor:
+                self.executor.shutdown()
             self._write()
 
-    def _submit(self, executor: Executor, cell: Cell, configs: list[RunConfig]) -> None:
+    def _open(self) -> Executor:
+        if self.cluster.remote:
+            return open_remote(self.cluster, self.folder, command())
+        device = choose_device(self.options.device)
+        jobs = self.jobs or default_jobs(self.study.batches, device)
+        return open_local(self.study.task, jobs, device.type == "cuda")
+
+    def _submit(self, cell: Cell, configs: list[RunConfig]) -> None:
         options = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(Execution)}
         options |= {"track": self.options.track, "group": self.folder.name}
         for config in configs:
@@ -219,12 +224,13 @@ class _Launcher:
             finished = elsewhere or _finished(path, config, self.data[config.part])
             if finished:
                 self.progress.repeated += 1
-                self._finish(executor, cell, config, finished)
+                self._finish(cell, config, finished)
             else:
-                future = executor.submit(config, path, options, os.environ.get("SNGM_COMMIT"))
+                self.executor = self.executor or self._open()
+                future = self.executor.submit(config, path, options, os.environ.get("SNGM_COMMIT"))
                 self.futures[future] = cell, config
 
-    def _finish(self, executor: Executor, cell: Cell, config: RunConfig, record: Record) -> None:
+    def _finish(self, cell: Cell, config: RunConfig, record: Record) -> None:
         if record["status"] == "interrupted":
             raise KeyboardInterrupt
         self.progress.done.append((config, record))
@@ -238,7 +244,7 @@ class _Launcher:
         self.progress.planned += extended  # the grid was extended
         if before != len(cell.scores) and cell.chosen and cell.lr is None:
             self.progress.planned -= self.study.seeds  # all learning rates diverged, so the seeds are not run
-        self._submit(executor, cell, next_runs)
+        self._submit(cell, next_runs)
         self._write()
         self.show(self.progress)
 
