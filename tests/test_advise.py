@@ -194,12 +194,12 @@ def test_without_a_batch_the_question_is_whether_to_double():
 
 
 def test_verify_trains_all_and_compares_them(tmp_path):
-    line = "advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out here --verify"
+    line = "advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out here --verify --seeds 2"
     result = sngm(line)
     assert result.code == 0, result.err
     assert re.search(
-        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(3 and 3 seeds\): .*\. "
-        r"Your own method has .* with msgd at batch 32 \(3 seeds\), with its lr scaled linearly to 0.04. "
+        r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(2 and 2 seeds\): .*\. "
+        r"Your own method has .* with msgd at batch 32 \(2 seeds\), with its lr scaled linearly to 0.04. "
         r"Compared with that, sngm.*: "
         r"(.* \(p = .*\); (switching helps|keep msgd)|undecided, between .* worse and .* better \(95 %, p = .*\))\.",
         result.out,
@@ -207,7 +207,7 @@ def test_verify_trains_all_and_compares_them(tmp_path):
     (home,) = (tmp_path / "here").glob("verify-*")
     records = [strict_json(path.read_text()) for path in home.glob("*/run.json")]
     assert sorted((r["config"]["method"], r["config"]["batch"], r["config"]["seed"]) for r in records) == [
-        (method, batch, seed) for method, batch in (("msgd", 8), ("msgd", 32), ("sngm", 32)) for seed in range(3)
+        (method, batch, seed) for method, batch in (("msgd", 8), ("msgd", 32), ("sngm", 32)) for seed in range(2)
     ]
     assert (home / "report.html").is_file()
     page = (tmp_path / "here/report.html").read_text()
@@ -510,6 +510,8 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
     line("digits --from-sgd lr=0.1,batch=32 --gradients 100 --to-batch 64", "give one of --from-sgd")
     line("digits --gradients 100 --to-batch 64", "--to-batch and --verify need a recipe")
     line("digits --gradients 100 --verify", "--to-batch and --verify need a recipe")
+    line("digits --from-sgd lr=0.1,batch=32 --seeds 5", "--seeds must be at least 1, and is for --verify")
+    line("digits --from-sgd lr=0.1,batch=32 --verify --seeds 0", "--seeds must be at least 1")
     line("--from-sgd lr=0.1,batch=32 --to-batch 64", "needs a task")
     line("digit --from-sgd lr=0.1,batch=32 --to-batch 64", "did you mean 'digits'")
     line("digit --gradients 100", "did you mean 'digits'")

@@ -35,6 +35,7 @@ def advise(
     to_batch: int | None = None,
     pilot_steps: int | None = None,
     verify: bool = False,
+    seeds: int = 3,
     settings: dict[str, Any] | None = None,
     out: Folder | None = None,
     data_dir: Folder | None = None,
@@ -55,7 +56,8 @@ def advise(
         from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
         to_batch: the larger batch. Default: twice the recipe's.
         verify: train the recipe, the advised settings and, from SGD, also SGD at the larger batch with its learning
-            rate scaled linearly, with three seeds each, and compare them.
+            rate scaled linearly, and compare them.
+        seeds: runs of each of these.
         (options)
         pilot_steps: end the pilot run after this many steps.
         settings: settings of the task, by name.
@@ -65,7 +67,7 @@ def advise(
         progress: print the cost, and show a progress bar.
     """
     execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
-    asked = Asked(task, from_sgd, from_adamw, to_batch, budgetoptions, pilot_steps, settings, verify)
+    asked = Asked(task, from_sgd, from_adamw, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
     check_advice(asked)
     if out is not None:
         check_folder(Path(out), "advice.json")
@@ -75,7 +77,7 @@ def advise(
 
         write(Path(out), dict(found))
     if verify:
-        found = verified(found, Path(out or "runs"), execution, progress)
+        found = verified(found, Path(out or "runs"), seeds, execution, progress)
         if out is not None:
             write(Path(out), dict(found))
     return found
@@ -137,6 +139,7 @@ class Asked(NamedTuple):
     pilot_steps: int | None
     settings: dict[str, Any] | None
     verify: bool = False
+    seeds: int = 3
 
     @property
     def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -194,11 +197,8 @@ def check_command(asked: Asked) -> str:
     return shlex.join([*words, *set_flags({}, asked.settings or {}), "--verify"])
 
 
-SEEDS = 3  # of each side of a verification
-
-
-def verified(found: Measurement, folder: Path, execution: Execution, progress: bool) -> Measurement:
-    """Train the recipe, the advised settings and the scaled recipe, three seeds each; add the results to the advice.
+def verified(found: Measurement, folder: Path, seeds: int, execution: Execution, progress: bool) -> Measurement:
+    """Train the recipe, the advised settings and the scaled recipe, each with all seeds; add the results to the advice.
 
     The runs are in a folder of their own in `folder`, which has a hash of the configs in its name.
     """
@@ -206,7 +206,7 @@ def verified(found: Measurement, folder: Path, execution: Execution, progress: b
 
     configs = [RunConfig.from_dict(config) for config in found["configs"]]
     folder = folder / f"verify-{short_hash(found['configs'])}"
-    for config, seed in itertools.product(configs, range(SEEDS)):
+    for config, seed in itertools.product(configs, range(seeds)):
         own = replace(config, seed=seed)
         if progress:
             note(f"verify: {own.label} at batch {own.batch}, lr {own.lr:g}, seed {seed}")
@@ -226,6 +226,8 @@ def check_advice(asked: Asked) -> None:
         raise UsageError("give one of `from_sgd`, `from_adamw` and `gradients`")
     if recipe is None and (asked.to_batch is not None or asked.verify):
         raise UsageError("`to_batch` and `verify` need a recipe: `from_sgd` or `from_adamw`")
+    if asked.seeds < 1 or (asked.seeds != 3 and not asked.verify):
+        raise UsageError(f"`seeds` must be at least 1, and is for `verify`; got {asked.seeds}")
     if recipe is not None and is_folder:
         raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured, and not a folder")
     if pilot_steps is not None and pilot_steps < 1:

@@ -44,6 +44,7 @@ def advise(
             "--verify", metavar="", help="Train the recipe, the advice and, from SGD, SGD scaled linearly; compare."
         ),
     ] = False,
+    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each of these.")] = 3,
     budget: BudgetOptions,
     pilot_steps: Annotated[
         int | None, typer.Option("--pilot-steps", help="End the pilot run after this many steps.")
@@ -68,7 +69,7 @@ def advise(
 
     sgd, adamw = (None if text is None else parse_settings(split_list(text)) for text in (from_sgd, from_adamw))
     chosen = parse_settings(settings or [])
-    asked = advising.Asked(what, sgd, adamw, to_batch, budget, pilot_steps, chosen, verify)
+    asked = advising.Asked(what, sgd, adamw, to_batch, budget, pilot_steps, chosen, verify, seeds)
     advising.check_advice(asked)
     name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
     goal = f"b{to_batch or 'double'}" if budget.gradients is None else f"{budget.gradients:g}"
@@ -82,7 +83,7 @@ def advise(
     if verify:
         if not as_json:
             print(f"{advice}\n")
-        advice = advising.verified(advice, folder, execution, progress=True)
+        advice = advising.verified(advice, folder, seeds, execution, progress=True)
         write(folder, dict(advice))
     if as_json:
         print(json.dumps({**finite(plain(dict(advice))), "report": str(page)}, indent=2))
