@@ -17,14 +17,14 @@
 import sngm
 
 # %% [markdown]
-# One training. `lr` and `batch` are chosen here; everything else has a default.
+# One training run. Every argument except the task has a default.
 
 # %%
 run = sngm.train("digits", method="sngm", lr=0.1, batch=512, epochs=4, seed=0)
 run
 
 # %% [markdown]
-# The scores, the metrics of each epoch, and the trained model:
+# A run has its scores, the metrics of each epoch, and the trained model:
 
 # %%
 print(run.result["test_accuracy"])
@@ -32,16 +32,16 @@ print([round(epoch["test_accuracy"], 3) for epoch in run.history])
 print(type(run.model).__name__)
 
 # %% [markdown]
-# The comparison. Each method gets the same number of learning rates, chosen on validation data; the best one is then
-# trained on the whole training set with every seed and tested. Runs are recorded in the folder `runs/`: a second call
-# repeats nothing, and a stopped one resumes.
+# The comparison. Each method tries the same number of learning rates, and the best one is chosen on validation data.
+# With this learning rate the method is then trained on the whole training set, once per seed, and tested. Runs are
+# recorded in the folder `runs/`: a second call repeats no run, and a stopped comparison resumes.
 
 # %%
 study = sngm.compare("digits", methods=["msgd", "sngm"], batches=[64, 512], lrs=[0.1, 0.3], seeds=2, epochs=4)
 study
 
 # %% [markdown]
-# The best method at the large batch, all runs as a list, and a page with figures that opens offline:
+# The study has the best method at a batch and a list of all runs, and writes a page with figures that opens offline:
 
 # %%
 print(study.best(batch=512))

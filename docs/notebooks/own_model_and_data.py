@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 import sngm
 
 # %% [markdown]
-# A model, and map-style datasets of `(input, target)` samples. Any dataset with `__len__` and `__getitem__` will do.
+# You need a model, and map-style datasets of `(input, target)` samples: any with `__len__` and `__getitem__`.
 
 
 # %%
@@ -38,13 +38,13 @@ y = (x[:, :5].pow(2).sum(1) > 5).long()
 train, test = TensorDataset(x[:2000], y[:2000]), TensorDataset(x[2000:], y[2000:])
 
 # %% [markdown]
-# A task holds them together. `epochs`, `batches` and other attributes of `sngm.Task` are its defaults.
+# A task combines the model and the datasets. `epochs`, `batches` and other attributes of `sngm.Task` set its defaults.
 
 # %%
 task = sngm.Task.from_torch(MLP, train, test, epochs=10, batches=(32, 500))
 
 # %% [markdown]
-# Methods are names, names with settings, optimizer classes, or functions `(params, lr) -> optimizer`.
+# A method is a name, a name with settings, an optimizer class, or a function `(params, lr) -> optimizer`.
 
 
 # %%
@@ -64,7 +64,7 @@ run = sngm.train(task, "nesterov-0.95", lr=0.05, batch=100)
 print(run.result["test_accuracy"])
 
 # %% [markdown]
-# A regression has another loss and another metric:
+# A regression task sets its own loss and metric:
 
 # %%
 target = (x @ torch.linspace(-1, 1, 20)).unsqueeze(1)

@@ -10,8 +10,8 @@
 # # From an SGD recipe to batch 8192
 #
 # You train with SGD at a small batch and want to use a larger one. `sngm.advise` runs your recipe for an epoch or two,
-# measures the gradient, and gives the learning rate and weight decay for SNGM at the new batch. It is a rule of thumb,
-# checked on networks with normalisation layers: see docs/advise.md for how far it holds.
+# measures the gradient, and gives the learning rate and weight decay for SNGM at the new batch. The advice follows a
+# rule of thumb, checked on networks with normalisation layers; docs/advise.md says how far the rule holds.
 
 # %%
 import torch
@@ -33,7 +33,7 @@ def model() -> nn.Module:
 task = sngm.Task.from_torch(model, train, test, epochs=6)
 
 # %% [markdown]
-# The recipe as it is:
+# First, a run with the SGD recipe unchanged:
 
 # %%
 sgd = dict(lr=0.1, batch=128, weight_decay=1e-4)
@@ -41,14 +41,15 @@ before = sngm.train(task, f"msgd(weight_decay={sgd['weight_decay']})", lr=sgd["l
 print("SGD at batch 128:", before.result["test_accuracy"])
 
 # %% [markdown]
-# The advice for batch 8192. Each number has its source: measured, a rule of thumb, or given.
+# The advice for batch 8192. It names the source of each number: measured, a rule of thumb, or given.
 
 # %%
 advice = sngm.advise(task, from_sgd=sgd, to_batch=8192)
 advice
 
 # %% [markdown]
-# The same training with SNGM, 64 times fewer steps an epoch, beside SGD with a linearly scaled learning rate:
+# The same training with SNGM, with 64 times fewer steps per epoch. For comparison, SGD at the same batch with a
+# linearly scaled learning rate:
 
 # %%
 after = sngm.train(task, f"sngm(weight_decay={advice['weight_decay']})", lr=advice["lr"], batch=advice["batch"])
@@ -57,7 +58,7 @@ print("SNGM at batch 8192:", after.result["test_accuracy"])
 print("SGD at batch 8192, lr * 64:", scaled.result.get("test_accuracy", scaled.status))
 
 # %% [markdown]
-# What limits the batch is the gradient noise: `sngm.probe` measures it along a short run.
+# The gradient noise limits the batch. `sngm.probe` measures this noise along a short run.
 
 # %%
 facts = sngm.probe(task, batch=128, lr=0.1, points=2, samples=128, iterations=3)

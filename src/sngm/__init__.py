@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from .tasks import Task
     from .training import load_model as load
 
-# The module of each name. It is imported at first use, so that optimizers need only torch and --help answers at once.
+# The module that defines each name. A module is imported when one of its names is first used, so that the optimizers
+# need only torch and --help answers at once.
 _HOMES = {
     ".optim": ("CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "SpectralSNGM"),
     ".optim.registry": ("register",),
@@ -41,7 +42,7 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in ("integrations", "optim"):
         return importlib.import_module(f".{name}", __name__)
-    if name == "load":  # the older name of load_run(...).model
+    if name == "load":  # kept for older code; load_run(...).model replaces it
         return importlib.import_module(".training", __name__).load_model
     for home, names in _HOMES.items():
         if name in names:

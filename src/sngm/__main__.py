@@ -21,7 +21,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun's summary then shows the traceback of the process that failed
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # so that torchrun's summary shows the traceback of the process that failed
         from torch.distributed.elastic.multiprocessing.errors import record
 
         record(main)()

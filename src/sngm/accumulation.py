@@ -1,4 +1,4 @@
-"""Judge whether a gradient is the mean over micro-batches, from the operations that end each loss."""
+"""Judge whether a gradient is the mean over micro-batches, from the last operations that compute each loss."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor
 from .optim import LAMB, NSGDM, SNGM, SpectralSNGM
 from .optim.sharded_norms import local
 
-# operations that change neither the value of a loss nor, except for its sign, its gradient
+# operations that change at most the sign of a loss and of its gradient
 NEUTRAL = ("AliasBackward0", "CloneBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0")
-TOLERANCE = 1e-3  # relative error of a factor, which may be rounded to bfloat16
+TOLERANCE = 1e-3  # allowed relative error of a factor, because the factor may be rounded to bfloat16
 
 
 class Loss(NamedTuple):
-    """The product of the numbers that a loss is multiplied by (NaN: not known), and what the loss is without them."""
+    """A loss as a product: the number it is multiplied by (NaN if not known), and the kind of the other factor."""
 
     factor: float
-    kind: str  # "mean" or "sum", over samples; "other"
+    kind: str  # "mean" or "sum" if the other factor is a mean or sum over samples, else "other"
 
 
 UNKNOWN = Loss(math.nan, "other")
 
 
 def read_loss(tensors: Any, gradients: Any = None) -> Loss:
-    """Return what is known of a loss, from the arguments of `torch.autograd.backward`."""
+    """Return the factor and the kind of a loss, given the arguments of `torch.autograd.backward`."""
     roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
     given = list(gradients) if isinstance(gradients, (list, tuple)) else [gradients] * len(roots)
     found = {_read_one(root, gradient) for root, gradient in zip(roots, given, strict=False)}
@@ -66,7 +66,7 @@ def _kind(name: str, function: Any) -> str:
 
 
 def gradient_size(optimizers: Iterable[Any]) -> float:
-    """Return the norm of this rank's gradients, to see whether they were scaled."""
+    """Return the norm of this rank's gradients, to detect whether the gradients were scaled."""
     grads = [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
     parts = [torch.linalg.vector_norm(_values(grad)).item() for grad in grads]
     return math.sqrt(sum(part**2 for part in parts))
@@ -79,7 +79,7 @@ def _values(grad: Tensor) -> Tensor:
 
 
 def depends_on_scale(optimizer: Any) -> bool:
-    """Return whether gradients that are all multiplied by one number give other steps."""
+    """Return whether the optimizer's steps change if all gradients are multiplied by the same number."""
     groups = optimizer.param_groups
     if isinstance(optimizer, (SNGM, NSGDM)):
         return any(group["weight_decay"] and group["weight_decay_mode"] == "coupled" for group in groups)
@@ -89,13 +89,13 @@ def depends_on_scale(optimizer: Any) -> bool:
 
 
 def judge(optimizers: list[Any], losses: list[Loss], loss_scale: bool, change: float) -> tuple[bool | None, str]:
-    """Return whether the gradient is the mean over micro-batches (None: not known), and a sentence about it.
+    """Return whether the gradient is the mean over micro-batches (None if not known), and a sentence that says why.
 
     Args:
-        optimizers: those that step.
-        losses: what is known of the loss of each micro-batch.
+        optimizers: the optimizers that take the step.
+        losses: the result of `read_loss` for each micro-batch.
         loss_scale: whether a GradScaler multiplied a loss.
-        change: what the gradient was multiplied by between the last backward and the step; NaN if this is not known.
+        change: the factor that the gradient was multiplied by between the last backward and the step; NaN if not known.
     """
     count = len(losses)
     if count == 0:

@@ -45,24 +45,25 @@ def advise(
 ) -> Measurement:
     """Advise on batch size and learning rate.
 
-    With `from_sgd` or `from_adamw`, say how far the batch of a recipe can grow, and what to change: the result has the
-    "answer" in a sentence, "lr", "weight_decay", "batch", the "diff" of your own loop and the "command" to train by.
-    With `gradients`, say how large a batch each method's bound allows. Each number says whether it is measured, theory
-    or a rule of thumb. :func:`sngm.advise_model` does the first without a task.
+    With `from_sgd` or `from_adamw`, the settings that you train with now (a recipe), the result says how far the batch
+    can grow and what to change. It has the keys "answer" (a sentence), "lr", "weight_decay", "batch", "diff" (the
+    changes to your own training loop) and "command" (trains with the advised settings). With `gradients`, the result
+    says how large a batch each method's error bound allows. Each number is marked as measured, theory or rule of thumb.
+    :func:`sngm.advise_model` gives advice on a recipe without a task.
 
     Args:
-        task: a name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
+        task: a task name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
         from_sgd: the SGD recipe, such as ``dict(lr=0.1, batch=128, weight_decay=1e-4, momentum=0.9, epochs=160)``.
         from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
-        to_batch: the larger batch. Default: twice the recipe's.
-        verify: train the recipe, the advised settings and, from SGD, also SGD at the larger batch with its learning
-            rate scaled linearly, and compare them.
-        seeds: runs of each of these.
+        to_batch: the larger batch. Default: twice the batch of the recipe.
+        verify: train with the recipe and with the advised settings, and compare the results. With `from_sgd`, also
+            train SGD at the larger batch with the learning rate scaled linearly.
+        seeds: number of runs that `verify` makes with each of these settings.
         (options)
-        pilot_steps: end the pilot run after this many steps.
-        settings: settings of the task, by name.
-        out: folder for the page and its record. Default: none is written.
-        data_dir: folder that holds datasets.
+        pilot_steps: end the pilot run, the short training that measures the gradient, after this many steps.
+        settings: settings of the task, as a dict.
+        out: folder for the report page and advice.json. Default: neither is written.
+        data_dir: folder that holds the datasets.
         device: cpu, cuda or cuda:1. Default: the GPU if there is one.
         progress: print the cost, and show a progress bar.
     """
@@ -95,21 +96,21 @@ def advise_model(
     """Say whether the batch of your own training loop can grow, and what to change in it.
 
     Copies of model and optimizer are trained for some steps, to measure gradient norms and the gradient noise scale.
-    They use the learning rate before schedulers changed it (with OneCycleLR, the highest one). Your own model and
-    optimizer are not changed.
+    The copies use the learning rate from before any scheduler changed it (with OneCycleLR, the highest learning rate).
+    Your own model and optimizer are not changed.
 
     Args:
-        model: your model, on its device, at its start or in the course of training.
+        model: your model, on its device, untrained or partly trained.
         loss_fn: returns the mean loss of a batch, such as
             ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         loader: your DataLoader, or any iterable of batches.
-        optimizer: your SGD, Adam or AdamW.
-        to_batch: the larger batch. Default: twice the loader's.
-        steps: the number of steps to train the copy. Default: two epochs, but at most 200 steps. The norm is most
-            accurate with an epoch or more.
+        optimizer: your optimizer, which must be SGD, Adam or AdamW.
+        to_batch: the larger batch. Default: twice the batch of the loader.
+        steps: the number of steps to train the copy. Default: two epochs, but at most 200 steps. The measured norm is
+            most accurate with an epoch or more.
 
     Returns:
-        A mapping with "answer", "lr", "weight_decay", "batch" and "diff", which is shown as text.
+        A mapping with "answer", "lr", "weight_decay", "batch" and "diff". Printing it shows the advice as text.
 
     >>> x, y = torch.randn(512, 8), torch.randn(512, 1)
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
@@ -123,7 +124,7 @@ def advise_model(
     from .advice.text import in_words
 
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # the same batches, and so the same advice, at every call
+        torch.default_generator.manual_seed(0)  # every call then uses the same batches and gives the same advice
         found = carry_model(model, loss_fn, loader, optimizer, to_batch, steps)
     return Measurement(found | _numbers_of(found), in_words(found))
 
@@ -143,7 +144,7 @@ class Asked(NamedTuple):
 
     @property
     def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The name of the argument that has the recipe, and the recipe."""
+        """The name of the argument that holds the recipe, and the recipe itself; None if there is no recipe."""
         given = {"from_sgd": self.from_sgd, "from_adamw": self.from_adamw}
         return next(((name, value) for name, value in given.items() if value is not None), None)
 
@@ -177,7 +178,7 @@ def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measuremen
 
 
 def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the advised numbers by name, for a recipe."""
+    """Return the advised numbers of a recipe by name; {} if the advice is not on a recipe."""
     if found["kind"] != "recipe":
         return {}
     values = {fact.name.replace(" ", "_"): fact.value for fact in found["facts"]}
@@ -200,7 +201,7 @@ def check_command(asked: Asked) -> str:
 def verified(found: Measurement, folder: Path, seeds: int, execution: Execution, progress: bool) -> Measurement:
     """Train the recipe, the advised settings and the scaled recipe, each with all seeds; add the results to the advice.
 
-    The runs are in a folder of their own in `folder`, which has a hash of the configs in its name.
+    The runs are stored in a subfolder of `folder` whose name contains a hash of the configs.
     """
     from .advice.verify import compare_runs
 
@@ -212,12 +213,12 @@ def verified(found: Measurement, folder: Path, seeds: int, execution: Execution,
             note(f"verify: {own.label} at batch {own.batch}, lr {own.lr:g}, seed {seed}")
         run_config(own, folder / f"{own.method}-b{own.batch}-{own.hash}", Options(**as_dict(execution)), progress)
     said, page = compare_runs(folder, [(config.label, config.batch) for config in configs])
-    pages = {"verified_report": str(page), "verified_page": f"{folder.name}/{page.name}"}  # the latter as a link
+    pages = {"verified_report": str(page), "verified_page": f"{folder.name}/{page.name}"}  # the second is a link
     return Measurement({**found, "verified": said, **pages}, f"{found}\n\nVerified: {said}")
 
 
 def check_advice(asked: Asked) -> None:
-    """Raise UsageError for arguments that do not go together, before anything is run."""
+    """Raise UsageError for arguments that cannot be combined, before anything is run."""
     task, budget, pilot_steps, settings = asked.task, asked.budget, asked.pilot_steps, asked.settings
     gradients, recipe = budget.gradients, asked.recipe
     constants = {name: value for name, value in as_dict(budget).items() if name != "gradients" and value is not None}
@@ -249,7 +250,7 @@ def check_advice(asked: Asked) -> None:
         raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured")
     if missing_names := [f"`{name}`" for name in ("gap", "L", "sigma") if name not in constants]:
         raise UsageError(f"without a task {' and '.join(missing_names)} must be given")
-    if budget.L == 0 and budget.gap != 0 and not (budget.lam or 0) > 0:  # -0 too
+    if budget.L == 0 and budget.gap != 0 and not (budget.lam or 0) > 0:  # also for -0.0
         raise UsageError("`L` must be > 0 where `gap` is above 0 and `lam` is 0, got 0: any learning rate would do")
 
 
@@ -264,7 +265,7 @@ def _from_numbers(budget: BudgetOptions) -> dict[str, Any]:
     from .advice.budget import advise_budget
 
     beta = 0.9 if budget.beta is None else budget.beta
-    # Theorem 1 and MSGD's bound have no lambda
+    # with lambda, L is None, because Theorem 1 and MSGD's bound do not contain lambda
     smooth: dict[str, Any] = {"L": None, "relaxed": ((budget.lam, budget.L),)} if budget.lam else {"L": budget.L}
     assert budget.gap is not None
     assert budget.sigma is not None

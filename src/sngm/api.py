@@ -89,25 +89,25 @@ def train(
     recipeoptions: RecipeOptions,
     execution: Execution,
 ) -> Run:
-    """Train a model once. The same call resumes a run that was stopped, and loads one that has finished.
+    """Train a model once. The same call resumes a stopped run, and loads a finished run.
 
     Args:
-        task: a name, a :class:`sngm.Task` class or instance, or "file.py:Class".
-        method: a name, a name with settings such as "sngm(momentum=0.8)", an optimizer class, or a function
+        task: a task name, a :class:`sngm.Task` class or instance, or "file.py:Class".
+        method: a method name, a name with settings such as "sngm(momentum=0.8)", an optimizer class, or a function
             ``(params, lr) -> optimizer``.
         (options)
-        settings: settings of the method or the task, by name.
-        out: folder for the records. Default: runs/<task>-<method>-<hash of the config>.
+        settings: settings of the method or the task, as a dict.
+        out: folder for the run's files. Default: runs/<task>-<method>-<hash of the config>.
         restart: delete the results of this run in the folder, and train from the start.
         checkpoint_every: steps between checkpoints. Default: about once a minute.
         track: also write to "tensorboard", "wandb" or "mlflow".
         progress: show a progress bar.
 
     Returns:
-        The finished or diverged run.
+        The run, which has finished or diverged.
 
     Raises:
-        sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
+        sngm.errors.Interrupted: the run was stopped by Ctrl-C; the same call resumes it.
     """
     config = plan_run(task, method, settings, runoptions, recipeoptions, execution.device)
     folder = default_folder(config) if out is None else Path(out)
@@ -116,7 +116,7 @@ def train(
 
 
 def run_config(config: RunConfig, folder: Path, options: Options, progress: bool) -> Run:
-    """Train the run of a config, with progress on stderr; Ctrl-C stops it and keeps its progress."""
+    """Train the run that a config describes, with progress on stderr. After Ctrl-C, the run can be resumed."""
     on_cpu = choose_device(options.device).type == "cpu"
     with step_progress(progress, on_cpu=on_cpu) as show, stop_on_signal() as should_stop:
         record = run_training(config, folder, replace(options, progress=show, should_stop=should_stop))
@@ -128,8 +128,8 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
 
     Args:
         folder: the folder that ``sngm.train`` or ``sngm train`` wrote.
-        task: the task of the run, if it is not in a file or package; only ``run.model`` needs it.
-        data_dir: the folder that holds datasets, for a task whose model depends on them.
+        task: the task of the run, if it cannot be imported from a file or package. Only ``run.model`` needs the task.
+        data_dir: the folder that holds the datasets, for a task whose model depends on the data.
     """
     if task is not None:
         tasks.name_of(task)
@@ -153,7 +153,10 @@ def plan_study(
     search: Search | None = None,
     trials: int | None = None,
 ) -> StudyConfig:
-    """Return the config of a study, with every default filled in. A torch.device need not exist on this machine."""
+    """Return the config of a study, with every default filled in.
+
+    A `device` that is a torch.device, not a string, need not exist on this machine.
+    """
     by_method = {registry.name_of(key): one for key, one in lrs.items()} if isinstance(lrs, Mapping) else {"": lrs}
     batches, grids = plain(batches), {method: plain(grid) for method, grid in by_method.items()}
     for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids.values())):
@@ -177,7 +180,7 @@ def plan_study(
     given = recipe.given()
     epochs = given.pop("epochs", cls.epochs)
     usual = usual_precision(name, sizes[0], device if isinstance(device, torch.device) else choose_device(device))
-    if usual != "float32":  # part of the study, so that runs on a CPU and on a GPU do not mix
+    if usual != "float32":  # stored in the config, so that a study does not mix runs on a CPU and on a GPU
         given.setdefault("precision", usual)
     rates = {method: tuple(grid) for method, grid in grids.items() if grid is not None}
     return StudyConfig(
@@ -215,29 +218,31 @@ def compare(
     """Compare methods across batch sizes. The same call resumes a study, and repeats no finished run.
 
     For each method and batch size, the same number of learning rates is tried, and the best is chosen on a validation
-    split. With the best one, a model is trained on the whole training set for every seed, and tested.
+    split. With the best learning rate, one model per seed is trained on the whole training set and tested.
 
     Args:
-        task: a name, a :class:`sngm.Task` class or instance, or "file.py:Class".
-        methods: names, names with settings such as "sngm(weight_decay=8e-4)", optimizer classes, or functions
+        task: a task name, a :class:`sngm.Task` class or instance, or "file.py:Class".
+        methods: method names, names with settings such as "sngm(weight_decay=8e-4)", optimizer classes, or functions
             ``(params, lr) -> optimizer``.
-        batches: global batch sizes. Default: the task's.
-        lrs: learning rates to try: a list for all methods, or a dict of lists by method. Default: the task's for each.
-        search: settings to search in place of a grid of learning rates: a list of "lr", "weight_decay", "momentum" and
-            "warmup", or a dict with their ranges, as in ``{"lr": (0.01, 1), "weight_decay": None}``.
-        trials: number of quasi-random points of the search, the same for every method at every batch size.
+        batches: global batch sizes. Default: the batch sizes of the task.
+        lrs: learning rates to try, as a list for all methods or a dict of lists by method. Default: the task's
+            learning rates for each method.
+        search: settings to search instead of trying a grid of learning rates. Give a list with some of "lr",
+            "weight_decay", "momentum" and "warmup", or a dict with a range for each (None for its default range), as
+            in ``{"lr": (0.01, 1), "weight_decay": None}``.
+        trials: number of quasi-random combinations that a search tries, the same for every method and batch size.
         seeds: number of runs, with different seeds, over which each result is averaged.
         (options)
-        settings: settings of the methods or the task, by name.
-        out: folder for the records. Default: runs/compare-<task>-<hash of the config>.
-        jobs: number of runs in parallel. Default: one per CPU core; on a GPU 1, or 4 at batches up to 128 if NVIDIA's
-            Multi-Process Service is running.
-        track: also write to "tensorboard", "wandb" or "mlflow", as one group.
+        settings: settings of the methods or the task, as a dict.
+        out: folder for the study's files. Default: runs/compare-<task>-<hash of the config>.
+        jobs: number of runs in parallel. Default: one per CPU core. On a GPU the default is 1, or 4 if all batches are
+            at most 128 and NVIDIA's Multi-Process Service is running.
+        track: also write to "tensorboard", "wandb" or "mlflow", with all runs in one group.
         progress: show a table of the runs as they finish.
 
     Raises:
-        sngm.errors.Failed: some runs failed. The others are finished; the same call repeats only the failed ones.
-        sngm.errors.Interrupted: stopped by Ctrl-C; the same call resumes.
+        sngm.errors.Failed: some runs failed. The other runs are finished; the same call repeats only the failed runs.
+        sngm.errors.Interrupted: the study was stopped by Ctrl-C; the same call resumes it.
     """
     device = device_of_runs(execution, cluster)
     config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
@@ -255,7 +260,7 @@ Failures = list[tuple[RunConfig, dict[str, Any]]]
 def run_study(
     config: StudyConfig, folder: Path, options: Options, *, jobs: int | None, progress: bool, cluster: Cluster
 ) -> tuple[Study, Failures]:
-    """Train the unfinished runs of a study; return the study, and (config, record) of each failed run."""
+    """Train the unfinished runs of a study; return the study, and a pair (config, record) for each failed run."""
     check_writable(folder)
     with study_progress(progress) as show, interrupt_on_signal():
         try:
@@ -275,7 +280,7 @@ def failure(failed: Failures) -> Failed:
         f"{count} {config.label} at batch {config.batch}: {record['error']}; finished runs are kept, and the same "
         "command repeats only those that failed"
     )
-    error.add_note(record["traceback"])  # of the worker process
+    error.add_note(record["traceback"])  # the traceback of the worker process
     return error
 
 

@@ -18,11 +18,11 @@ from .integrations import unwrap
 from .optim import SNGM
 from .optim.sharded_norms import is_dtensor
 
-TOLERANCE = 1e-3  # relative difference of norms that float32 and bfloat16 gradients may have
+TOLERANCE = 1e-3  # norms count as equal up to this relative difference, because gradients are rounded
 
 
 class Finding(NamedTuple):
-    """One result of a check: its name, whether it is right (None: not known), and a sentence about it."""
+    """One result of :func:`check`: what was checked, whether it is right (None if not known), and an explanation."""
 
     name: str
     ok: bool | None
@@ -31,18 +31,18 @@ class Finding(NamedTuple):
 
 @dataclass
 class Checkup:
-    """The findings of :func:`check`. Printing it shows one line for each."""
+    """The findings of :func:`check`. Printing this object shows one line for each finding."""
 
     findings: list[Finding]
 
     @property
     def ok(self) -> bool:
-        """Whether there are no faults."""
+        """Whether no mistake was found."""
         return not self.faults
 
     @property
     def faults(self) -> list[Finding]:
-        """The findings that are wrong."""
+        """The findings that report a mistake."""
         return [finding for finding in self.findings if finding.ok is False]
 
     def __str__(self) -> str:
@@ -54,34 +54,35 @@ class Checkup:
 
 @dataclass
 class _Watch:
-    """What was seen during one step."""
+    """What was recorded during one step."""
 
-    squares: list[float] = field(default_factory=list)  # of the whole gradient of each optimizer
-    steps: dict[int, int] = field(default_factory=dict)  # number of steps of each optimizer, by its index
-    gradients: int = 0  # parameters of the optimizers with a gradient
-    strangers: int = 0  # parameters of the model with a gradient that no optimizer has
-    losses: list[Loss] = field(default_factory=list)  # one for each `backward`
+    squares: list[float] = field(default_factory=list)  # squared norm of the whole gradient of each optimizer
+    steps: dict[int, int] = field(default_factory=dict)  # number of steps of each optimizer, by the optimizer's index
+    gradients: int = 0  # number of the optimizers' parameters that have a gradient
+    strangers: int = 0  # number of the model's parameters that have a gradient but are in no optimizer
+    losses: list[Loss] = field(default_factory=list)  # one for each call of `backward`
     made: float = math.nan  # norm of the gradient after the last `backward`
-    used: float = math.nan  # norm of the gradient before it is clipped, or before the step
+    used: float = math.nan  # norm of the gradient before clipping, or before the step if there is no clipping
     loss_scale: bool = False  # whether a GradScaler multiplied a loss
-    clips: list[tuple[float, float]] = field(default_factory=list)  # limit and norm
+    clips: list[tuple[float, float]] = field(default_factory=list)  # limit and norm of each clipping
     value_clip: float | None = None  # limit of single entries of the gradient
 
 
 def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
     """Take one step of your own training code and report whether the optimizer did what its method says.
 
-    It reports a norm that is not that of the whole gradient or differs between ranks, state of parameters that were
-    replaced, clipping, gradients summed over micro-batches, a scheduler that changes the momentum, parameters without
-    an optimizer, and how the step was computed. Call it on all ranks. The step changes the model.
+    It reports these mistakes: the norm covers only a part of the gradient, the norm differs between ranks, the
+    optimizer has state of parameters that were replaced, clipping changes the step, gradients are summed instead of
+    averaged over micro-batches, a scheduler changes the momentum, or a parameter is in no optimizer. It also reports
+    how the step was computed. Call it on all ranks. The step changes the model.
 
     Args:
         model: the model, as your code trains it.
-        optimizer: an optimizer of sngm, a wrapper of one, or a container or list of several.
+        optimizer: an sngm optimizer, a framework's wrapper around one, or a container or list of several.
         step_fn: a function without arguments that takes one optimizer step, with all its micro-batches.
 
     Raises:
-        TypeError: an argument is of another kind.
+        TypeError: an argument has the wrong type.
 
     Example:
         >>> import torch, sngm
@@ -128,7 +129,7 @@ def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
     if not watch.squares:
         scaled = ", or a GradScaler skipped it because the gradient is NaN or infinite" if watch.loss_scale else ""
         return Finding("step", False, f"the step function did not call the optimizer's step(){scaled}")
-    if zero:  # ZeRO steps the optimizer once for each part, and keeps gradients elsewhere
+    if zero:  # ZeRO steps the optimizer once for each part, and does not keep gradients in .grad
         return None
     if (most := max(watch.steps.values())) > 1:
         return Finding("step", False, f"the step function took {most} steps and must take one")
@@ -141,7 +142,7 @@ def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
 
 
 def _change(watch: _Watch) -> float:
-    """Return what the gradient was multiplied by between the last backward and the step; NaN if it is not known."""
+    """Return the factor that the gradient was multiplied by between the last backward and the step; NaN if unknown."""
     return watch.used / watch.made if watch.made > 0 else math.nan
 
 
@@ -163,7 +164,7 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
     def watched_clip(parameters: Any, max_norm: float, *rest: Any, **options: Any) -> Tensor:
         note_use()
         norm = clip(parameters, max_norm, *rest, **options)
-        if math.isfinite(max_norm):  # trainers measure the norm with an infinite limit
+        if math.isfinite(max_norm):  # with an infinite limit, trainers only measure the norm
             watch.clips.append((float(max_norm), float(_whole(norm))))
         return norm
 
@@ -263,7 +264,7 @@ def _norms(inner: list[Any], watch: _Watch, zero: bool) -> list[Finding]:
     text = f"ranks divide by {shown}; wrap the model in DDP or FSDP; if ranks hold other parts of it, {remedy}"
     between = Finding("ranks", same, f"all {len(ranks)} ranks divide by the same norm" if same else text)
     between = alone[0] if alone else between
-    if zero:  # the optimizer sees one part at a time
+    if zero:  # ZeRO gives the optimizer one part of the gradient at a time
         return [Finding("norm", True, f"{norms[0]:.6g}, over all groups, by share_norm"), between]
     square = sum(s for s, o in zip(watch.squares, inner, strict=True) if o in spanning)
     group = next((o.norm_group or getattr(o.shared_norm, "norm_group", None) for o in spanning), None)
@@ -310,7 +311,7 @@ def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
 
 
 def _coupled(inner: list[Any]) -> bool:
-    """Return whether clipping, a factor that differs from step to step, can change the steps."""
+    """Return whether clipping, which multiplies each step's gradient by another factor, can change the steps."""
     groups = [(o, group) for o in inner for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups

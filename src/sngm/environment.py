@@ -12,12 +12,12 @@ START = "start the run with torchrun, or unset it"
 
 
 def is_first() -> bool:
-    """Return whether this process has rank 0 or is the only one; only this process prints messages."""
+    """Return whether this process has rank 0 or is the only process. Only this process prints messages."""
     return os.environ.get("RANK", "0") == "0"
 
 
 def ranks() -> int:
-    """Return the number of processes of the run, from WORLD_SIZE; 1 if it is not set.
+    """Return the number of processes of the run, from WORLD_SIZE; 1 if the variable is not set.
 
     Raises:
         UsageError: WORLD_SIZE is not a whole number of at least 1.
@@ -26,7 +26,7 @@ def ranks() -> int:
 
 
 def local_ranks() -> int:
-    """Return the number of processes on this machine, from LOCAL_WORLD_SIZE; 1 if it is not set."""
+    """Return the number of processes on this machine, from LOCAL_WORLD_SIZE; 1 if the variable is not set."""
     return _whole("LOCAL_WORLD_SIZE", 1, MOST_RANKS, default=1)
 
 

@@ -8,7 +8,7 @@ class UsageError(ValueError):
 
 
 class BrokenRecord(UsageError):
-    """A record is truncated, or was changed after it was written. `record` is its content, if that is JSON."""
+    """A record is truncated, or was changed after it was written. If the file is JSON, `record` is its content."""
 
     def __init__(self, message: str, record: dict[str, Any] | None = None) -> None:
         super().__init__(f"{message}; the command that made it writes it again")

@@ -30,7 +30,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     except BaseException as error:
         temporary.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # name the file, not the temporary one
+            error.filename, error.filename2 = str(path), None  # the error names this file, not the temporary file
         raise
 
 
@@ -50,7 +50,7 @@ def write_record(path: Path, record: dict[str, Any]) -> None:
 
 
 def read_record(path: Path) -> dict[str, Any]:
-    """Read a record and check its digest; records of older versions have none.
+    """Read a record and check its digest. Records of older versions have no digest.
 
     Raises:
         UsageError: the file is not a JSON object.
@@ -94,13 +94,13 @@ def results_in(folder: Path) -> Iterator[None]:
         yield
     except BaseException:
         if new:
-            with contextlib.suppress(OSError):  # not empty
+            with contextlib.suppress(OSError):  # the folder is not empty
                 folder.rmdir()
         raise
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Delete temporary files of killed processes. Call it with the lock of the folder held."""
+    """Delete temporary files of killed processes. The caller must hold the lock of the folder."""
     for path in folder.glob(".*.tmp"):
         if LEFTOVER.fullmatch(path.name) and path.is_file():
             path.unlink(missing_ok=True)
@@ -142,7 +142,7 @@ def read_json(path: Path) -> Any:
         BrokenRecord: the file is not JSON, or is nested more than `MOST_LEVELS` deep.
     """
     try:
-        value = json.loads(path.read_bytes())  # bytes: JSON is UTF-8 in any locale
+        value = json.loads(path.read_bytes())  # bytes, because JSON is UTF-8 in any locale
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise BrokenRecord(f"{path} is not readable as JSON ({why})") from error

@@ -21,7 +21,7 @@ from .training.distributed import choose_device
 
 
 class Measurement(Mapping[str, Any]):
-    """The result of `probe` or `advise`: a mapping that is displayed as a table."""
+    """The result of `probe` or `advise`: a mapping that is shown as readable text."""
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
         self._values, self._text = values, text
@@ -43,7 +43,7 @@ class Measurement(Mapping[str, Any]):
 
 
 def are_runs(what: Sequence[Any]) -> bool:
-    """Return whether `what` is folders of runs, not a task; raise UsageError if it is neither."""
+    """Return True if `what` are run folders, False if it is a task; raise UsageError for anything else."""
     if len(what) == 1 and not isinstance(what[0], (str, Path)):
         return False
     words = [str(word) for word in what]
@@ -68,7 +68,7 @@ def plan_pilot(
     recipe: RecipeOptions,
     device: str | None,
 ) -> RunConfig:
-    """Return the config of a pilot run: the config of a run, but with one epoch by default."""
+    """Return the config of a pilot run, a short run for measurements. Its default is one epoch."""
     once = recipe if recipe.epochs is not None else RecipeOptions(**{**as_dict(recipe), "epochs": 1})
     return plan_run(task, method, settings, run, once, device)
 
@@ -79,7 +79,7 @@ def probe_folder(config: RunConfig, probe: ProbeOptions) -> Path:
 
 
 def probe_task(config: RunConfig, options: ProbeOptions, execution: Execution, progress: bool) -> Measurement:
-    """Measure along a pilot run."""
+    """Measure a task along a pilot run."""
     from .probes import pilot
     from .probes.text import in_words
 
@@ -100,7 +100,7 @@ def probe_runs(
     execution: Execution,
     progress: bool,
 ) -> Measurement:
-    """Measure the last checkpoints of runs; raise UsageError for options that only apply to a pilot."""
+    """Measure at the last checkpoints of runs; raise UsageError for options that only apply to a pilot run."""
     from .probes import pilot
     from .probes.text import in_words
 
@@ -122,7 +122,7 @@ def teller(wanted: bool) -> Any:
 
 
 def write_probe(folder: Path, found: dict[str, Any]) -> None:
-    """Write probe.json; for a pilot, also steps.jsonl with a line per step."""
+    """Write probe.json; for a pilot run, also steps.jsonl with one line per step."""
     with results_in(folder):
         if "steps" in found:
             lines = [json.dumps(finite(step), allow_nan=False) + "\n" for step in found["steps"]]
@@ -143,16 +143,18 @@ def probe(
     recipeoptions: RecipeOptions,
     execution: Execution,
 ) -> Measurement:
-    """Measure the constants of the theory: sigma and the gradient noise scale, L, rho and cos.
+    """Measure gradient noise and curvature, the constants of the theory.
+
+    These are sigma and the gradient noise scale, the Hessian norm L, and rho and cos of the per-tensor gradient norms.
 
     Args:
-        what: a task, which is measured along a short pilot run; or a list of folders of runs, which are measured at
-            their last checkpoints.
+        what: a task, which is measured along a short pilot run; or a list of run folders, which are measured at their
+            last checkpoints.
         method: method of the pilot run. Default: "msgd".
         (options)
-        settings: settings of the method or the task, by name.
-        out: folder for probe.json. Default: none is written.
-        progress: print the expected number of gradients, and the results of each point.
+        settings: settings of the method or the task, as a dict.
+        out: folder for probe.json. Default: no file is written.
+        progress: print the expected number of gradients, and the results at each measured step.
 
     Returns:
         A mapping; docs/probes.md lists its keys.

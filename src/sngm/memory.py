@@ -1,4 +1,4 @@
-"""Memory limit while a model is built: raises an error before a tensor is allocated that does not fit in memory."""
+"""Memory limit while a model is built: an error is raised before a tensor that does not fit in memory is allocated."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ NO_MEMORY = ("can't allocate memory", "out of memory", "not enough memory", "Sto
 
 
 def total_bytes() -> float:
-    """Return the memory of the machine or container in bytes; infinity if it is unknown."""
+    """Return the memory of the machine or container in bytes; infinity if the size is unknown."""
     found = math.inf
     with contextlib.suppress(ValueError, OSError, AttributeError):
         found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -46,7 +46,7 @@ class MemoryLimit(TorchFunctionMode):
 
     Args:
         what: the name of the model in the message, with the settings that make it large.
-        copies: number of copies of each tensor that are needed: 2 for weights and their gradients.
+        copies: number of copies of each tensor that must fit in memory, such as 2 for weights and their gradients.
 
     Raises:
         UsageError: a tensor, or the model in `check`, is larger than the memory divided by `copies`.
@@ -69,7 +69,7 @@ class MemoryLimit(TorchFunctionMode):
         if len(size) == 1 and isinstance(size[0], (tuple, list)):
             (size,) = size
         if not all(isinstance(length, int) and length >= 0 for length in size):
-            return  # torch raises an error for these itself
+            return  # torch itself raises an error for an invalid size
         dtype = kwargs.get("dtype") or torch.get_default_dtype()
         self._check_size(math.prod(size) * dtype.itemsize)
 

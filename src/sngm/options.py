@@ -1,6 +1,7 @@
-"""The options of a run, once: the Python functions and the command line are generated from these dataclasses.
+"""The options of a run, as dataclasses.
 
-No module imported here imports torch, so ``sngm --help`` answers at once.
+The arguments of the Python functions and the flags of the command line are generated from these dataclasses. No module
+imported here imports torch, so ``sngm --help`` answers at once.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ def option(help: str, default: Any = None, **more: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunOptions:
-    """What one run computes; None takes the task's default."""
+    """Options that decide what one run computes; None stands for the task's default."""
 
     lr: float | None = option("Learning rate. Default: the middle of the task's grid.")
     batch: int | None = option("Global batch, over all workers. Default: the task's smallest.")
@@ -46,7 +47,7 @@ class RunOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecipeOptions:
-    """What every run of a study has in common; None takes the task's default."""
+    """Options that all runs of a study have in common; None stands for the task's default."""
 
     epochs: int | None = option("Passes over the training set. Default: the task's; for probe, 1.")
     workers: int | None = option("Data-parallel workers; more than one per process are simulated. Default: the task's.")
@@ -97,7 +98,7 @@ class RecipeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Execution:
-    """How runs are executed, not what they compute (device and number of threads do change the last digits)."""
+    """Options that decide how runs are executed, not what they compute. (Device and threads change the last digits.)"""
 
     data_dir: Path | None = option(DATA_DIR, envvar="SNGM_DATA", show_envvar=False)
     device: str | None = option("cpu, cuda or cuda:1. Default: the GPU if there is one.")
@@ -130,7 +131,7 @@ class Execution:
 E = TypeVar("E", bound=Execution)
 
 
-SLURM = ("slurm_partition", "slurm_time", "slurm_options")  # options of one executor
+SLURM = ("slurm_partition", "slurm_time", "slurm_options")  # options that apply only to the executor "slurm"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,19 +178,19 @@ class Cluster:
         return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
 
     def there(self, execution: E) -> E:
-        """Return the execution options for runs on the cluster: unless set, the device is chosen by `gpus`."""
+        """Return the execution options for runs on the cluster. `gpus` decides the device unless it is set."""
         if not self.remote or execution.device is not None:
             return execution
         return dataclasses.replace(execution, device="cuda" if self.gpus else "cpu")
 
     def here(self, execution: E) -> E:
-        """Return the execution options to check a run here; on the CPU if a cluster will execute it."""
+        """Return the execution options to check a run on this machine; on the CPU if a cluster will execute the run."""
         return dataclasses.replace(execution, device="cpu", step="auto") if self.remote else execution
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProbeOptions:
-    """Where and how precisely a task is measured."""
+    """Options that decide at which steps, and how precisely, a task is measured."""
 
     points: int = option("Number of points to measure: start, end, and evenly between.", 5)
     steps: int | None = option("End the pilot run after this many steps.")
@@ -222,7 +223,9 @@ WORDS = {
 
 
 def misfit(value: Any, kind: Any) -> str:
-    """Return what a value should be if it does not fit an annotation; else, or for other annotations, return "".
+    """Return a text that says what a value should be if it does not fit an annotation; else return "".
+
+    Annotations that this function does not support count as fitting.
 
     >>> misfit("32", int | None), misfit(1, float), misfit(None, int | None)
     ('a whole number or None', '', '')
@@ -263,8 +266,8 @@ def plain(value: Any) -> Any:
 
 
 def typed(name: str, value: Any, kind: Any) -> Any:
-    """Return an argument with numbers of Python; raise UsageError if it does not fit its annotation."""
-    if type(value).__name__ == "device":  # of torch, which is not imported here
+    """Return an argument with NumPy numbers converted to Python's; raise UsageError if it does not fit its type."""
+    if type(value).__name__ == "device":  # a torch.device; torch is not imported here
         value = str(value)
     value = plain(value)
     if wanted := misfit(value, kind):
@@ -273,7 +276,7 @@ def typed(name: str, value: Any, kind: Any) -> Any:
 
 
 def short(value: Any) -> str:
-    """Return the repr of a value, truncated to 80 characters. Python cannot print integers of 5,000 digits."""
+    """Return the repr of a value, truncated to 80 characters; a description if Python cannot print the value."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):
@@ -304,7 +307,7 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
     """Give a function the fields of dataclasses as keyword arguments.
 
     The decorated function receives one instance of each dataclass as a keyword argument named after its class in lower
-    case, such as ``runoptions``. Its signature and docstring list the fields.
+    case, such as ``runoptions``. The signature and docstring that users see list the fields.
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -329,7 +332,7 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
         call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
         lines = [f"    {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
-        del call.__wrapped__  # generators of documentation would show its signature and docstring
+        del call.__wrapped__  # else documentation generators would show the signature and docstring of `function`
         call.__doc__ = (inspect.getdoc(function) or "").replace("    (options)", "\n".join(lines))
         return call
 
@@ -351,7 +354,7 @@ USUAL = {
 
 
 def check_names(function: str, given: Iterable[str], known: list[str]) -> None:
-    """Raise TypeError for an unknown keyword argument, and suggest the nearest known one."""
+    """Raise TypeError for an unknown keyword argument; the message suggests the most similar known name."""
     for name in given:
         if name not in known:
             near = [USUAL[name]] if USUAL.get(name) in known else difflib.get_close_matches(name, known, 1)

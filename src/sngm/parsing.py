@@ -14,7 +14,7 @@ Settings = dict[str, Any]
 
 
 def value_of(text: str) -> Any:
-    """Parse a Python literal: a number, True, False, None, a quoted string or a tuple of them; else return the text.
+    """Parse a Python literal: a number, True, False, None, a quoted string or a tuple of these; else return the text.
 
     >>> value_of("8e-4"), value_of("true"), value_of("tensor"), value_of("(0.5, 1)")
     (0.0008, True, 'tensor', (0.5, 1))
@@ -107,7 +107,7 @@ def format_call(name: str, settings: Settings) -> str:
 
 
 def sorted_label(label: str) -> str:
-    """Return the label of a method with its settings in alphabetical order, as labels of this version have them.
+    """Return the label of a method with its settings in alphabetical order, as in labels of this version.
 
     >>> sorted_label("sngm(scope=tensor,momentum=0.8)")
     'sngm(momentum=0.8,scope=tensor)'
@@ -115,12 +115,14 @@ def sorted_label(label: str) -> str:
     name, bracket, rest = label.partition("(")
     try:
         return f"{name}({','.join(sorted(split_list(rest.removesuffix(')'))))})" if bracket else label
-    except UsageError:  # not a label: of a record that was edited
+    except UsageError:  # the record was edited, and this is not a valid label
         return label
 
 
 def set_flags(method: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]:
-    """Return the arguments of ``sngm train`` that set settings of the method and of the task; lists are tuples of JSON.
+    """Return the ``--set`` flags of ``sngm train`` for settings of the method and of the task.
+
+    Lists become tuples, because JSON stores tuples as lists.
 
     >>> set_flags({"betas": [0.8, 0.95], "width": 2}, {"width": 8})
     ['--set', 'betas=(0.8, 0.95)', '--set', 'method.width=2', '--set', 'task.width=8']
@@ -173,7 +175,7 @@ def numbers_by_name(option: str, text: str) -> list[float] | dict[str, list[floa
         return numbers(option, text)
     found: dict[str, list[float]] = {}
     for part in text.split(";"):
-        name, equals, some = part.rpartition("=")  # the last: settings in parentheses have one too
+        name, equals, some = part.rpartition("=")  # at the last "=", because settings in parentheses contain "=" too
         if not equals or not name.strip() or not some.strip() or name.strip() in found:
             raise UsageError(f"{option} wants name=numbers for each method once, separated by semicolons, got {part!r}")
         found[name.strip()] = numbers(option, some)

@@ -49,7 +49,7 @@ def console() -> Console:
 
 
 def is_live(shown: Console) -> bool:
-    """Return whether a console can redraw lines: a terminal, or a notebook with ipywidgets, which rich needs there."""
+    """Return whether a console can redraw lines, as a terminal or a notebook with ipywidgets (which rich needs) can."""
     from importlib.util import find_spec
 
     return shown.is_terminal or (shown.is_jupyter and find_spec("ipywidgets") is not None)
@@ -58,7 +58,7 @@ def is_live(shown: Console) -> bool:
 class Pace:
     """Estimate of the time left in a run, from the speed of about the last two minutes."""
 
-    WARM_UP = 3  # first steps, which may compile code, are left out
+    WARM_UP = 3  # number of first steps to leave out, because they may compile code
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
@@ -131,15 +131,15 @@ def _bar(shown: Console) -> Iterator[Callable[[int, int, str], None]]:
 
 
 def stopping_signals() -> list[int]:
-    """Return the signals that stop a run: SIGINT (Ctrl-C), SIGTERM, and unless ignored SIGHUP (closed terminal)."""
-    hang_up = getattr(signal, "SIGHUP", None)  # not on Windows
+    """Return the signals that stop a run: SIGINT (Ctrl-C), SIGTERM, and SIGHUP (closed terminal) if not ignored."""
+    hang_up = getattr(signal, "SIGHUP", None)  # Windows has no SIGHUP
     ignored = hang_up is None or signal.getsignal(hang_up) is signal.SIG_IGN
     return [signal.SIGINT, signal.SIGTERM, *([] if hang_up is None or ignored else [hang_up])]
 
 
 @contextlib.contextmanager
 def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle signals by a function within a ``with`` statement. Do nothing outside the main thread."""
+    """Handle signals with a function inside a ``with`` statement. Do nothing if this is not the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -157,7 +157,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
     A second signal of the same kind ends the process at once.
 
-    torchrun passes a Ctrl-C on and sends SIGTERM right after it: that is one request, not two.
+    torchrun forwards a Ctrl-C and sends SIGTERM right after it; these two signals count as one request.
     """
     asked: list[int] = []
 
@@ -175,7 +175,7 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
 
 @contextlib.contextmanager
 def interrupt_on_signal() -> Iterator[None]:
-    """Raise KeyboardInterrupt on the first signal of `stopping_signals`; a second one ends the process at once."""
+    """Raise KeyboardInterrupt on the first signal of `stopping_signals`; a second signal ends the process at once."""
     asked: list[int] = []
 
     def interrupt(number: int, _: Any) -> None:

@@ -20,7 +20,7 @@ Folder = str | PathLike[str]
 
 
 class Run:
-    """One training: its folder, its result and its model."""
+    """One training run: its folder, its result and its model."""
 
     def __init__(self, folder: Folder, record: dict[str, Any] | None = None, data_dir: Path | None = None) -> None:
         self.folder = Path(folder)
@@ -69,7 +69,7 @@ class Run:
 
 
 class Best(NamedTuple):
-    """The best method at a batch size: `mean` of the metric over `n` seeds, give or take `half_width` (95 %)."""
+    """The best method at a batch size: its `mean` metric over `n` seeds; the 95 % interval is mean ± `half_width`."""
 
     method: str
     batch: int
@@ -88,7 +88,7 @@ class Study:
 
     @functools.cached_property
     def runs(self) -> list[Run]:
-        """All runs, also those that chose learning rates."""
+        """All runs, including the trial runs that chose learning rates."""
         return [Run(path.parent) for path in sorted((self.folder / "runs").glob("*/run.json"))]
 
     def table(self) -> str:

@@ -9,11 +9,11 @@ from .optim.kernels import DEVICES, ONE_ROUNDING, installed
 
 __all__ = ["LARGEST", "ONE_ROUNDING", "kernels_support"]
 
-LARGEST = 2**31  # elements: kernels index with 32 bits
+LARGEST = 2**31  # elements; the kernels use 32-bit indices
 
 
 def kernels_support(x: Tensor, ndim: int = 4) -> bool:
     """Return whether Triton kernels can process a tensor of `ndim` dimensions."""
     if torch.compiler.is_compiling() or x.ndim != ndim or x.numel() >= LARGEST:
-        return False  # torch.compile fuses the operations of torch by itself
+        return False  # torch.compile fuses torch's own operations instead
     return x.device.type in DEVICES and installed()

@@ -1,8 +1,8 @@
-"""Advice on batch size and learning rate: SNGM settings from those of SGD, and bounds for a number of gradients.
+"""Advice on batch size and learning rate: conversion of SGD settings to SNGM, and bounds for a number of gradients.
 
 `recipe` converts an SGD recipe (learning rate, batch size, weight decay) to SNGM at a larger batch. `budget` finds the
 largest batch that each method's convergence bound allows for a fixed total of single-sample gradients. `page` writes
-the result. Every number has its source: given, measured, theory or a rule of thumb. See docs/advise.md for the
+the result. Every number is labelled with its source: given, measured, theory or a rule of thumb. docs/advise.md has the
 derivation.
 """
 

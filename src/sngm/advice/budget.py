@@ -12,7 +12,7 @@ from .. import theory
 from ..errors import UsageError
 from .facts import GIVEN, MEASURED, RULE, THEORY, Fact
 
-NEAR_LOWEST = 1.1  # a batch is allowed if its bound is at most this times the lowest of all methods
+NEAR_LOWEST = 1.1  # a batch is allowed if its bound is at most this factor times the lowest bound of all methods
 ROUNDING = 1e-9  # relative difference of bounds that may be a rounding error
 NUMBERS = ("batch", "lr", "steps", "bound", "best_batch", "best_bound")
 Record = dict[str, Any]
@@ -28,8 +28,9 @@ class Constants(NamedTuple):
         L: the largest norm of the Hessian; None if only relaxed smoothness is known.
         relaxed: pairs (lambda, L) with ``||H|| <= L + lambda ||g||`` and lambda > 0.
         start: the norm of the gradient at the start, if measured.
-        flat_L: lower limit of every L in `relaxed`, if measured: the Hessian's norm where the gradient is smallest.
-        samples: the number of training samples, if known; no batch is larger.
+        flat_L: the Hessian's norm at the point with the smallest gradient, if measured: a lower limit of every L in
+            `relaxed`.
+        samples: the number of training samples, if known, which is the largest batch.
         doubts: warnings about constants that were not measured reliably.
     """
 
@@ -45,12 +46,12 @@ class Constants(NamedTuple):
 
     @classmethod
     def of_probe(cls, found: Record) -> Constants:
-        """Return the constants measured by a pilot: the result of :func:`sngm.probes.along`, or probe.json.
+        """Return the constants measured by a pilot (a short run), given the result of :func:`sngm.probes.along`.
 
-        The minimum of the loss is assumed to be 0. Sigma is the upper end of its interval. The few points
-        of a pilot may satisfy relaxed smoothness with L = 0, but at a minimum, where the gradient is zero, L must be at
-        least the norm of the Hessian. So every L is raised to at least the norm of the Hessian at the point with the
-        smallest gradient.
+        `found` may also be the content of probe.json. The minimum of the loss is assumed to be 0. Sigma is the upper
+        end of its interval. The few measured points of a pilot may satisfy relaxed smoothness with L = 0, but at a
+        minimum, where the gradient is zero, L must be at least the norm of the Hessian. So every L is raised to at
+        least the norm of the Hessian at the point with the smallest gradient.
         """
         try:
             if found["status"] != "finished":
@@ -103,7 +104,7 @@ class Constants(NamedTuple):
 
 
 class Curve(NamedTuple):
-    """Bound of a method on the mean gradient norm, and its best learning rate, for each batch."""
+    """Bound of a method on the mean gradient norm, and the learning rate with the lowest bound, for each batch."""
 
     method: str
     statement: str
@@ -120,11 +121,11 @@ class Curve(NamedTuple):
 
     @property
     def largest(self) -> int | None:
-        """The index of the largest allowed batch; None if there is none."""
+        """The index of the largest allowed batch; None if no batch is allowed."""
         return max((i for i, bound in enumerate(self.bounds) if bound <= self.target), default=None)
 
     def below(self, other: Curve) -> bool:
-        """Return whether this bound is lower than another at every batch."""
+        """Return True if this bound is lower than another bound at every batch."""
         pairs = zip(self.bounds, other.bounds, strict=True)
         return all(mine < (1 - ROUNDING) * its for mine, its in pairs)
 
@@ -133,8 +134,9 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
     """Return the bound of each method for a budget, at batches that are powers of two, at its best learning rate.
 
     A batch is allowed if the bound is at most the target: 1.1 times the lowest bound of any method. If each method had
-    its own target, a method that is bad at small batches would seem to allow large ones. The third term of MSGD's bound
-    is divided by the batch (slip 1 in docs/theory.md), which is valid and gives a lower bound than the paper's.
+    its own target, a method that is bad at small batches would seem to allow large batches. The third term of MSGD's
+    bound is divided by the batch size (slip 1 in docs/theory.md), which is valid and gives a lower bound than in the
+    paper.
 
     Args:
         gradients: the budget: the number of single-sample gradients, epochs times samples.
@@ -151,9 +153,9 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
     batches = 2.0 ** np.arange(math.floor(math.log2(top)) + 1)
     steps = gradients / batches
     gap, sigma, beta, L, relaxed = constants[:5]
-    found: list[tuple[str, str, Any, Any]] = []  # method, statement, rates, bounds
+    found: list[tuple[str, str, Any, Any]] = []  # method, statement of the paper, learning rates, bounds
     try:
-        with np.errstate(over="ignore", invalid="ignore"):  # checked below
+        with np.errstate(over="ignore", invalid="ignore"):  # results are checked below
             if L is not None:
                 # treat a batch of B samples as one sample with noise sigma / sqrt(B)
                 squared = theory.msgd_best(gap, steps, 1, L, sigma / np.sqrt(batches), beta)
@@ -162,7 +164,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
             if relaxed:
                 tried = [theory.relaxed_best(gap, steps, batches, own, sigma, beta, lam) for lam, own in relaxed]
                 bounds, rates = np.stack([t.bound for t in tried]), np.stack([t.eta for t in tried])
-                # Each pair holds at the points visited and may fail elsewhere: the lowest bound is the best case.
+                # Each pair holds at the measured points and may fail elsewhere, so the lowest bound is the best case.
                 at = bounds.argmin(axis=0), np.arange(len(batches))
                 found.append(("sngm (relaxed)", "Theorem 2", rates[at], bounds[at]))
     except ValueError as error:
@@ -178,7 +180,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
 
 
 def advise_budget(gradients: float, constants: Constants, measured: bool) -> Record:
-    """Return the advice for a budget, as a record for text and page."""
+    """Return the advice for a budget, as a record for the modules `text` and `page`."""
     curves = budget_curves(gradients, constants)
     rows = [_row(curve, gradients) for curve in curves]
     return {
@@ -194,7 +196,7 @@ def advise_budget(gradients: float, constants: Constants, measured: bool) -> Rec
 
 
 def _row(curve: Curve, gradients: float) -> Record:
-    """Return the row of a method in the table; None in its fields if no batch is allowed."""
+    """Return the row of a method in the table; its fields are None if no batch is allowed."""
     at = curve.largest
     return {
         "method": curve.method,
@@ -210,7 +212,7 @@ def _row(curve: Curve, gradients: float) -> Record:
 
 
 def _warnings(constants: Constants, curves: Sequence[Curve]) -> list[str]:
-    """Return warnings about unreliable constants and bounds that give no reason to choose a method."""
+    """Return warnings about unreliable constants, and about bounds that give no reason to choose a method."""
     found = list(constants.doubts)
     if constants.start is not None and (empty := [c.method for c in curves if min(c.bounds) >= constants.start]):
         found.append(
@@ -218,7 +220,7 @@ def _warnings(constants: Constants, curves: Sequence[Curve]) -> list[str]:
             "this budget they promise nothing."
         )
     for lower in curves:
-        # only MSGD against SNGM: Theorems 1 and 2 are both of SNGM
+        # compare only MSGD with SNGM, because Theorems 1 and 2 are both about SNGM
         over = [other.method for other in curves if "msgd" in (lower.method, other.method) and lower.below(other)]
         if over:
             found.append(

@@ -15,7 +15,8 @@ class Fact:
     Attributes:
         name: name of the number.
         value: the number.
-        source: "given" by the user or counted from given numbers; "measured" in the pilot; "theory"; "rule of thumb".
+        source: "given" (by the user, or counted from given numbers), "measured" (in the pilot, a short run), "theory"
+            or "rule of thumb".
         why: how the number was obtained, in a few words.
     """
 

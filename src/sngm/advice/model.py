@@ -20,7 +20,7 @@ from .recipe import Recipe, convert
 from .rules import check_trains
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
-MOST_STEPS = 200  # by default
+MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
 COUPLED = (
     "Adam adds its weight decay to the gradient (coupled); rule and runs are of AdamW's, which is decoupled: search "
@@ -43,12 +43,13 @@ def carry_model(
 ) -> dict[str, Any]:
     """Train a copy of a model for some steps, and return advice as :func:`carry_recipe` does, without a command."""
     given = _settings(optimizer)
-    if steps is None:  # two epochs, as the pilot of a task usually has
+    if steps is None:  # two epochs, the usual length of a task's pilot
         steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
     batch = size_of(first)
     samples = None
-    if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_sampler is not None:  # else it has batches
+    # without a batch sampler, each item of the loader's dataset is a batch
+    if isinstance(loader, torch.utils.data.DataLoader) and loader.batch_sampler is not None:
         samples = _length(loader.dataset)
     if to_batch is None:
         to_batch = 2 * batch if samples is None else min(2 * batch, samples)
@@ -56,7 +57,7 @@ def carry_model(
         raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
     if samples is not None and to_batch > samples:
         raise UsageError(f"`to_batch` must be at most the {samples:,} samples of the loader's dataset, got {to_batch}")
-    twin, own = copy.deepcopy((model, optimizer))  # together: the copied optimizer then has the copy's parameters
+    twin, own = copy.deepcopy((model, optimizer))  # together, so that the copies share their parameters
     device = next(twin.parameters()).device
     summed = _is_sum(twin, loss_fn, _moved(first, device), batch)
     scaled = summed and given["method"] == "msgd"  # Adam's steps do not depend on the scale of the loss
@@ -85,7 +86,7 @@ def carry_model(
         ) from None
     if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
-    check_trains([max(losses[:10]), *losses[10:]])  # of a trained model, a first loss near 0 would be chance
+    check_trains([max(losses[:10]), *losses[10:]])  # a trained model may have a first loss near 0 by chance
     recipe = Recipe(**given, batch=batch)
     per_epoch = _length(loader)
     longest, which = _longest_epoch(lengths, per_epoch)
@@ -132,9 +133,9 @@ def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batc
         raise UsageError(f"`model` must be an nn.Module with parameters, got {type(model).__name__}")
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
         raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
-    if not isinstance(loader, Iterable):  # a map-style Dataset is none
+    if not isinstance(loader, Iterable):  # for example a map-style Dataset
         raise UsageError(f"`loader` must be a DataLoader or another iterable of batches, got {type(loader).__name__}")
-    if not at_least(steps, 2):  # half of them before each measurement of the noise
+    if not at_least(steps, 2):  # half of the steps precede each measurement of the noise
         raise UsageError(f"`steps` must be a whole number of at least 2, got {steps!r}")
     if to_batch is not None and not at_least(to_batch, 1):
         raise UsageError(f"`to_batch` must be a whole number of at least 1, got {to_batch!r}")
@@ -147,14 +148,14 @@ def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batc
 
 
 def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
-    """Return whether the loss of a batch is the sum of the losses of its two halves; a mean is half of that sum."""
+    """Return True if the loss of a batch is the sum of the losses of its halves; a mean loss is half of that sum."""
     half = size // 2
-    model.eval()  # so that a sample's loss does not depend on others in BatchNorm, nor on dropout
+    model.eval()  # so that a sample's loss depends neither on dropout nor, in BatchNorm, on other samples
     try:
         with torch.no_grad():
             parts = (data, _part(data, slice(half), size), _part(data, slice(half, size), size))
             whole, *halves = (float(loss_fn(model, part)) for part in parts)
-    except Exception:  # a model may refuse half a batch or have no loss in this mode
+    except Exception:  # a model may not support half a batch, or have no loss in this mode
         return False
     return size > 1 and whole != 0 and math.isclose(sum(halves), whole, rel_tol=0.01)
 
@@ -174,24 +175,24 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _peak(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group before schedulers changed it; of OneCycleLR, the highest one."""
+    """Return the learning rate of a group before schedulers changed it; with OneCycleLR, its highest learning rate."""
     return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:
-    """Return the class of an optimizer, as in a script."""
+    """Return the name of an optimizer's class, as it is written in a script."""
     own = type(optimizer)
     return f"torch.optim.{own.__name__}" if own.__module__.startswith("torch.optim.") else own.__name__
 
 
 def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return those arguments of SGD, Adam or AdamW that the advised optimizer has too, if they are not the defaults."""
+    """Return the non-default arguments of SGD, Adam or AdamW that the advised optimizer has too."""
     group, defaults = optimizer.param_groups[0], {"betas": (0.9, 0.999), "nesterov": False}
     return {name: group[name] for name, default in defaults.items() if group.get(name, default) != default}
 
 
 def _is_coupled(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer is Adam with weight decay in its gradient."""
+    """Return True if an optimizer is Adam with coupled weight decay, which is added to the gradient."""
     decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return isinstance(optimizer, torch.optim.Adam) and not decoupled
 
@@ -225,7 +226,7 @@ def _length(of: Any) -> int | None:
 
 
 def _longest_epoch(norms: list[float], per_epoch: int | None) -> tuple[float, str]:
-    """Return the root mean square of the norms in the epoch where it is largest, and which steps these are."""
+    """Return the largest root mean square of the norms over an epoch, and the steps of that epoch in words."""
     each = len(norms) if per_epoch is None else min(per_epoch, len(norms))
     start = max(range(0, len(norms) - each + 1, each), key=lambda i: math.hypot(*norms[i : i + each]))
     steps = f"in steps {start + 1} to {start + each}"
@@ -250,17 +251,17 @@ def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _moved(data: Any, device: torch.device) -> Any:
-    """Move a batch to a device: each value with a method `to`, also inside tuples, lists and mappings."""
+    """Move each value of a batch that has a method `to` to a device, also inside tuples, lists and mappings."""
     return _mapped(data, lambda value: value.to(device) if hasattr(value, "to") else None)
 
 
 def _part(data: Any, rows: slice, size: int) -> Any:
-    """Return some samples of a batch: these rows of each tensor whose length is the size of the batch."""
+    """Return some samples of a batch: the given rows of each tensor whose length is the batch size."""
     return _mapped(data, lambda value: value[rows] if isinstance(value, Tensor) and size in value.shape[:1] else None)
 
 
 def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `change(data)`; where that is None, apply it to the values of tuples, lists and mappings."""
+    """Return `change(data)`; if it is None, apply `change` to the values of a tuple, list or mapping."""
     changed = change(data)
     if changed is not None:
         return changed

@@ -32,10 +32,10 @@ from .rules import Carried, carry_adamw, carry_over, check_trains, rounded
 from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
-MAY_DIFFER = ("schedule", "warmup", "clip")  # defaults that may depend on batch or method; the rule assumes them equal
-TOO_LONG = 5  # a step longer than so many times the weights is not from a recipe that trains
-FEW_STEPS = 200  # below this, running statistics may be far from those of the last weights
-NOISE_SAMPLES = 1024  # least samples for the noise scale, measured after each epoch of the pilot
+MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal, though defaults may differ
+TOO_LONG = 5  # a recipe does not train if a step is longer than the norm of the weights times this
+FEW_STEPS = 200  # with fewer steps, running statistics may be far from those of the last weights
+NOISE_SAMPLES = 1024  # the fewest samples to measure the noise scale on, after each epoch of the pilot
 Record = dict[str, Any]
 
 
@@ -82,13 +82,13 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings that differ from the method's defaults; SGD and SNGM have the same defaults."""
+        """The settings that differ from the method's defaults, valid for SGD and SNGM, whose defaults are the same."""
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return decay if self.momentum == 0.9 else {"momentum": self.momentum, **decay}
 
 
 class Epoch(NamedTuple):
-    """Root mean squares over the steps of an epoch of the pilot."""
+    """Root mean squares over the steps of one epoch of the pilot."""
 
     step: float
     """Length of SGD's steps: learning rate times norm of the gradient."""
@@ -119,10 +119,10 @@ def carry_recipe(
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
-        A dict with "answer", a sentence; "facts", the numbers with their sources; "diff", what to change in one's own
-        training loop; "command", which trains with the advised settings; "warnings"; "notes"; "norms", the gradient
-        norm of each step of the pilot; "configs", the configs of the recipe, of the advised run and, from SGD, of SGD
-        at the larger batch with its learning rate scaled linearly.
+        A dict with these keys: "answer", a sentence; "facts", the numbers with their sources; "diff", what to change in
+        one's own training loop; "command", which trains with the advised settings; "warnings"; "notes"; "norms", the
+        gradient norm of each step of the pilot; "configs", the configs of the recipe, of the advised run and, if the
+        recipe is of SGD, of SGD at the larger batch with a linearly scaled learning rate.
     """
     to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
@@ -138,7 +138,7 @@ def carry_recipe(
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
     norms, epochs, noises = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
-    part = len(norms) if len(norms) < setup.per_epoch else None  # steps made, if no epoch was finished
+    part = len(norms) if len(norms) < setup.per_epoch else None  # number of steps, if no epoch was finished
     decay = small.method_settings["weight_decay"]
     # If the loss is a sum over the batch, its gradient grows with the batch, and coupled weight decay must grow too.
     sums = setup.task.scale(to_batch) / setup.task.scale(recipe.batch) if recipe.method == "msgd" else 1.0
@@ -154,7 +154,8 @@ def carry_recipe(
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
     configs = [small, large]
-    if recipe.method == "msgd" and to_batch > recipe.batch:  # SGD's linear scaling rule; AdamW's own is the advice
+    # SGD's linear scaling rule, for comparison; for AdamW the advice is already AdamW's own scaling rule
+    if recipe.method == "msgd" and to_batch > recipe.batch:
         common["lr"], own = rounded(recipe.lr * to_batch / recipe.batch / sums), {"weight_decay": decay * sums}
         configs.append(resolve(task, "msgd", batch=to_batch, method_settings={**recipe.settings, **own}, **common))
     return {
@@ -200,7 +201,7 @@ def convert(
         epochs: number of epochs of the recipe, if known.
         model: the model, to find whether it has normalisation layers.
         samples: number of training samples.
-        sums: factor by which the loss grows with the batch if it is a sum over the batch; else 1.
+        sums: factor by which the loss grows with the batch if the loss is a sum over the batch, else 1.
         own_class: the class of the recipe's optimizer, if it is not the method's own.
         extra: arguments of the optimizer that stay as they are.
     """
@@ -243,14 +244,14 @@ def _pilot(
 ) -> tuple[list[float], list[Epoch], list[Noise]]:
     """Train with `config` until steps stop getting longer; return gradient norms, epochs and gradient noise.
 
-    At first, steps get longer from epoch to epoch during warm-up, or until the model leaves a plateau. SNGM's learning
-    rate, the peak of its schedule, corresponds to the longest steps.
+    At first, steps may get longer from epoch to epoch: during warm-up, or until the model leaves a plateau. SNGM's
+    learning rate, the peak of its schedule, corresponds to the longest steps.
     """
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
     say(f"pilot: {config.method} at batch {config.batch} and lr {config.lr:g}, usually 2 epochs of {each}")
     recorded, epochs, noises = Norms(setup.model, 1.0), list[Epoch](), list[Noise]()
-    samples = max(NOISE_SAMPLES, 2 * MARGIN[config.method] * config.batch)  # enough to allow twice the batch
+    samples = max(NOISE_SAMPLES, 2 * MARGIN[config.method] * config.batch)  # enough samples to allow twice the batch
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, 1, say)
     walk = training(config, setup, device, recorded)
     try:
@@ -283,7 +284,7 @@ def _pilot(
 
 
 def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
-    if task in tasks.LOCAL:  # the command line cannot name it
+    if task in tasks.LOCAL:  # such a task has no name on the command line
         momentum = "" if recipe.momentum == 0.9 else f", momentum={recipe.momentum:g}"
         epochs = "" if recipe.epochs is None else f", epochs={recipe.epochs}"
         method = f"{large.method}(weight_decay={carried.weight_decay:g}{momentum})"
@@ -357,7 +358,7 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
 
 
 def _longest_step(config: RunConfig) -> float:
-    """Return how long a step of SNGM can be: its learning rate over 1 - momentum."""
+    """Return the largest possible length of a step of SNGM: learning rate / (1 - momentum)."""
     return float(config.lr / (1 - config.method_settings.get("momentum", 0.9)))
 
 

@@ -25,12 +25,13 @@ def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Ca
     """Return SNGM's learning rate and coupled weight decay for a batch `growth` times that of an SGD recipe.
 
     - Learning rate: an epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose
-      length is its learning rate. Steps in random directions cover a distance equal to the root of the sum of their
+      length is SNGM's learning rate. Steps in random directions cover a distance equal to the root of the sum of their
       squared lengths. Both methods cover the same distance if SNGM's learning rate is ``lr * norm * sqrt(growth)``.
-      Momentum and schedule have the same effect on both.
-    - Weight decay: a step of SGD shrinks the weights by the factor ``lr * weight_decay``; a step of SNGM shrinks them
-      by its own ``lr * weight_decay`` divided by the norm of the gradient. Over an epoch both shrink the weights alike
-      if SNGM's weight decay is ``weight_decay * sqrt(growth)`` and the norm of the gradient is the same.
+      Momentum and schedule have the same effect on both methods.
+    - Weight decay: a step of SGD shrinks the weights by the fraction ``lr * weight_decay``; a step of SNGM shrinks the
+      weights by SNGM's own ``lr * weight_decay`` divided by the norm of the gradient. Over an epoch, both methods
+      shrink the weights equally if SNGM's weight decay is ``weight_decay * sqrt(growth)`` and the norm of the gradient
+      is the same.
 
     Args:
         lr, weight_decay: learning rate and weight decay of the SGD recipe.
@@ -49,8 +50,8 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
     - Learning rate: AdamW's steps have nearly the same length at every batch. So to cover the same distance in an epoch
       of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM. This
       is the scaling rule of Malladi et al. (arXiv 2205.10287).
-    - Weight decay: a step shrinks the weights by ``lr * weight_decay``. Over an epoch, the weights shrink equally with
-      ``weight_decay * sqrt(growth)``.
+    - Weight decay: a step shrinks the weights by the fraction ``lr * weight_decay``. Over an epoch, the weights shrink
+      as before if the weight decay is ``weight_decay * sqrt(growth)``.
 
     >>> carry_adamw(lr=1e-3, weight_decay=0.01, growth=16)
     Carried(lr=0.004, weight_decay=0.04)
@@ -59,14 +60,14 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
 
 
 def rounded(value: float) -> float:
-    """Return a number with as many digits as advice has."""
+    """Return a number rounded to the digits of advised numbers."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def check_trains(losses: Sequence[float]) -> None:
-    """Raise UsageError if a recipe does not train: its last losses are above the first by a quarter of it.
+    """Raise UsageError if a recipe does not train: the mean of the last losses exceeds the first by over a quarter.
 
-    Small batches have noisy losses, and at the start of warm-up the loss may not fall.
+    A smaller rise is allowed, because small batches have noisy losses, and the loss may not fall during warm-up.
 
     >>> check_trains([2.3] * 10 + [1.9] * 10)
     >>> check_trains([-2.3] * 10 + [-2.4] * 10)

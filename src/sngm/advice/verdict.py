@@ -1,4 +1,4 @@
-"""The answer to "can I grow my batch?": how far the gradient noise scale allows it, what to expect, what to change."""
+"""The answer to "can I grow my batch?": how far the gradient noise scale allows, what to expect and what to change."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ BEYOND = {
 MARGIN = {
     "msgd": 1,
     "adamw": 4,
-}  # how far below the noise scale the batch stays; AdamW lost 1.4 points at the scale itself
+}  # the batch is at most the noise scale divided by this; AdamW lost 1.4 points of accuracy at the noise scale itself
 CLASSES = {"msgd": "torch.optim.SGD", "adamw": "torch.optim.AdamW", "sngm": "sngm.SNGM"}
 
 
@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     batch: int
     arguments: dict[str, Any]
     own_class: str | None = None
-    """The user's class, if it is not the method's own, such as "torch.optim.Adam"."""
+    """The user's optimizer class, if it is not the method's own class, such as "torch.optim.Adam"."""
 
     @property
     def optimizer(self) -> str:
@@ -79,7 +79,7 @@ def _with_interval(noise: Noise) -> str:
 
 
 def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
-    """Return the largest batch * 2**k that is at most the gradient noise scale; at least the batch itself.
+    """Return the largest ``batch * 2**k`` that is at most the gradient noise scale and `most`, but at least `batch`.
 
     >>> lossless_batch(500, 32), lossless_batch(20, 32), lossless_batch(math.inf, 32, most=1000)
     (256, 32, 512)
@@ -90,7 +90,7 @@ def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
 
 
 def has_normalisation(model: nn.Module) -> bool:
-    """Return whether a model has a normalisation layer, judged by the names of its classes, to find custom ones too.
+    """Return whether a model has a normalisation layer, judged by class names, to find custom layers too.
 
     The name of the model's own class does not count, and neither do parametrizations such as weight_norm.
     """
@@ -109,15 +109,15 @@ def conclude(
 
     Args:
         before, after: the recipe and the advised settings.
-        noises: gradient noise measured along the pilot. A scale is NaN where both gradient and noise are zero. A scale
-            above the number of samples that it was measured on, or an infinite one, only means that their gradient is
-            mostly noise, so that number is taken in its place.
+        noises: gradient noise measured along the pilot. A noise scale is NaN if both gradient and noise are zero. If a
+            scale is infinite or above the number of samples that it was measured on, the gradient of these samples is
+            mostly noise, and the number of samples is used in place of the scale.
         normalised: whether the model has normalisation layers.
-        samples: number of training samples; no batch is larger.
+        samples: number of training samples, which is the largest batch.
     """
     scales, measured_on = [one.scale for one in noises], min(one.samples for one in noises)
     known = [min(scale, measured_on) for scale in scales if scale == scale]
-    # rounded, so that an exact power of two stays one
+    # rounded, so that a rounding error does not change an exact power of two
     scale = round(geometric_mean(known), 6) if known and min(known) > 0 else 0.0
     least = any(scale > measured_on for scale in scales)
     margin = MARGIN[before.method]

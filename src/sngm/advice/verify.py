@@ -14,8 +14,8 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
 
     Args:
         folder: folder that contains the run folders.
-        sides: label and batch of the recipe, of the advised settings and, if the advice is another method, of the
-            recipe's own method at the larger batch.
+        sides: label and batch of the recipe, of the advised settings and, if these have another method, of the recipe's
+            own method at the larger batch.
     """
     summary = report.summarise(folder)
     before, after, *scaled = (summary.cells[side] for side in sides)
@@ -40,7 +40,10 @@ def _score(summary: Summary, cell: Cell) -> str:
 
 
 def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | None]:
-    """Return the difference of two cells in words, and 1, 0 or -1 if the first is better, not told apart or worse."""
+    """Return the difference between two cells (a method at a batch) in words, and a number.
+
+    The number is 1 if the first cell is better, -1 if it is worse, 0 if the test does not decide, None without a test.
+    """
     for cell, verdict in ((other, 1), (one, -1)):
         if cell.only_diverged:
             return f"every run of {cell.method} diverged", verdict if one.n or other.n else None

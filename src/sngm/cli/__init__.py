@@ -40,7 +40,7 @@ def top(
         bool, typer.Option("--version", metavar="", help="Print the version and exit.", is_eager=True)
     ] = False,
 ) -> None:
-    """Handle options that come before a command."""
+    """Handle options that are given before a command."""
     if version:
         print(f"sngm {__version__}")
         raise typer.Exit

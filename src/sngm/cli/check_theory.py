@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ..paper.theory_checks import Finding
 
 SEEDS = 20
-NAMES = (  # of theory_checks.CHECKS, which imports torch
+NAMES = (  # the keys of theory_checks.CHECKS, which is not imported here because it imports torch
     "lemma-1", "msgd-bound", "lemma-2", "lars", "lemma-3", "training", "theorem-1", "corollary-1", "batch-limit-msgd",
     "batch-limit-sngm", "batch-larger", "batch-larger-tuned", "theorem-2", "corollary-2", "theorem-3", "lars-bound",
     "block-bounds", "block-speed",
@@ -38,8 +38,8 @@ def check_theory(
     seeds: Annotated[int, typer.Option(help="Runs behind every mean, at least 2.")] = SEEDS,
     as_json: JSON = False,
 ) -> None:
-    """Check the paper's statements by experiment. Each gets a verdict from what was measured: holds, fails or open. The
-    exit code is 1 if a verdict contradicts the one in docs/theory.md, which also explains each known failure.
+    """Check the paper's statements by experiment. Each statement gets a verdict: holds, fails or open. The exit code is
+    1 if a verdict contradicts the one in docs/theory.md, which also explains each known failure.
     """
     import torch
 
@@ -82,7 +82,7 @@ def _print(found: list[Finding]) -> None:
     for finding in found:
         known = " (known)" if finding.verdict == finding.expected == "fails" else ""
         verdict = Text(f"{finding.verdict}{known}", style=colours[finding.verdict])
-        table.add_row(finding.name, verdict, Text(finding.measured))  # Text: brackets are not markup
+        table.add_row(finding.name, verdict, Text(finding.measured))  # as Text, so that brackets are not markup
     Console(file=sys.stdout).print(table)
 
 

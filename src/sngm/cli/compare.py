@@ -110,13 +110,13 @@ def report(
     folder: Annotated[Path, typer.Argument(help="The folder of a study, of several runs or of one.")],
     as_json: JSON = False,
 ) -> None:
-    """Write table.md, figures, tables as CSV and JSON, and report.html from the records in a folder; runs of several
-    tasks get a section for each.
+    """Write table.md, figures, tables as CSV and JSON, and report.html from the records in a folder. If the runs are of
+    several tasks, each task has its own section.
     """
     from .. import report as reports
 
     parts = reports.summarise_tasks(folder)
-    if not as_json:  # printed first, in case the folder is not writable
+    if not as_json:  # print first, because the folder may not be writable
         for part in parts:
             print(f"{reports.table(part, escape=False)}\n{part.answer()}\n")
     page = reports.write(folder)

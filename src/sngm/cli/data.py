@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 verb = verbs(app)
 
-# for the commands of `sngm data`, without SNGM_DATA: it was read before and must not override a --data-dir given there
+# for the commands of `sngm data`; without SNGM_DATA, which was read before and must not override their --data-dir
 OWN_DATA = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR)]
 MAX_SHOWN = 10  # problems in one message; --json lists all
 INTERVAL = 5.0  # seconds between two lines of progress
@@ -50,7 +50,7 @@ def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = Fals
     for name in tasks.names():
         dataset = getattr(tasks.find(name), "dataset", None)
         try:
-            if dataset is not None:  # listed without reading it, since it may be large
+            if dataset is not None:  # list it without reading the files, which may be large
                 found.append({"task": name, "ready": True, "dataset": dataset, "folder": str(find(dataset, data_dir))})
             else:
                 splits = tasks.build(name, data_dir=data_dir).data()
@@ -115,7 +115,7 @@ def check(
     as_json: JSON = False,
 ) -> None:
     """Read a whole dataset and compare it with what was published: checksums, counts, labels and pixels. Every problem
-    is named, and the exit code is then 3.
+    is listed; if there are any, the exit code is 3.
     """
     from ..data import check as checks
     from ..data.data_dirs import data_roots
@@ -137,7 +137,7 @@ def check(
             if finding.doubtful:
                 doubt = f"{len(finding.doubtful):,} files do not end as images do and may be truncated"
                 tell(f"{finding.folder}: {doubt}: {_first(finding.doubtful, ', ')}")
-            if not finding.wrong and not as_json:  # immediately: the next dataset may take long
+            if not finding.wrong and not as_json:  # print now, because the next dataset may take long
                 print(f"{finding.dataset}: {finding.folder}: {finding.seen}", flush=True)
     if not found:
         raise DataMissing(f"no dataset in {' and '.join(map(str, data_roots(root)))}; run 'sngm data get cifar10'")
@@ -154,9 +154,9 @@ def _first(items: list[str], separator: str) -> str:
 
 @contextlib.contextmanager
 def _progress(unit: str) -> Iterator[tuple[Show, Say]]:
-    """Yield a function that shows progress, in bytes for "MB" or in "files", and one that prints a message.
+    """Yield a function that shows progress, in bytes for "MB" or in "files", and a function that prints a message.
 
-    On a terminal it shows a progress bar from the first call on, else it prints a line every few seconds.
+    On a terminal, progress is a bar from the first call on; elsewhere it is a line every few seconds.
     """
     if not sys.stderr.isatty():
         from ..data.fetch import tell
@@ -183,7 +183,7 @@ def _progress(unit: str) -> Iterator[tuple[Show, Say]]:
     columns = [progress.BarColumn(), *columns, progress.TimeRemainingColumn()]
     with progress.Progress(*columns, console=console, transient=True) as bar:
         task = bar.add_task("", visible=False)
-        # messages are printed above the bar, not wrapped, so that a URL can be copied
+        # messages are printed above the bar, without line breaks, so that a URL can be copied
         yield (
             lambda done, total: bar.update(task, completed=done, total=total, visible=True),
             lambda text: console.print(Text(f"sngm: {text}"), soft_wrap=True),

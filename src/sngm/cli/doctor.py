@@ -29,9 +29,9 @@ def doctor(
     as_json: JSON = False,
 ) -> None:
     """Print versions and hardware, and train one epoch of the digits task as a test of the installation. With --script,
-    take one step of your own training code instead, and check that the norm is computed over the whole gradient, that
-    it is the same on all ranks, and which other mistakes are made; the exit code is 1 if a check fails. These are the
-    checks of sngm.check.
+    take one step of your own training code instead. Check that the norm is computed over the whole gradient and is the
+    same on all ranks, and look for other mistakes; the exit code is 1 if a check fails. These are the checks of
+    sngm.check.
     """
     if script is not None:
         return _check_script(script, as_json)
@@ -57,7 +57,7 @@ def _check_script(script: str, as_json: bool) -> None:
         raise UsageError(f"--script {script}: the function must return (model, optimizer, step), got {got}")
     try:
         found = _of_user(script, lambda: check(*made), TypeError)
-    except TypeError as error:  # of the arguments of check: those of the step are findings
+    except TypeError as error:  # an argument of check is wrong; errors in the step are findings
         raise UsageError(f"--script {script}: {error}") from error
     if is_first():
         print(json.dumps([finding._asdict() for finding in found.findings], indent=2) if as_json else found)
@@ -96,7 +96,7 @@ def _function(script: str) -> Callable[[], Any]:
 
 
 def _of_user(script: str, call: Callable[[], Any], passed: Any = ()) -> Any:
-    """Call the user's code. If it raises an error that is not in `passed`, show where, without frames of sngm."""
+    """Call the user's code. For an error that is not in `passed`, show the traceback without the frames of sngm."""
     import traceback
 
     from ..errors import UsageError

@@ -27,7 +27,7 @@ OK, FAILED, USAGE, NO_DATA, DIVERGED, INTERRUPTED = 0, 1, 2, 3, 4, 130
 CODES = """Exit codes: 0 ok, 1 failed, 2 usage error (also an unknown method, task or setting), 3 data missing or
 broken, 4 diverged, 130 interrupted."""
 
-PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException of typer's own click
+PARSER_ERROR: Any = typer.BadParameter.__mro__[2]  # ClickException of the click that typer contains
 
 
 def leave(code: int, text: str) -> NoReturn:
@@ -35,7 +35,7 @@ def leave(code: int, text: str) -> NoReturn:
     note(f"sngm: {one_line(text)}")
     try:
         sys.stderr.flush()
-    except OSError:  # a full disk: Python would try again, and exit with 120
+    except OSError:  # for example a full disk; Python would try again at exit, and exit with 120
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     sys.exit(code)
 
@@ -53,7 +53,7 @@ SPELLED = {"±": "+-", "×": "x", "–": "-", "—": "-", "…": "...", "’": "
 
 
 def spell(error: UnicodeError) -> tuple[str, int]:
-    r"""Replace characters that an encoding lacks, as a codecs error handler: ± by +-, others by escape sequences.
+    r"""Codecs error handler for characters that an encoding lacks: replace ± by +-, others by escape sequences.
 
     >>> codecs.register_error("sngm.spell", spell)
     >>> "0.97 ± 0.01, \u03c3".encode("ascii", "sngm.spell")
@@ -69,8 +69,8 @@ def spell(error: UnicodeError) -> tuple[str, int]:
 def secure_streams() -> None:
     """Make stdout and stderr safe to print any text to.
 
-    A closed descriptor is replaced by the null device, so that no file opened later gets its number. Characters that
-    the encoding of a stream lacks are replaced.
+    A closed file descriptor is replaced by the null device, so that no file opened later gets its number. Characters
+    that the encoding of a stream lacks are replaced.
     """
     codecs.register_error("sngm.spell", spell)
     width = os.environ.get("COLUMNS", "")
@@ -80,7 +80,7 @@ def secure_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # takes the lowest free descriptor, which is this one
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free descriptor, which is this one
             os.set_inheritable(descriptor, True)
         if getattr(sys, name) is None:
             mode = "r" if name == "stdin" else "w"
@@ -103,7 +103,7 @@ def show_warning_once() -> Callable[..., None]:
 
 
 def check_none_empty(words: list[str]) -> None:
-    """Raise UsageError for an empty argument: often an unset variable, and taken for the current folder as a path."""
+    """Raise UsageError for an empty argument. It is often an unset variable, and as a path means this folder."""
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
         if not word:
@@ -122,7 +122,7 @@ def run_verb(app: typer.Typer) -> None:
         interrupted.append(number)
         signal.default_int_handler(number, frame)
 
-    with contextlib.suppress(ValueError):  # a thread other than the main one
+    with contextlib.suppress(ValueError):  # this is not the main thread
         signal.signal(signal.SIGINT, interrupt)
     try:
         check_none_empty(sys.argv[1:])
@@ -130,10 +130,10 @@ def run_verb(app: typer.Typer) -> None:
             if app(standalone_mode=False) == INTERRUPTED:  # typer's result for Ctrl-C
                 raise KeyboardInterrupt
         except Exception as error:
-            if interrupted and not isinstance(error, Interrupted):  # imports and worker pools turn Ctrl-C into others
+            if interrupted and not isinstance(error, Interrupted):  # imports and pools turn Ctrl-C into other errors
                 raise KeyboardInterrupt from error
             raise
-        sys.stdout.flush()  # here, where BrokenPipeError is handled
+        sys.stdout.flush()  # flush here, because BrokenPipeError is handled here
     except PARSER_ERROR as error:
         if type(error).__name__ == "NoArgsIsHelpError":  # the message is the help
             error.show()
@@ -196,7 +196,7 @@ def fail(error: Exception) -> NoReturn:
 
 
 def within_verb(trace: TracebackType | None) -> TracebackType | None:
-    """Return the traceback from the command's function on, without the frames of the command line."""
+    """Return the part of the traceback inside the command's function, without the frames of the command line."""
     frame, verb = trace, trace
     while frame is not None:
         name = frame.tb_frame.f_globals.get("__name__", "")

@@ -7,7 +7,7 @@ from typing import Any
 
 from .options import JSON
 
-HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")  # do not change the method
+HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")  # same method without these
 
 
 def tasks(as_json: JSON = False) -> None:
@@ -40,7 +40,7 @@ def methods(as_json: JSON = False) -> None:
     for name in registry.names():
         try:
             method = registry.find(name)
-        except ValueError as error:  # of a library that is not installed
+        except ValueError as error:  # the library of the method is not installed
             found.append({"name": name, "class": str(registry.METHODS[name].build), "missing": str(error)})
             continue
         defaults = {

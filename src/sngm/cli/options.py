@@ -31,7 +31,7 @@ SET = Annotated[
 ]
 TRACK = Annotated[str | None, typer.Option(help="Also write to tensorboard, wandb or mlflow.")]
 TASK = Annotated[str, typer.Argument(help="A task by name (sngm tasks), or your own as file.py:Class.")]
-PANELS = {  # of the help pages of commands that train, in this order
+PANELS = {  # panels on the help pages of commands that train, in this order
     "Run": "method methods lr lrs search trials batch batches seed seeds part epochs",
     "Measurement": "points steps lambdas samples iterations",
     "Recipe": "schedule warmup clip decay_on bias_lr ema bn_samples label_smoothing precision settings",
@@ -70,7 +70,7 @@ def verbs(app: typer.Typer) -> Callable[..., Callable[[Verb], Verb]]:
 def with_flags(function: Verb) -> Verb:
     """Replace each parameter that is annotated with a dataclass by a flag for each of its fields.
 
-    The help of commands with a recipe, which have many flags, groups them in `PANELS`.
+    The help of commands with `RecipeOptions`, which have many flags, shows the flags in `PANELS`.
     """
     hints = typing.get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}
@@ -108,7 +108,7 @@ def _panel_number(parameter: inspect.Parameter) -> int:
 
 
 def _in_panel(parameter: inspect.Parameter) -> inspect.Parameter:
-    """Return a typer parameter with its panel; its annotation is copied, since commands share some."""
+    """Return a typer parameter with its help panel. The annotation is copied, because several commands may share it."""
     if parameter.name not in PANEL_OF:
         return parameter
     kind, option = typing.get_args(parameter.annotation)

@@ -28,7 +28,7 @@ verb = verbs(app)
 ITEM = Annotated[str, typer.Argument(help="An experiment, such as table-2; sngm paper list shows all.")]
 RESULTS = Annotated[Path, typer.Option("--results", help="The results folder, with a file of runs for each task.")]
 FOLDER = Path("results")
-NARROWEST = 100  # columns; rich would cut words of a table that is narrower
+NARROWEST = 100  # columns; in a narrower table, rich would cut words
 PIPED_WIDTH = 160  # columns of a table that is piped to a file or a pager
 UNITS = {"s": 1, "m": 60, "h": 3600}
 
@@ -131,8 +131,8 @@ def run(
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Run the missing runs of an experiment and add each to --results as it finishes. Needs a git checkout without
-    uncommitted changes. Run the same command again to resume; runs in --results from other machines count.
+    """Train the missing runs of an experiment and add each to --results as it finishes. Needs a git checkout without
+    uncommitted changes. Run the same command again to resume. Runs from other machines in --results are not repeated.
     """
     from ..paper import experiments
     from ..paper import run as making
@@ -241,7 +241,7 @@ def report(
 def _folder(results: Path, warn: bool = False) -> Path:
     """Return the results folder; raise UsageError if it is missing and not the default.
 
-    With `warn`, the runs that come with the package stand in for a missing default folder, and a note says so.
+    With `warn`, a missing default folder is replaced by the runs that come with the package, and a note says so.
     """
     if not results.is_dir() and (results != FOLDER or results.exists()):
         raise UsageError(f"no folder {results}; name the results folder with --results, or create it")

@@ -48,7 +48,7 @@ def outcome(record: dict[str, Any], folder: Path) -> str:
 def plan_of(
     config: RunConfig, options: Options, *, measured: bool = False, splits: Splits | None = None
 ) -> dict[str, Any]:
-    """Return what a run would do, with `measured` also its time and memory; raise an error if it could not run."""
+    """Return what a run would do, and if `measured` its time and memory; raise an error if it cannot run."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from ..tasks import Moment
@@ -85,7 +85,7 @@ def plan_of(
 
 
 def _measured(config: RunConfig, setup: Setup, device: torch.device, options: Options) -> dict[str, Any]:
-    """Return time and memory, or why they could not be measured: a plan is useful without them."""
+    """Return time and memory, or why they could not be measured, because a plan is useful without them."""
     from ..training.cost import measure
 
     try:
@@ -166,7 +166,7 @@ def size(count: int) -> str:
 def show_study(
     study: StudyConfig, folder: Path, options: Options, as_json: bool, jobs: int | None, cluster: Cluster
 ) -> None:
-    """Print what a study would do, with the job script of SLURM."""
+    """Print what a study would do; for SLURM, also the job script."""
     from ..study.launch import check, load_data
     from ..study.search import names_in
 
@@ -208,7 +208,7 @@ def show_study(
 
 
 def _job_script(cluster: Cluster, folder: Path) -> str:
-    """Return the script that runs are submitted to SLURM with; empty for other executors."""
+    """Return the script with which runs are submitted to SLURM; empty for other executors."""
     if cluster.executor != "slurm":
         return ""
     from ..study.executors import check_usable
@@ -231,17 +231,17 @@ def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
 
 
 def _runs(cell: Cell) -> int:
-    """Return the least number of runs of a cell: one per seed, and one per learning rate if there are several."""
+    """Return the least number of runs of a cell: one per seed, plus one per learning rate if there are several."""
     return cell.study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0)
 
 
 def _study_time(
     study: StudyConfig, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
 ) -> dict[str, dict[str, Any] | str]:
-    """Estimate the seconds of training from one measurement per batch size with the first method, or say why not.
+    """Estimate the seconds of training, or say why this is impossible.
 
-    Measuring every method at every batch size would take too long. Runs on a GPU count as sequential, even if they
-    share it.
+    Only the first method is measured, at each batch size, because measuring every method would take too long. Runs on a
+    GPU are counted one after another, even if they share the GPU.
     """
     from ..study.executors.local import default_jobs
     from ..study.launch import one_thread
@@ -249,7 +249,7 @@ def _study_time(
 
     device = choose_device(options.device)
     one: dict[int, float] = {}  # seconds of a run, by batch size
-    for cell in cells[: len(study.batches)]:  # those of the first method
+    for cell in cells[: len(study.batches)]:  # the cells of the first method
         with one_thread():
             plan = plan_of(cell.config(cell.grid[0], "full", 0), options, measured=True, splits=splits)
         if "not_measured" in plan:

@@ -1,4 +1,4 @@
-"""Random crops and flips of small images on their device; they depend only on seed, epoch and sample index."""
+"""Random crops and flips of small images, on their device; the randomness depends only on seed, epoch and sample."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PAD = 4  # black pixels added on each side, before a crop of the original size
 
 
 def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, pad: int = PAD) -> Tensor:
-    """Return the uint8 images at `indices`, each randomly cropped, and half of them, at random, flipped horizontally.
+    """Return the uint8 images at `indices`, randomly cropped, and flipped horizontally with probability 1/2.
 
     >>> images = torch.arange(2 * 3 * 8 * 8).reshape(2, 3, 8, 8).to(torch.uint8)
     >>> one = crop_flip(images, torch.tensor([0, 1]), seed=0, epoch=3)[1]
@@ -27,7 +27,7 @@ def crop_flip(images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, p
     columns = torch.arange(width, device=images.device).expand(len(indices), -1)
     columns = torch.where(flip[:, None], width - 1 - columns, columns) + left[:, None]
     inside = ((rows >= 0) & (rows < height))[:, :, None] & ((columns >= 0) & (columns < width))[:, None, :]
-    # channels last, which is also the layout of the result
+    # channels last, which is also the memory layout of the result
     picked = images.movedim(1, -1)[
         indices[:, None, None], rows.clamp(0, height - 1)[:, :, None], columns.clamp(0, width - 1)[:, None, :]
     ]

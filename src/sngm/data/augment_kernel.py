@@ -15,20 +15,20 @@ MASK = tl.constexpr((1 << hashing.BITS) - 1)
 
 @triton.jit
 def shifted(value, BY: tl.constexpr):
-    """Shift right and fill with zeros."""
+    """Return `value` shifted right by BY bits, filled with zeros."""
     return (value >> BY) & ((1 << (64 - BY)) - 1)
 
 
 @triton.jit
 def folded(state, value):
-    """Hash one more value, as `hashing.random_bits` does."""
+    """Return the hash state after one more value, as in `hashing.random_bits`."""
     state = (state ^ value) + GOLDEN
     state = (state ^ shifted(state, 30)) * FIRST
     state = (state ^ shifted(state, 27)) * SECOND
     return state ^ shifted(state, 31)
 
 
-@triton.jit(do_not_specialize=["seed"])  # a seed of 1 would be a constant, and compiled anew
+@triton.jit(do_not_specialize=["seed"])  # Triton would compile the kernel again for a seed of 1
 def cut_out(
     images, indices, out, seed, epoch, mean, std,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, PIXELS: tl.constexpr, PAD: tl.constexpr,

@@ -1,4 +1,4 @@
-"""Find datasets by name, and compare them with the published sizes and checksums."""
+"""Find datasets by name, and compare their files with the published sizes and checksums."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ FINDERS: dict[str, Callable[[Path | None], Path]] = {
     "criteo": lambda root: find_criteo(root)[0].parent,
 }
 NAMES = tuple(FINDERS)
-OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # if it exists, it is meant to hold the dataset
+OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # folders that hold only the dataset
 CRITEO_ROWS = 80_000  # rows of the default sample
 
-# First bytes of an image file, and bytes near its end. One of the official .JPEG files is a PNG.
+# First bytes of an image file, and bytes near the end of the file. One of the official .JPEG files is a PNG.
 SIGNATURES = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND"}
-TAIL = 64  # bytes at the end that are searched: some programs append a few after the end of the image
+TAIL = 64  # bytes searched at the end of a file: some programs append a few bytes after the end of the image
 THREADS = 16  # parallel reads are faster, above all on network disks
-SLICE = 500  # files per task of a thread, and per progress report
+SLICE = 500  # files that a thread checks between two progress reports
 
 
 @dataclass(slots=True)
 class Finding:
-    """Result of checking a dataset in one folder: errors in `wrong`, else a summary in `seen`.
+    """Result of checking a dataset in one folder: errors in `wrong`; a summary in `seen` if there are no errors.
 
-    `doubtful` lists image files that may be truncated: their last bytes do not contain the end marker.
+    `doubtful` lists image files that may be truncated, because their last bytes do not contain the end marker.
     """
 
     dataset: str
@@ -50,17 +50,17 @@ class Finding:
 
 
 def find(dataset: str, root: Path | None) -> Path:
-    """Return the folder of a dataset by its name, or raise :class:`DataMissing`. No file is read."""
+    """Return the folder of the dataset with this name, or raise :class:`DataMissing`. No file is read."""
     if dataset not in FINDERS:
         raise UsageError(f"unknown dataset {dataset!r}; allowed are {', '.join(NAMES)}")
     return FINDERS[dataset](root)
 
 
 def check(dataset: str, root: Path | None, show: Show = lambda done, total: None) -> list[Finding]:
-    """Read a whole dataset, in each form that is present, and compare it with the published sizes and checksums.
+    """Read a whole dataset, in each published form that is present, and compare it with published sizes and checksums.
 
     Args:
-        show: called with the number of files read so far and the total, for datasets of many files.
+        show: for datasets of many files, called with the number of files read so far and the total number.
     """
     if dataset in ("cifar10", "cifar100"):
         forms = [
@@ -83,11 +83,11 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
 
 
 def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) -> Finding:
-    """Return the finding that `inspect` fills in; an error in reading a file is added to it."""
+    """Return a finding that `inspect` has filled in; if a file cannot be read, the finding has that error."""
     finding = Finding(dataset, str(folder))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the findings say the same
+            warnings.simplefilter("ignore")  # the finding has the same messages
             seen = inspect(finding, folder)
         finding.seen = "" if finding.wrong else seen
     except OSError as error:
@@ -122,11 +122,11 @@ def _cifar(layout: Layout, finding: Finding, folder: Path) -> str:
 
 
 def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
-    """Check the converted form of the default sample; no checksum of the sample was published."""
+    """Check the arrays converted from the default sample; there is no published checksum of the sample itself."""
     found = load_criteo(root)
     finding.wrong = verify(found.folder)
     rows, bad = sum(found.facts["rows"].values()), found.facts["malformed"]
-    if bad["rows"]:  # training leaves them out; a truncated file has one
+    if bad["rows"]:  # malformed rows, which training leaves out; a truncated file has one
         first = bad["first"][0]
         where = f"line {first['line']:,} of {folder / first['file']}"
         finding.wrong.append(f"{bad['rows']:,} of {rows + bad['rows']:,} rows malformed, first {where}: {first['why']}")
@@ -135,7 +135,7 @@ def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
 
 
 def _wikitext2(root: Path | None, finding: Finding, folder: Path) -> str:
-    """Compare the number of words in each file with the published one."""
+    """Compare the number of words in each file with the published number."""
     found = load_wikitext2(root)
     for split, wanted in TOKENS.items():
         if (count := len(getattr(found, split))) != wanted:
@@ -163,12 +163,12 @@ def _imagenet(show: Show, finding: Finding, folder: Path) -> str:
             done += len(part)
             show(done, total)
     finally:
-        pool.shutdown(cancel_futures=True)  # Ctrl-C does not wait for a million files
+        pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for a million files
     return f"{total:,} images of {CLASSES:,} classes, all with the first bytes of an image file"
 
 
 def _check_files(part: tuple[ImageFolder, range]) -> tuple[list[str], list[str]]:
-    """Return what is wrong with some files, and which of them may be truncated."""
+    """Return the errors of some files, and the paths of files that may be truncated."""
     images, indices = part
     wrong: list[str] = []
     doubtful: list[str] = []

@@ -21,7 +21,7 @@ Array = np.ndarray[Any, np.dtype[Any]]
 Split = tuple[Tensor, Tensor]  # images and labels
 
 PIXELS = 3 * 32 * 32  # bytes per image: red, green, blue, each in row-major order
-COARSE = 20  # superclasses of CIFAR-100; in the binary form their label precedes that of the class
+COARSE = 20  # superclasses of CIFAR-100; in the binary form the superclass label precedes the class label
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,7 +29,8 @@ class Layout(Archive):
     """One published form of the dataset, binary or Python; the last of its files is the test set.
 
     Attributes:
-        checksums: of the files, in their order, separated by spaces: SHA256 (binary form) or MD5 (Python form).
+        checksums: checksums of the files, separated by spaces, in the order of the files: SHA256 for the binary form,
+            MD5 for the Python form.
     """
 
     classes: int
@@ -82,7 +83,7 @@ def layouts(classes: int) -> list[Layout]:
 
 
 def archive_of(dataset: str, form: str) -> Layout:
-    """Return the archive to download for a dataset, "cifar10" or "cifar100", in one of its forms."""
+    """Return the archive to download for "cifar10" or "cifar100" in one published form."""
     for layout in LAYOUTS:
         if (f"cifar{layout.classes}", layout.form) == (dataset, form):
             return layout
@@ -93,7 +94,7 @@ def archive_of(dataset: str, form: str) -> Layout:
 
 
 def find_cifar(root: Path | None, classes: int = 10) -> tuple[Layout, Path]:
-    """Return the published form that is present, and its folder; raise :class:`DataMissing` if none is."""
+    """Return the published form that is present, and its folder; raise :class:`DataMissing` if no form is present."""
     known = layouts(classes)
     forms = [(layout.folder, layout.files) for layout in known]
     title, command = f"CIFAR-{classes}", f"sngm data get cifar{classes}"
@@ -102,9 +103,9 @@ def find_cifar(root: Path | None, classes: int = 10) -> tuple[Layout, Path]:
 
 
 def load_cifar(root: Path | None = None, classes: int = 10) -> tuple[Split, Split]:
-    """Return training and test images, uint8 of shape (N, 3, 32, 32), each with its labels, int64.
+    """Return training and test images, uint8 of shape (N, 3, 32, 32), with int64 labels.
 
-    A file with a different number of records than the official one is read with a warning, so that small samples
+    A file with a different number of records than the official file is read with a warning, so that small samples
     work. A file that ends within a record is an error.
 
     Args:
@@ -149,16 +150,16 @@ def _binary(layout: Layout, path: Path) -> tuple[Array, Array]:
 
 
 def _pickled(layout: Layout, path: Path) -> tuple[Array, Array]:
-    """Return pixels and labels from a pickled dictionary, without running any code of it."""
+    """Return pixels and labels from a pickled dictionary, without running code from the pickle."""
     try:
         with open(path, "rb") as file:
             found = _Plain(file, encoding="latin1").load()
-    except OSError:  # an error of the disk
+    except OSError:  # a disk error
         raise
     except Exception as error:  # a broken pickle can raise anything
         size, wanted = path.stat().st_size, layout.official(path.name)
         least = f"{size:,} bytes, where {wanted:,} records take more than {wanted * PIXELS:,}"
-        why = " ".join(str(error).split())  # it may quote the file, with line breaks
+        why = " ".join(str(error).split())  # the message may quote the file, with line breaks
         raise _broken(layout, path, f"it cannot be read as a pickle ({why}); it has {least}") from error
     if not isinstance(found, dict):
         raise _broken(layout, path, f"it holds a {type(found).__name__}, not a dictionary")
@@ -192,20 +193,20 @@ def _broken(layout: Layout, path: Path, why: str) -> DataMissing:
 
 
 def _latin1(text: str, encoding: str) -> bytes:
-    """Stand in for codecs.encode, with which Python 3 pickles bytes in old protocols."""
+    """Replacement for codecs.encode, which pickles of bytes in old protocols call."""
     if encoding not in ("latin1", "latin-1"):
         raise pickle.UnpicklingError(f"it wants the encoding {encoding!r}")
     return text.encode("latin1")
 
 
 class _Pixels:
-    """Stand in for NumPy's types and functions, which would accept any flag and address from a pickle."""
+    """Safe replacement for NumPy's types and functions, which would accept any flag and address from a pickle."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
 
     def __setstate__(self, state: Any) -> None:
-        if self.arguments[:1] == ("u1",):  # the state of a dtype: nothing of it matters for bytes
+        if self.arguments[:1] == ("u1",):  # the state of a dtype, which is not needed for bytes
             return
         match state:  # version, shape, dtype, whether in column-major order, elements
             case (_, shape, _Pixels(arguments=("u1", *_)), False, str() | bytes() as raw):

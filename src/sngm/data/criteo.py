@@ -1,11 +1,15 @@
 """Criteo's click logs: text of any size, converted once to memory-mapped arrays, and split as in the paper's example.
 
-The rules are those of DeepCTR-Torch's ``run_classification_criteo.py``, which the paper seems to have followed: a
-missing integer is 0, integers are scaled to [0, 1] by their minimum and maximum, a missing category is a category of
-its own, and the split is random, 64 % training, 16 % validation and 20 % test. With the default seed the rows of each
-split are those of that script. There is one difference: the script takes scales and categories from all rows,
-this module takes them from the training rows alone. So in the other splits a value may be outside [0, 1], and a
-category may be unseen in training; all unseen categories of a field share one number.
+The rules follow DeepCTR-Torch's ``run_classification_criteo.py``, which the paper seems to have used:
+
+- A missing integer is 0, and integers are scaled to [0, 1] by their minimum and maximum.
+- A missing category is a category of its own.
+- The split is random: 64 % training, 16 % validation and 20 % test. With the default seed, each split has the same rows
+  as in that script.
+
+There is one difference: the script takes scales and categories from all rows, this module from the training rows alone.
+So in the other splits a value may be outside [0, 1], and a category may be unseen in training; all unseen categories of
+a field share one number.
 """
 
 from __future__ import annotations
@@ -40,7 +44,8 @@ SEED = 2020  # seed of the split in DeepCTR-Torch's example
 class Rows(Tensors):
     """Samples of integers, categories and labels, which may be memory-mapped.
 
-    Memory-mapped rows are read from disk when they are indexed. Pickling stores only the name of their folder.
+    Memory-mapped rows are read from disk when they are indexed. A pickle of such rows holds only the path of the
+    folder.
 
     Attributes:
         tensors: integers, float32 of shape (n, 13); categories, int32 of shape (n, 26); labels, float32 of shape (n,).
@@ -64,11 +69,12 @@ class Criteo:
     """The converted rows.
 
     Attributes:
-        field_sizes: number of category numbers of each field: 0 stands for a missing category and 1 for one that is
-            unseen in training; the categories of the training rows follow, in the order of their bytes.
+        field_sizes: how many numbers encode the categories of each field: 0 stands for a missing category, 1 for a
+            category unseen in training; the categories of the training rows follow, in the order of their bytes.
         facts: facts.json of the conversion: sources with checksums, rows, malformed rows, missing and unseen values,
             scales, and the checksums of the arrays.
-        folder: folder of these files; its vocabulary.npy lists the categories field by field, 8 bytes each.
+        folder: folder of the arrays and of facts.json; vocabulary.npy in this folder lists the categories field by
+            field, 8 bytes each.
     """
 
     train: Rows
@@ -80,7 +86,7 @@ class Criteo:
 
     @classmethod
     def open(cls, folder: Path, facts: dict[str, Any]) -> Criteo:
-        """Map the arrays of a converted folder."""
+        """Memory-map the arrays of a folder that a conversion wrote."""
         train, validation, test = (_map(folder, split) for split in SPLITS)
         return cls(train, validation, test, facts["field_sizes"], facts, folder)
 
@@ -91,7 +97,7 @@ class Criteo:
 
 
 def find_criteo(root: Path | None = None, files: Sequence[str | Path] | None = None) -> list[Path]:
-    """Return the paths of text files, searched for in the folder "criteo" of a data folder, then in the data folder."""
+    """Return the paths of text files. The folder "criteo" of a data folder is searched first, then the data folder."""
     if files is not None and (isinstance(files, (str, Path)) or not files):
         raise UsageError(f"files must be a list of at least one name, got {files!r}")
     folders = [folder for parent in data_roots(root) for folder in (parent / "criteo", parent)]
@@ -112,17 +118,17 @@ def load_criteo(
     split_seed: int = SEED,
     show: Show | None = None,
 ) -> Criteo:
-    """Return training, validation and test rows. The first call converts the text, later ones reuse the result.
+    """Return training, validation and test rows. The first call converts the text, later calls reuse the arrays.
 
-    The result is written to ``.sngm`` beside the first file, or below ``~/.cache/sngm`` if that is not writable. It is
-    converted again when the content of a file changes. A second process waits for the first. Malformed lines are left
-    out, with a warning; a file with more malformed than good lines is an error.
+    The arrays are written to ``.sngm`` beside the first file, or below ``~/.cache/sngm`` if ``.sngm`` is not writable.
+    The text is converted again when the content of a file changes. A second process waits for the first. Malformed
+    lines are left out, with a warning; a file with more malformed than good lines is an error.
 
     Args:
         root: data folder; None: see :func:`sngm.data.data_dirs.data_roots`.
         files: paths, or names of files (plain or gzip) in the folder "criteo" of `root`; None: the sample of 80,000
             rows.
-        split_seed: seed of the random split; the default gives the rows of DeepCTR-Torch's example.
+        split_seed: seed of the random split; with the default, the splits are the same as in DeepCTR-Torch's example.
         show: called with a line of progress every few seconds; None: print the lines on stderr.
     """
     if not 0 <= split_seed < 2**32:
@@ -140,7 +146,7 @@ def load_criteo(
 
 
 def verify(folder: Path) -> list[str]:
-    """Read all converted arrays, and return a message for each whose checksum is wrong."""
+    """Read all converted arrays, and return a message for each array that has a wrong checksum."""
     facts = json.loads((folder / FACTS).read_text())
     return [
         f"{folder / name} has the SHA256 {found}, not {wanted['sha256']}; delete {folder}, and it is made again"
@@ -149,11 +155,11 @@ def verify(folder: Path) -> list[str]:
     ]
 
 
-# ---------------------------------------------------------------- the folder of the converted form
+# ---------------------------------------------------------------- the folder of the converted arrays
 
 
 def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
-    """Open the converted form; if it is missing, incomplete or outdated, convert the text first."""
+    """Open the converted arrays; if they are missing, incomplete or outdated, convert the text first."""
     parent = paths[0].parent.resolve()
     names = [os.path.relpath(path.resolve(), parent) for path in paths]
     beside, cache = parent / ".sngm", Path.home() / ".cache" / "sngm" / "criteo" / ".sngm"
@@ -170,7 +176,7 @@ def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
                 with _atomic_folder(target) as aside:
                     convert(paths, names, seed, aside, show)
                 facts = json.loads((target / FACTS).read_text())
-            return Criteo.open(target, facts)  # with the lock held: another process could replace it
+            return Criteo.open(target, facts)  # with the lock held, because another process could replace the folder
     raise Failed(f"neither {beside} nor {cache} is writable, and Criteo's rows must be converted; make one writable")
 
 
@@ -184,7 +190,7 @@ def _writable(folder: Path, key: str) -> bool:
 
 
 def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
-    """Return the facts of a converted form; None if it is missing or incomplete, or if the text has changed."""
+    """Return the facts of a converted folder; None if it is missing or incomplete, or if the text has changed."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
         if any((folder / name).stat().st_size != array["bytes"] for name, array in facts["arrays"].items()):
@@ -197,7 +203,7 @@ def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
                     return None
                 known["mtime_ns"], touched = state.st_mtime_ns, True
         if touched:
-            with contextlib.suppress(OSError):  # it may belong to another user
+            with contextlib.suppress(OSError):  # the file may belong to another user
                 write_json(folder / FACTS, facts)
         return facts
     except (OSError, ValueError, KeyError, TypeError):
@@ -206,9 +212,9 @@ def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def _atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which replaces `target` when the block ends, and is removed if it raises."""
+    """Yield a folder to fill, which replaces `target` when the block ends, and is removed if the block raises."""
     aside, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
-    for left in (aside, old):  # by a process that was killed
+    for left in (aside, old):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     aside.mkdir()
     try:
@@ -227,7 +233,7 @@ def _atomic_folder(target: Path) -> Iterator[Path]:
 
 def _map(folder: Path, split: str) -> Rows:
     """Memory-map one split."""
-    # mode "c", copy on write: torch warns of read-only arrays
+    # mode "c" (copy on write), because torch warns about read-only arrays
     dense, categories = (
         torch.from_numpy(np.load(folder / f"{split}-{kind}.npy", mmap_mode="c")) for kind in ("dense", "categories")
     )

@@ -1,8 +1,8 @@
 """Conversion of Criteo's text, a click per line, to arrays: labels, scaled integers and numbered categories.
 
-The text is read once into temporary files of fixed-size rows. A second pass over these finds scales and categories, a
-third encodes the rows. Every pass works on blocks of rows, so that memory holds only a block, the distinct categories,
-and a byte for each row.
+The first pass reads the text into temporary files of fixed-size rows. The second pass finds scales and categories in
+these files, and the third encodes the rows. Every pass works on blocks of rows, so that memory holds only a block, the
+distinct categories, and a byte for each row.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from .fetch import digest
 
 Show = Callable[[str], None]
 
-VERSION = 1  # of the converted form; another version is converted again
+VERSION = 1  # version of the converted arrays; arrays of another version are converted again
 FACTS = "facts.json"
 SPLITS = ("train", "validation", "test")
-MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers of a missing category, of one unseen in training, and of the first other one
+MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers for a missing category, an unseen one, and the first category of a field
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
 RAW = (("u1", 1), ("<i8", INTEGERS), ("<u8", CATEGORIES))  # parsed labels, integers and categories: dtype and columns
-KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "labels": ("|u1", ())}  # of arrays
+# The arrays of a split: dtype, and the shape of a row.
+KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "labels": ("|u1", ())}
 
 BLOCK = 1 << 17  # rows that are processed at once
 MAX_NAMED = 10  # malformed lines that messages list
@@ -91,8 +92,8 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
 def split_of(rows: int, seed: int) -> Array:
     """Return for each row 0, 1 or 2: train, validation or test.
 
-    The split is scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)``, with the last fifth of its
-    training rows, in their random order, for validation. The peak memory is 9 bytes per row.
+    The split is that of scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)``, but the last fifth of
+    its training rows, in their random order, is for validation. The peak memory is 9 bytes per row.
 
     >>> np.bincount(split_of(100, 0)).tolist()
     [64, 16, 20]
@@ -109,7 +110,7 @@ def split_of(rows: int, seed: int) -> Array:
 def _read(
     paths: list[Path], names: list[str], raw: list[IO[bytes]], progress: Show
 ) -> tuple[list[dict[str, Any]], dict[str, Any], Array]:
-    """Write all good rows to `raw`; return the sources, the malformed lines, and the missing values of each column."""
+    """Write all good rows to `raw`; return the sources, the malformed lines, and counts of missing values by column."""
     total, before = sum(path.stat().st_size for path in paths), 0
     sources: list[dict[str, Any]] = []
     first: list[dict[str, Any]] = []
@@ -148,7 +149,7 @@ def _read(
 
 
 def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
-    """Yield blocks of rows: which rows, their labels, and their integers and keys of shape (columns, rows)."""
+    """Yield blocks of rows: a slice of row numbers, labels, and integers and keys of shape (columns, rows)."""
     for file in raw:
         file.seek(0)
     for start in range(0, len(splits), BLOCK):
@@ -161,17 +162,17 @@ def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array,
 
 
 def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
-    """Return minimum and maximum of each integer column and the sorted categories per field, of the training rows."""
+    """Return, for the training rows, minimum and maximum of each integer column, and each field's sorted categories."""
     limits = np.iinfo(np.int64)
     least, most = np.full(INTEGERS, limits.max), np.full(INTEGERS, limits.min)
-    words = [[np.empty(0, np.uint64)] for _ in range(CATEGORIES)]  # merged ones first, then those of further blocks
+    words = [[np.empty(0, np.uint64)] for _ in range(CATEGORIES)]  # the merged categories, then those of later blocks
     for where, _, integers, keys in _blocks(raw, splits):
         train = splits[where] == 0
         np.minimum(least, integers.min(1, where=train, initial=limits.max), out=least)
         np.maximum(most, integers.max(1, where=train, initial=limits.min), out=most)
         for field, column in zip(words, keys, strict=True):
             field.append(np.unique(column[train]))
-            # merge rarely, so that merging takes few sorts in total
+            # merge rarely, because each merge sorts all categories
             if sum(map(len, field[1:])) > max(len(field[0]), 1 << 16):
                 field[:] = [np.unique(np.concatenate(field))]
         progress(f"{where.stop / len(splits):.0%} fitted")
@@ -214,7 +215,7 @@ def _encode(
 
 
 def _numbers(keys: Array, known: Array) -> Array:
-    """Return the numbers of a field's categories."""
+    """Return the numbers that encode the categories of one field."""
     ids = np.full(len(keys), UNSEEN, np.int32)
     if len(known):
         at = np.minimum(np.searchsorted(known, keys), len(known) - 1)

@@ -1,4 +1,4 @@
-"""Criteo's text, a click per line: read from files in chunks, each of which is parsed by array operations.
+"""Criteo's text, a click per line, read from files in chunks and parsed by array operations.
 
 A line is a label, 13 integers and 26 categories, separated by tabs.
 """
@@ -21,9 +21,9 @@ Array = np.ndarray[Any, np.dtype[Any]]
 INTEGERS, CATEGORIES = 13, 26
 FIELDS = 1 + INTEGERS + CATEGORIES
 
-CHUNK = 1 << 23  # bytes of text that are read at once; the arrays parsed from them take about 10 times as many
-DIGITS = 18  # a number of this many digits always fits 64 bits
-KEY = 8  # most bytes of a category: they fit 64 bits, and Criteo's hashes have 8
+CHUNK = 1 << 23  # bytes of text that are read at once; the parsed arrays take about 10 times as much memory
+DIGITS = 18  # a number of this many digits always fits into 64 bits
+KEY = 8  # the most bytes of a category: 8 bytes fit into 64 bits, and Criteo's hashes have 8
 PADDING = bytes(32)  # after the text, so that reading ahead stays in the array
 TAB, NEWLINE, RETURN, ZERO, MINUS = b"\t\n\r0-"
 HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)  # first n bytes
@@ -37,7 +37,7 @@ REASONS = (
     f"an integer of more than {DIGITS} digits",
     f"a category of more than {KEY} bytes",
 )
-GOOD, FEW, MANY, NUL, LABEL, NUMBER, RANGE, LONG = range(8)  # GOOD, then the reasons in their order
+GOOD, FEW, MANY, NUL, LABEL, NUMBER, RANGE, LONG = range(8)  # GOOD, then the errors in the order of REASONS
 
 
 # ---------------------------------------------------------------- from text to numbers
@@ -52,7 +52,7 @@ class Lines:
         integers: int64 of shape (n, 13); a missing integer is 0.
         keys: uint64 of shape (n, 26): the bytes of a category, the first byte in the highest bits; 0 if missing.
         missing: number of missing values in each of the 39 columns.
-        verdicts: for each line 0 if it is good, else 1 + the index in `REASONS` of its error.
+        verdicts: for each line, 0 if the line is good, else 1 + the index of its error in `REASONS`.
     """
 
     labels: Array
@@ -73,7 +73,7 @@ def parse(text: bytes) -> Lines:
     body = bytes_[: len(text)]
     marks = np.flatnonzero((body == TAB) | (body == NEWLINE))  # ends of fields
     last = np.flatnonzero(body[marks] == NEWLINE)
-    ends = marks[last]  # of lines
+    ends = marks[last]  # ends of lines
     fields = np.diff(last, prepend=-1)
     verdicts = np.zeros(len(ends), np.uint8)
     verdicts[fields < FIELDS] = FEW
@@ -96,7 +96,7 @@ def parse(text: bytes) -> Lines:
     found[too_long] = RANGE
     found[not_a_number] = NUMBER
     found[(lengths[:, 0] != 1) | (labels > 1)] = LABEL
-    # read eight bytes from the start of each category as one number, and keep those of the category
+    # read eight bytes from the start of each category as one number, and keep only the bytes of the category
     windows = np.lib.stride_tricks.sliding_window_view(bytes_, KEY)
     keys = windows[starts[:, -CATEGORIES:].ravel()].view(">u8").astype(np.uint64).reshape(-1, CATEGORIES)
     keys &= HEADS[np.minimum(lengths[:, -CATEGORIES:], KEY)]
@@ -133,7 +133,7 @@ def whole_lines(path: Path) -> Iterator[tuple[bytes, int]]:
     A newline is added to the last line if it has none.
     """
     with open(path, "rb") as file:
-        # by the first bytes: names of downloads are not reliable
+        # gzip is recognised by the first bytes, because names of downloads are not reliable
         stream: Any = gzip.GzipFile(fileobj=file) if file.peek(2)[:2] == b"\x1f\x8b" else file
         rest, chunk = b"", b" "
         while chunk:

@@ -1,4 +1,4 @@
-"""Folders in which datasets are searched for, and in which new ones are stored."""
+"""Folders that are searched for datasets, and the folder in which new datasets are stored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def data_roots(chosen: Path | None = None) -> list[Path]:
 
 
 def data_root(chosen: Path | None = None) -> Path:
-    """Return the folder for a new dataset: the first of `data_roots` that exists, else the last."""
+    """Return the folder for a new dataset: the first of `data_roots` that exists, or the last if none exists."""
     roots = data_roots(chosen)
     return next((root for root in roots if root.is_dir()), roots[-1])
 
@@ -33,13 +33,14 @@ def find_folder(
 ) -> tuple[Path, int]:
     """Return the first folder that holds one published form of a dataset, and the index of that form.
 
-    Each data folder is searched for the form's own folder, then for the form's files directly in it. No file is read.
+    For each form, the form's own folder in a data folder is searched first, then the data folder itself. No file is
+    read.
 
     Args:
         title: name of the dataset in messages.
         chosen: data folder that the user named; None for the default folders.
-        forms: for each form, its folder and the names of the files that must be in it.
-        wanted: for the error message: alternatives of what to put into a data folder.
+        forms: for each form, the name of its folder and the names of the files that must be in this folder.
+        wanted: alternatives of what to put into a data folder, for the error message.
         command: command line that downloads the dataset; None if the user must provide it.
         present: function that returns whether a path exists and is of the right kind.
 
@@ -47,7 +48,7 @@ def find_folder(
         DataMissing: no form is complete.
     """
     incomplete: list[str] = []
-    parent = Path()  # of the first incomplete folder
+    parent = Path()  # parent of the first incomplete folder
     for root in data_roots(chosen):
         for index, (name, files) in enumerate(forms):
             for folder in (root / name, root):

@@ -1,11 +1,11 @@
-"""scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels, which scikit-learn ships."""
+"""scikit-learn's handwritten digits: 1,797 grey images of 8 x 8 pixels, installed with scikit-learn."""
 
 import functools
 
 import torch
 from torch import Tensor
 
-TRAIN = 1280  # images; the other 517 are the test set
+TRAIN = 1280  # number of training images; the other 517 are the test set
 
 
 @functools.cache
@@ -14,7 +14,7 @@ def load_digits() -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
     from sklearn import datasets
 
     x, y = datasets.load_digits(return_X_y=True)
-    # shuffled, since the files are sorted by writer: test images come from all of them
+    # The images are sorted by writer. They are shuffled, so that the test set has images of all writers.
     order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
     images, labels = torch.from_numpy(x).float().reshape(-1, 1, 8, 8)[order], torch.from_numpy(y).long()[order]
     images = (images - images[:TRAIN].mean()) / images[:TRAIN].std()

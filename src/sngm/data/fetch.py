@@ -1,4 +1,4 @@
-"""Download official archives: resumed after an interruption, verified, and unpacked completely or not at all."""
+"""Download official archives: resume after an interruption, verify, and unpack completely or not at all."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ..errors import Failed, UsageError
 from ..files import locked
 
 CHUNK = 1 << 16  # bytes per read: small enough for steady progress on a slow connection
-TIMEOUT = 30.0  # seconds without a byte
-TRIES = 3  # tries per mirror in a row that receive no byte
-BACKOFF = 1.0  # seconds before the second try, doubled for each further one
+TIMEOUT = 30.0  # seconds to wait for a byte
+TRIES = 3  # the most tries in a row that receive no byte, per mirror
+BACKOFF = 1.0  # seconds before the second try; doubled before each further try
 PATH_CONFLICTS = (FileExistsError, IsADirectoryError, NotADirectoryError)  # a member is both a file and a folder
-MAX_DEPTH, MAX_NAME = 32, 200  # folders in a path of an archive, and characters of each
+MAX_DEPTH, MAX_NAME = 32, 200  # the most folders in a path of an archive, and the most characters of a name
 
 Show = Callable[[int, int], None]  # gets the number done so far and the total
 Say = Callable[[str], None]
@@ -57,10 +57,10 @@ def tell(text: str) -> None:
 
 
 def get(archive: Archive, root: Path, show: Show = lambda done, total: None, say: Say = tell) -> Path:
-    """Return the archive's folder in `root`, and download it first if it is not there.
+    """Return the archive's folder in `root`; if there is none, download and unpack the archive first.
 
-    A second process waits for the first. An archive that is already in `root` is used, and kept. An incomplete folder
-    is an error: the user has to delete it.
+    A second process waits for the first. An archive file that is already in `root` is unpacked, and kept. An incomplete
+    folder is an error: the user has to delete it.
 
     Args:
         show: called with the bytes received so far and the total, for each chunk.
@@ -104,11 +104,11 @@ def digest(path: Path, algorithm: str) -> str:
 
 
 class _Lost(Exception):
-    """A broken connection or a temporary error of the server: try again."""
+    """The connection broke or the server had a temporary error; the caller tries again."""
 
 
 class _Refused(Exception):
-    """A mirror that does not have the file: try the next one."""
+    """The mirror does not have the file; the caller tries the next mirror."""
 
 
 def download(
@@ -116,8 +116,8 @@ def download(
 ) -> None:
     """Download a file from the first of these addresses that has it with the right checksum.
 
-    Received bytes stay in a .part file beside `to`, from which the next call resumes. If a resumed file has a wrong
-    checksum, its first part may be of another version, and the file is downloaded once more from the beginning.
+    Received bytes stay in a .part file beside `to`, and the next call continues this file. If a continued file has a
+    wrong checksum, its first part may be from another version, so the whole file is downloaded again.
     """
     part = to.with_name(f"{to.name}.part")
     why: list[str] = []
@@ -141,7 +141,7 @@ def download(
 
 def _fetch(url: str, part: Path, size: int, show: Show, say: Say) -> None:
     """Complete a partial download. Only tries that receive no byte count towards the limit."""
-    if _size(part) > size:  # a part of another file
+    if _size(part) > size:  # it must be a part of another file
         part.unlink()
     tries, most = 0, _size(part)
     while _size(part) < size:
@@ -183,7 +183,7 @@ def _request(url: str, part: Path, size: int, show: Show) -> None:
         length = response.headers.get("Content-Length")
         if response.status == 206 and not re.fullmatch(rf"bytes {done}-\d+/{size}", span):
             raise _Refused(f"it sends {span or 'no Content-Range'}, not bytes {done}- of {size}")
-        # before anything is overwritten: it may be the sign-in page of a network. The status of a file: URL is None.
+        # Check before overwriting: the response may be the sign-in page of a network. A file: URL has the status None.
         if response.status != 206 and (response.status not in (None, 200) or length != str(size)):
             raise _Refused(f"HTTP {response.status} with {length or 'an unknown number of'} bytes, not {size}")
         done = done if response.status == 206 else 0
@@ -212,7 +212,7 @@ def _reason(error: object) -> str:
 
 
 def unpack(archive: Path, folder: str, root: Path, files: Iterable[str] = ()) -> Path:
-    """Unpack the archive's `folder` into `root`, where it appears only once it is complete."""
+    """Unpack the archive's `folder` into `root`; the folder appears there only when it is complete."""
     aside = root / f".{archive.name}.unpacked"
     shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
     aside.mkdir()
@@ -232,10 +232,10 @@ def unpack(archive: Path, folder: str, root: Path, files: Iterable[str] = ()) ->
 
 
 def _extract(tar: tarfile.TarFile, root: Path) -> None:
-    """Extract files and folders below `root`, by rules that are the same on every Python.
+    """Extract files and folders below `root`, by rules that are the same for every version of Python.
 
-    tarfile's own filters need Python 3.11.4. Links and devices are errors, and owners and modes are ignored: datasets
-    do not need them.
+    tarfile's own filters need Python 3.11.4. Links and devices are errors, and owners and modes are ignored, because
+    datasets need none of these.
 
     Raises:
         tarfile.TarError: a member's path is absolute, leaves `root` or is too deep or too long, or the member is

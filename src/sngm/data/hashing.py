@@ -8,15 +8,15 @@ from torch import Tensor
 GOLDEN = -0x61C8864680B583EB  # constants of splitmix64, as signed 64-bit integers
 FIRST = -0x40A7B892E31B1A47
 SECOND = -0x6B2FB644ECCEEE15
-BITS = 62  # bits of a result; the two highest of 64 are dropped, so that it is never negative
+BITS = 62  # bits of a result; the two highest of 64 bits are dropped, so that the result is never negative
 
 
 def random_bits(*values: int | Tensor) -> Any:
-    """Hash values, left to right, to an int uniformly distributed in [0, 2**62), or to an int64 tensor of such ints.
+    """Hash values, from left to right, to an int uniform in [0, 2**62), or to an int64 tensor of such ints.
 
     Ints and integer tensors give the same bits and may be combined; tensors are broadcast. The order and number of
-    values matter. On tensors only +, \\*, ^, >> and & are used, which torch.compile supports. Compiled code should get
-    a changing seed or epoch as a 0-d tensor, else it is compiled again for each value.
+    values matter. On tensors only +, \\*, ^, >> and & are used, which torch.compile supports. Pass a seed or epoch that
+    changes to compiled code as a 0-d tensor; otherwise torch compiles the code again for each value.
 
     >>> random_bits(0, 3, 17)
     2164258931680428043

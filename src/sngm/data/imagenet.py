@@ -1,4 +1,4 @@
-"""ImageNet as folders of images: one folder per class under train and val. Any other tree of that form works too."""
+"""ImageNet as folders of images, one folder per class under train and val. Other datasets of that form work too."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ CLASSES = 1_000
 SUFFIXES = (b".jpeg", b".jpg", b".png")
 SCALE = (0.08, 1.0)  # area of a training crop, as a fraction of the image
 RATIO = (3 / 4, 4 / 3)  # width / height of a training crop
-TRIES = 10  # to find a crop within the image
+TRIES = 10  # tries to find a crop within the image
 DRAWS = 4  # random numbers per try
 WANTED = "imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"  # in a data folder
-SETTLED = 2.0  # seconds after which a change of a folder changes its modification time, on any file system
+SETTLED = 2.0  # seconds: two changes of a folder this far apart have different modification times on any file system
 
 
 def find_imagenet(root: Path | None) -> Path:
@@ -45,11 +45,12 @@ def find_imagenet(root: Path | None) -> Path:
 
 
 class ImageFolder:
-    """The images of one split, decoded when they are indexed. Classes are the sorted names of their folders.
+    """The images of one split, decoded when they are indexed. Classes are numbered by the sorted names of folders.
 
-    Indexing gives the evaluation view: the shorter side scaled to `resize`, then the central `size` x `size`.
-    :meth:`training` gives the augmented view. Both scale bilinearly with antialiasing, by the rules of torchvision's
-    ``Resize``, ``CenterCrop`` and ``RandomResizedCrop``. The object holds no open file and can be pickled.
+    Indexing returns images for evaluation: the shorter side is scaled to `resize`, then the central `size` x `size`
+    pixels are cropped. :meth:`training` returns augmented images. Both scale bilinearly with antialiasing, by the rules
+    of torchvision's ``Resize``, ``CenterCrop`` and ``RandomResizedCrop``. The object holds no open file and can be
+    pickled.
 
     Args:
         root: the data folder, see :func:`find_imagenet`.
@@ -70,7 +71,7 @@ class ImageFolder:
         if odd := sorted(set(_classes(folder / "train")) ^ set(_classes(folder / "val"))):
             others = f", as are {len(odd) - 1} others" if odd[1:] else ""
             raise DataMissing(f"train and val in {folder} must hold the same classes; {odd[0]} is in only one{others}")
-        # One string and the offset of each name: a million Python strings would be copied into each worker.
+        # One byte string and the offset of each name, because a million Python strings would be copied to each worker.
         counts, self._names = _listing(folder, split, self.classes)
         ends = np.flatnonzero(np.frombuffer(self._names, np.uint8) == 0)
         self._begins = np.concatenate([[0], ends + 1])
@@ -80,20 +81,20 @@ class ImageFolder:
         return len(self.labels)
 
     def fingerprint(self) -> str:
-        """Return a short hash of the names of files and classes; the files are not read."""
+        """Return a short hash of the names of files and classes, without reading the files."""
         return hashlib.sha256(repr((self.classes, self.size, self.resize)).encode() + self._names).hexdigest()[:12]
 
     def file(self, index: int) -> str:
-        """Return the path of a sample's file; a str, since making a Path takes longer than the rest."""
+        """Return the path of a sample's file, as a str, because creating a Path would take most of the time."""
         name = self._names[self._begins[index] : self._begins[index + 1] - 1]
         return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(name))
 
     def __getitem__(self, indices: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images, uint8 of shape (n, 3, size, size), and labels: the evaluation view."""
+        """Return images for evaluation, uint8 of shape (n, 3, size, size), and labels."""
         return self._gather(indices, lambda index, image: self._centre(image))
 
     def training(self, indices: Tensor, seed: int, epoch: int) -> tuple[Tensor, Tensor]:
-        """Return images and labels; random crops and flips depend only on seed, epoch and sample index."""
+        """Return augmented images and labels; crops and flips depend only on seed, epoch and sample index."""
         return self._gather(indices, lambda index, image: self._crop(image, seed, epoch, index))
 
     def _gather(self, indices: Tensor, view: Any) -> tuple[Tensor, Tensor]:
@@ -112,8 +113,8 @@ class ImageFolder:
                 raise DataMissing(f"{path} no longer exists; fetch it again") from error
             except MemoryError:
                 raise
-            except Exception as error:  # Pillow raises many kinds, of struct and zlib too
-                if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the file
+            except Exception as error:  # Pillow raises many classes, including those of struct and zlib
+                if isinstance(error, OSError) and error.errno is not None:  # a disk error, not a broken file
                     error.filename = error.filename or path
                     raise
                 raise DataMissing(f"{path} cannot be decoded: {error}; fetch it again or delete it") from error
@@ -131,12 +132,13 @@ class ImageFolder:
         left, top, width, height = crop_box(*image.size, seed, epoch, index)
         box: Any = (left, top, left + width, top + height)
         # A JPEG can be decoded at 1/2, 1/4 or 1/8 of its size in a fraction of the time. This is done if the crop
-        # still has at least one pixel for each pixel of the result, so that no detail is lost. It averages blocks of
-        # pixels, unlike the filter, so evaluation, whose results are compared with published ones, does not use it.
+        # still has at least one pixel for each pixel of the result, so that no detail is lost. Such decoding averages
+        # blocks of pixels, unlike the bilinear filter, so evaluation does not use it: its results are compared with
+        # published results.
         factor = next((f for f in (8, 4, 2) if min(width, height) >= f * self.size), 1)
         if factor > 1 and image.draft(None, (image.size[0] // factor, image.size[1] // factor)):
             image, box = _rgb(image), tuple(edge / factor for edge in box)
-        else:  # crop first, as in torchvision: the filter must not see pixels outside the crop
+        else:  # crop first, as in torchvision, so that the filter uses no pixels outside the crop
             image, box = _rgb(image).crop(box), None
         image = image.resize((self.size, self.size), pillow.Resampling.BILINEAR, box)
         flip = random_bits(seed, epoch, index, DRAWS * TRIES) >> (BITS - 1)
@@ -169,7 +171,7 @@ def crop_box(width: int, height: int, seed: int, epoch: int, index: int) -> tupl
 
 def _rgb(image: Image) -> Image:
     if image.mode == "P" and "transparency" in image.info:
-        image = image.convert("RGBA")  # Pillow warns if both are done at once
+        image = image.convert("RGBA")  # Pillow warns if both conversions are done at once
     return image.convert("RGB")
 
 
@@ -193,7 +195,7 @@ def _classes(folder: Path) -> list[str]:
 
 
 def _listing(folder: Path, split: str, classes: list[str]) -> tuple[Array, bytes]:
-    """Return the number of images of each class, and all their names, each followed by a zero byte.
+    """Return the number of images of each class, and the names of all images, each followed by a zero byte.
 
     Listing a million names takes minutes on some disks, so the listing is cached in .sngm, and renewed when the folder
     of a class has changed.
@@ -209,7 +211,7 @@ def _listing(folder: Path, split: str, classes: list[str]) -> tuple[Array, bytes
     found = [_images(folder / split / name) for name in classes]
     counts = np.array([len(one) for one in found])
     names = b"".join(name + b"\0" for one in found for name in one)
-    if time.time() - max(times) / 1e9 > SETTLED:  # else a file added in the same tick would never be listed
+    if time.time() - max(times) / 1e9 > SETTLED:  # else a file added now might not change the folder's time
         content = io.BytesIO()
         np.savez(content, state=state, counts=counts, names=np.frombuffer(names, np.uint8))
         with contextlib.suppress(OSError):  # the data may be shared and read-only

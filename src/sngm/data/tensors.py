@@ -39,11 +39,11 @@ class Tensors:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
 
     def rows(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the tensors that hold the samples, and the rows of these samples in them."""
+        """Return the tensors that hold the samples, and the row numbers of the samples at `indices`."""
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:
-        """Return a short hash of the samples, to recognise different data."""
+        """Return a short hash of the samples, to detect different data."""
         return fingerprint(self.tensors)
 
     def to(self, device: torch.device | str) -> Self:
@@ -54,7 +54,7 @@ class Tensors:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
-    """Return a short hash of the shapes and dtypes of tensors, and of up to 256 rows spread over each.
+    """Return a short hash of the shapes and dtypes of tensors, and of up to 256 rows spread over each tensor.
 
     >>> fingerprint([torch.zeros(1000)]) == fingerprint([torch.zeros(1000)]) != fingerprint([torch.ones(1000)])
     True

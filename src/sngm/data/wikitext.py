@@ -19,7 +19,7 @@ from .tensors import Tensors
 
 FOLDER = "wikitext-2"
 SPLITS = ("train", "valid", "test")
-SOURCES = {  # the files of pytorch/examples, and of the official archive: the same text under other names
+SOURCES = {  # the files of pytorch/examples and of the official archive have the same text under different names
     tuple(f"{split}.txt" for split in SPLITS): "word_language_model/data of github.com/pytorch/examples",
     tuple(f"wiki.{split}.tokens" for split in SPLITS): "the official wikitext-2-v1.zip",
 }
@@ -31,7 +31,7 @@ BPTT = 35  # tokens of a window in word_language_model
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Corpus:
-    """The words of each split, int64 indices into `words`, which are in order of first appearance."""
+    """The text of each split as int64 indices into `words`, the vocabulary in order of first appearance."""
 
     train: Tensor
     valid: Tensor
@@ -40,7 +40,7 @@ class Corpus:
 
 
 def find_wikitext2(root: Path | None) -> list[Path]:
-    """Return the files of train, valid and test: in wikitext-2 in a data folder, or in the data folder itself.
+    """Return the files of train, valid and test, from wikitext-2 in a data folder or from the data folder itself.
 
     Raises:
         DataMissing: a file is missing. No file is read.
@@ -53,9 +53,9 @@ def find_wikitext2(root: Path | None) -> list[Path]:
 def load_wikitext2(root: Path | None = None) -> Corpus:
     """Return all three splits, tokenised as word_language_model does.
 
-    Words are separated by white space, with `<eos>` after each line, also after an empty one. Case is kept. The
-    vocabulary is that of all three splits. Files whose number of words differs from the official one are read with a
-    warning: they may be a small sample, or the raw form, which is another dataset.
+    Words are separated by white space, with `<eos>` after each line, including empty lines. Case is kept. The
+    vocabulary has the words of all three splits. A file whose number of words differs from the official number is read
+    with a warning: it may be a small sample, or the raw form of WikiText-2, which is a different dataset.
 
     Args:
         root: folder that holds wikitext-2, or its files; None: see :func:`sngm.data.data_dirs.data_roots`.
@@ -66,7 +66,7 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
 
 @functools.lru_cache(maxsize=1)
 def _load(files: tuple[tuple[Path, int, int], ...]) -> Corpus:
-    """Load the files once per size and modification time: a study needs them for each of its runs."""
+    """Load files, and cache the result by size and modification time, because every run of a study loads them."""
     paths = [path for path, _, _ in files]
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # a new word gets the next number
@@ -91,7 +91,7 @@ def _words(path: Path) -> list[str]:
         raise DataMissing(
             f"{path} is broken: it is not UTF-8 at byte {error.start:,}; put the official file there"
         ) from error
-    # read_text() turns \r\n and \r into \n. Other breaks, such as U+2028, are white space and end no line.
+    # read_text() turns \r\n and \r into \n. Other line breaks, such as U+2028, are treated as white space.
     lines = text.removesuffix("\n").split("\n") if text else []
     if not text.strip():
         raise DataMissing(
@@ -103,8 +103,8 @@ def _words(path: Path) -> list[str]:
 def streams(tokens: Tensor, batch: int) -> Tensor:
     """Return the text as `batch` streams of equal length, one per row: a view of shape (batch, length).
 
-    Row b holds the tokens from b * length on. The last ``len(tokens) % batch`` tokens are dropped. Each worker reads
-    consecutive rows: for a slice `piece` of a :class:`sngm.training.batch_plan.BatchPlan`, these are
+    Row b starts at token b * length. The last ``len(tokens) % batch`` tokens are dropped. Each worker reads consecutive
+    rows: for a slice `piece` of a :class:`sngm.training.batch_plan.BatchPlan`, the rows are
     ``streams(tokens, batch)[piece]``.
 
     >>> streams(torch.arange(11), 3)
@@ -134,16 +134,17 @@ class Text(Tensors):
         self.bptt = bptt
 
     def in_streams(self, batch: int) -> Windows:
-        """Return the samples of an epoch with this batch."""
+        """Return the samples of an epoch with this batch size."""
         return Windows(streams(self.tensors[0], batch), self.bptt)
 
 
 class Windows(Tensors):
-    """The windows of streams, in the order in which they are read: sample ``i * streams + s`` is window i of stream s.
+    """The windows of streams in reading order: sample ``i * streams + s`` is window i of stream s.
 
-    A window is inputs and targets of `bptt` tokens; a target is the token after its input. The first token of a stream
-    is never a target, and its last token is never an input. The last window holds the remaining 1 to `bptt` tokens,
-    padded with targets of -1; as in word_language_model, its mean loss counts as one step like any other.
+    A window has `bptt` tokens as inputs and `bptt` tokens as targets; a target is the token after its input. The first
+    token of a stream is never a target, and the last is never an input. The last window holds the remaining 1 to `bptt`
+    tokens, padded with targets of -1. As in word_language_model, the mean loss of this window is one step, like that of
+    any other window.
 
     >>> inputs, targets = Windows(streams(torch.arange(12), 2), bptt=3)[torch.tensor([2, 3])]
     >>> inputs.tolist(), targets.tolist()
@@ -158,7 +159,7 @@ class Windows(Tensors):
         super().__init__(rows)
         self.bptt = bptt
         self.streams, self.length = rows.shape
-        self.count = math.ceil((self.length - 1) / bptt)  # windows per stream: the steps of an epoch
+        self.count = math.ceil((self.length - 1) / bptt)  # windows per stream, which are the steps of an epoch
 
     def __len__(self) -> int:
         return self.count * self.streams

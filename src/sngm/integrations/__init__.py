@@ -8,13 +8,13 @@ from ..optim.base import LargeBatchOptimizer
 
 
 def unwrap(optimizer: Any) -> list[LargeBatchOptimizer]:
-    """Return the optimizers of this package inside an optimizer, a wrapper of one, or a container of several.
+    """Return the sngm optimizers in `optimizer`: itself, the one that it wraps, or those that it contains.
 
-    Wrappers have the attribute `optimizer` (Accelerate, Lightning, DeepSpeed) or `optim` (ZeroRedundancyOptimizer),
-    containers have `optimizers` (torchtitan) or are lists.
+    Wrappers have the attribute `optimizer` (Accelerate, Lightning, DeepSpeed) or `optim` (ZeroRedundancyOptimizer).
+    Containers have the attribute `optimizers` (torchtitan) or are lists.
 
     Raises:
-        TypeError: there is none.
+        TypeError: there is no sngm optimizer in it.
     """
     found = _inside(optimizer)
     if not found:
@@ -32,10 +32,10 @@ def _inside(optimizer: Any) -> list[LargeBatchOptimizer]:
 
 
 def measure_norms(optimizer: Any) -> None:
-    """Let CLARS measure its mean norms in `backward`, because the wrappers' `step` cannot pass them on.
+    """Let CLARS measure its mean norms in `backward`, because the `step` of wrappers does not take them as arguments.
 
     Call it once, after Accelerate's `prepare` or in Lightning's `configure_optimizers`. If torch.distributed is
-    initialised, means are over all ranks, which must be data-parallel.
+    initialised, norms are averaged over all ranks, which must be data-parallel.
     """
     import torch.distributed as dist
 

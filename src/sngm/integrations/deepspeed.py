@@ -24,8 +24,8 @@ def share_norm(engine: Any) -> None:
         engine: what ``deepspeed.initialize`` returned first, or the model that Accelerate prepared with DeepSpeed.
 
     Raises:
-        TypeError: `engine` is not an engine, or its optimizer is not SNGM with scope "global"; ZeRO flattens
-            parameters, so tensors have no norms.
+        TypeError: `engine` is not an engine, or its optimizer is not SNGM with scope "global". (ZeRO flattens
+            parameters, so the norms of single tensors are not available.)
         ValueError: experts or tensor parallelism, or a GradScaler of DeepSpeed's torch_autocast, are in use.
     """
     if not (isinstance(engine, torch.nn.Module) and hasattr(engine, "optimizer")):
@@ -42,7 +42,7 @@ def share_norm(engine: Any) -> None:
         raise ValueError("share_norm does not support groups of experts")
     if getattr(wrapper, "torch_autocast_gradscaler", None):
         raise ValueError("share_norm does not support torch_autocast with float16; use bfloat16 or DeepSpeed's fp16")
-    if type(wrapper).__name__ == "BF16_Optimizer":  # steps once, with a part of every group
+    if type(wrapper).__name__ == "BF16_Optimizer":  # takes one step, with a part of every group
         optimizer.norm_group = wrapper.dp_process_group
         return
     norm = ZeroNorm(wrapper)
@@ -53,7 +53,7 @@ def share_norm(engine: Any) -> None:
 class ZeroNorm:
     """The norm over all groups and ranks, computed in a step of ZeRO before it uses the first gradient."""
 
-    hides_parameters = True  # ZeRO shows the optimizer some of its parameters at a time
+    hides_parameters = True  # ZeRO gives the optimizer only some of its parameters at a time
 
     def __init__(self, zero: Any) -> None:
         self.zero = zero
@@ -61,12 +61,12 @@ class ZeroNorm:
         self._square: Tensor | None = None
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        """Take a step of ZeRO, which steps the optimizer once for each group or part of it."""
+        """Take a step of ZeRO, which steps the optimizer once for each group or part of a group."""
         self._square = None
         return self._step(*arguments, **options)
 
     def unscale_and_clip_grads(self, which: Any, total_norm: Any) -> None:
-        """Unscale and clip one group's gradient; before the first one, compute the norm over all groups."""
+        """Unscale and clip one group's gradient; before the first group, compute the norm over all groups."""
         if self._square is None:
             self._square = self._measure(total_norm)
         self._unscale(which, total_norm)
@@ -97,7 +97,7 @@ class ZeroNorm:
         return whole
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor], dict[str, Any]]]:
-        """Yield for each flat parameter its gradient and itself, in pieces without padding, and its parameter group."""
+        """Yield the gradient and value of each flat parameter, in pieces without padding, and its parameter group."""
         zero = self.zero
         third = hasattr(zero, "fp32_partitioned_groups_flat")  # ZeRO 3
         flats = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups
@@ -105,7 +105,7 @@ class ZeroNorm:
         for i, flat in enumerate(flats):
             pieces = [flat.grad] if flat.grad is not None else zero.averaged_gradients[i]
             grads = [grad.reshape(-1) for grad in pieces if grad is not None]
-            if third:  # the rest of each piece is padding, of any value
+            if third:  # the rest of each piece is padding with arbitrary values
                 sizes = [p.partition_numel() for p in zero.fp16_groups[i]]
                 lengths = [
                     min(max(p.ds_numel - rank * n, 0), n) for p, n in zip(zero.fp16_groups[i], sizes, strict=True)

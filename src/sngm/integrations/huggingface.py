@@ -1,4 +1,4 @@
-"""Hugging Face: an optimizer for the Trainer, with the weight decay that was asked for."""
+"""Hugging Face: an optimizer for the Trainer, with the weight decay that the user sets."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from torch.optim import Optimizer
 def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optimizer], dict[str, Any]]:
     """Return the argument `optimizer_cls_and_kwargs` of ``transformers.Trainer``.
 
-    The Trainer makes two parameter groups, with and without decay (biases and normalisation layers), and sets
-    ``args.weight_decay``, 0 by default, in the first. So a `weight_decay` in the settings has no effect. This function
-    puts it into the first group. `args.weight_decay` and `args.learning_rate` are not used.
+    The Trainer makes two parameter groups: one with decay, and one without (biases and normalisation layers). It sets
+    ``args.weight_decay``, 0 by default, in the first group, so a `weight_decay` in the optimizer's settings has no
+    effect. The optimizer of this function puts its own `weight_decay` into the first group. `args.weight_decay` and
+    `args.learning_rate` are not used.
 
     Args:
         cls: the optimizer class, such as :class:`sngm.SNGM`.
-        settings: its settings; `lr` is required.
+        settings: the settings of the optimizer; `lr` is required.
 
     Raises:
-        TypeError: `cls` is not an optimizer class, or does not have a setting.
+        TypeError: `cls` is not an optimizer class, or does not have one of the settings.
         ValueError: a setting has a value that the class does not allow.
 
     Example:
@@ -34,12 +35,12 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
         raise TypeError(f"cls must be an optimizer class, such as sngm.SNGM, got {got}")
     if "lr" not in settings:
         raise TypeError("trainer_optimizer() needs lr; the Trainer's learning_rate is not used")
-    # now, because the Trainer builds it late; without fused, which depends on the device
+    # check the settings now, because the Trainer builds the optimizer late; without fused, which needs the device
     build: Any = cls
     build([torch.zeros(2, 2, device="cpu", requires_grad=True)], **{k: v for k, v in settings.items() if k != "fused"})
 
     class ForTrainer(Optimizer):
-        """Called by the Trainer with its groups. A class that is no Optimizer would be treated as a factory."""
+        """Class that the Trainer calls with its groups. It must be an Optimizer, or it would be used as a factory."""
 
         def __new__(cls_: Any, params: list[dict[str, Any]], **given: Any) -> Any:
             if len(params) != 2:

@@ -1,6 +1,6 @@
 """timm: the optimizers of this package as choices of timm's factory and of the option ``--opt`` of its scripts.
 
-Run timm's training script with them: ``python -m sngm.integrations.timm train.py --opt sngm ...``
+To run timm's training script with them: ``python -m sngm.integrations.timm train.py --opt sngm ...``
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import sys
 
-# names that do not replace timm's own LARS and LAMB; timm reads "a_b" as b with the wrapper a
+# names that do not replace timm's own LARS and LAMB; without "_", because timm reads "a_b" as b with the wrapper a
 METHODS = {
     "sngm": ("SNGM", "SGD with momentum on normalised gradients"),
     "blocksngm": ("SNGM", "SNGM with a norm for each tensor"),
@@ -39,7 +39,7 @@ def register() -> None:
             defaults={"scope": "tensor"} if name == "blocksngm" else None,
         )
         if name not in list_optimizers() or get_optimizer_info(name).opt_class is not info.opt_class:
-            default_registry.register(info)  # logs a warning if there is one of this name
+            default_registry.register(info)  # logs a warning if the name is already registered
 
 
 if __name__ == "__main__":

@@ -24,16 +24,16 @@ def _container() -> Any:
     from torchtitan.components.optimizer import OptimizersContainer as Titan
 
     class OptimizersContainer(Titan):  # type: ignore[misc]
-        """torchtitan's container, which also knows the optimizers of this package by their class names.
+        """torchtitan's container, which also accepts the optimizers of this package by their class names.
 
-        It has one optimizer for each part of the model. Those that are SNGM with scope "global" share one norm. With
-        pipeline parallelism pass the group with one rank of each stage as
+        It has one optimizer for each part of the model. The SNGM optimizers with scope "global" share one norm. With
+        pipeline parallelism, pass a process group with one rank of each stage as
         ``optimizer_factory_kwargs_by_name={"SNGM": {"norm_group": group}}``.
         """
 
         @dataclass(kw_only=True, slots=True)
         class Config(Titan.Config):  # type: ignore[misc]
-            """torchtitan's own; its `build` makes this container."""
+            """torchtitan's own config; its `build` makes this container."""
 
         def __init__(self, config: Any, *, model_parts: list[Any]) -> None:
             super().__init__(config, model_parts=model_parts)
@@ -54,5 +54,5 @@ def _container() -> Any:
 
 
 def _build(cls: Any, groups: list[dict[str, Any]], **settings: Any) -> Any:
-    """Build an optimizer from groups that hold all settings, also `lr`."""
+    """Build an optimizer from groups that hold all settings, including `lr`."""
     return cls(groups, **{"lr": groups[0]["lr"], **settings})

@@ -7,7 +7,7 @@ from ..triton_support import kernels_support
 
 
 class Conv3x3(nn.Conv2d):
-    """A 3 x 3 convolution with zero padding and without a bias: the BatchNorm after it has one."""
+    """A 3 x 3 convolution with zero padding and without a bias, because the BatchNorm after it has a bias."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__(inputs, outputs, 3, stride=stride, padding=1, bias=False)
@@ -23,6 +23,6 @@ class Conv3x3(nn.Conv2d):
 
 
 def in_bfloat16(x: Tensor) -> bool:
-    """Return whether autocast computes convolutions in bfloat16."""
+    """Return True if autocast computes convolutions in bfloat16."""
     kind = x.device.type
     return torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind) == torch.bfloat16

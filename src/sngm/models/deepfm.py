@@ -14,13 +14,13 @@ class DeepFM(nn.Module):
 
     As in DeepCTR-Torch, each field has a table of embeddings and a table of linear weights; layer-wise methods (LARS,
     LAMB) treat each table as a layer. A forward pass concatenates the tables of all fields and looks up all categories
-    at once, so that a GPU runs a few kernels instead of hundreds. Gradients are dense, and views of one tensor:
-    momentum and weight decay change every row at every step, so sparse gradients would be a different method.
+    at once, so that a GPU runs a few kernels instead of hundreds. Gradients are dense, and views of one tensor. Sparse
+    gradients would be a different method, because momentum and weight decay change every row at every step.
 
     Embeddings and all weights except those of the last layer are initialised from N(0, init_std^2), biases of hidden
-    layers and the last layer by torch's default, and the bias of the logit to 0. With the small default
-    `init_std`, gradients of the perceptron are tiny, and SGD barely changes it for a long time. With `he`, the weights
-    of all its layers are initialised as by He et al., from N(0, 2 / inputs).
+    layers and the last layer by torch's default, and the bias of the logit to 0. With the small default `init_std`,
+    gradients of the perceptron are tiny, and SGD barely changes the perceptron for a long time. With `he`, the weights
+    of all layers of the perceptron are initialised from N(0, 2 / inputs), as by He et al.
 
     Args:
         field_sizes: number of categories of each field; the categories of a field are numbered from 0.
@@ -88,9 +88,9 @@ class DeepFM(nn.Module):
 def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
     """Return rows of concatenated tables, in the shape of `rows` with the width of the tables appended.
 
-    On a GPU this uses `index_select`, which sums its gradient with atomic additions. `embedding` sorts its gradient
-    first, which is deterministic, but slower: it takes a dozen kernels. This function uses `embedding` on a CPU, where
-    it runs on every core, and if torch's deterministic algorithms are enabled.
+    On a GPU this uses `index_select`, which sums the gradient with atomic additions. The gradient of `embedding` sorts
+    the rows first, which is deterministic, but slower: it takes a dozen kernels. This function uses `embedding` on a
+    CPU, where it runs on every core, and if torch's deterministic algorithms are enabled.
     """
     table = torch.cat(list(tables))
     if table.is_cuda and not torch.are_deterministic_algorithms_enabled():
@@ -101,18 +101,18 @@ def look_up(tables: Iterable[Tensor], rows: Tensor) -> Tensor:
 def fm(embeddings: Tensor) -> Tensor:
     """Return the sum of the inner products of all pairs of a sample's embeddings, (n, fields, dim) to (n,).
 
-    It is computed as half of (the square of their sum minus the sum of their squares), in time linear in the fields.
+    The result is half of (the square of the sum minus the sum of the squares), which takes time linear in the fields.
     """
     return 0.5 * (embeddings.sum(1).square() - embeddings.square().sum(1)).sum(1)
 
 
 def log_scaled(dense: Tensor, spans: Tensor) -> Tensor:
-    """Return log(1 + count) / log(1 + span) for counts that were divided by their spans.
+    """Return log(1 + count) / log(1 + span) for counts that were divided by their span, maximum minus minimum.
 
-    Most counts are close to 0 and a few are very large, so a linear scale would hardly distinguish the small ones.
+    Most counts are close to 0 and a few are very large, so a linear scale would hardly distinguish small counts.
 
     >>> log_scaled(torch.tensor([-0.5, 0.0, 0.01, 1.0]), torch.tensor(900.0)).round(decimals=2)
     tensor([0.0000, 0.0000, 0.3400, 1.0000])
     """
-    counts = dense.clamp(min=0) * spans  # values below the minimum of the training rows
+    counts = dense.clamp(min=0) * spans  # values below the minimum of the training rows count as the minimum
     return counts.log1p() / spans.log1p()

@@ -1,4 +1,4 @@
-"""BatchNorm over groups of samples within one pass, as computed by many workers with their own statistics."""
+"""BatchNorm over groups of samples within one pass, as if a worker for each group computed its own statistics."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm that normalises `group` samples at a time, and can fuse a shortcut and a ReLU.
 
     A pass of N samples consists of N / group contiguous groups, each with its own mean and variance, as if each were a
-    pass of its own. Parameters, buffers and evaluation are those of :class:`torch.nn.BatchNorm2d`. On a GPU a layer
-    must be called on one stream at a time.
+    pass of its own. Parameters, buffers and evaluation are the same as in :class:`torch.nn.BatchNorm2d`. On a GPU a
+    layer must be called on one stream at a time.
 
     Attributes:
-        group: samples that share statistics; None for all of a pass.
+        group: number of samples that share statistics; None for all samples of a pass.
         weights: weight of each group of a pass in the running statistics. None: groups update the statistics one after
             another, as BatchNorm does in passes of one group each.
         keep: factor of the old running statistics, if `weights` are given.
-        batches: number that a pass adds to `num_batches_tracked`; None: the number of its groups.
+        batches: number that a pass adds to `num_batches_tracked`; None: the number of groups of the pass.
 
     >>> norm = GhostBatchNorm2d(3)
     >>> norm.group = 2
@@ -59,7 +59,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return len(x) // group
 
     def _counts(self, groups: int, device: torch.device) -> tuple[Tensor, float, int]:
-        """Return the weight of each group in the running statistics, the factor of the old ones, and `batches`."""
+        """Return the weight of each group in the running statistics, the factor of the old values, and `batches`."""
         batches = groups if self.batches is None else self.batches
         if self.weights is not None:
             if len(self.weights) != groups:
@@ -98,7 +98,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             running = self.running_mean, self.running_var, self.num_batches_tracked, *self._counts(groups, x.device)
         needed = (groups + 1) * -(-self.num_features // 64)
         usable = [c for c in self._counters if len(c) >= needed and c.device == x.device]
-        if not usable:  # the others are kept: a CUDA graph may use their addresses
+        if not usable:  # counters that are too small are kept, because a CUDA graph may use their addresses
             usable = [torch.zeros(needed, dtype=torch.int32, device=x.device)]
             self._counters.append(usable[0])
         y: Tensor = Normalise.apply(  # type: ignore[no-untyped-call]
@@ -110,7 +110,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         group = len(x) // self._groups(x)
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
         grouped: Tensor = x.unflatten(0, (-1, group)).to(wide)  # type: ignore[no-untyped-call]
-        # over several dimensions: flattening them would copy a channels_last tensor
+        # reduce over several dimensions, because flattening them would copy a channels_last tensor
         var, mean = torch.var_mean(grouped, dim=(1, 3, 4), correction=0, keepdim=True)
         scale = torch.rsqrt(var + self.eps)
         if self.affine:
@@ -139,7 +139,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:
-    """Return the weights of groups in running statistics, and the factor of the old ones, for updates one by one.
+    """Return the weight of each group in running statistics that are updated group by group, and that of old values.
 
     >>> one_after_another(3, 0.5)
     (tensor([0.1250, 0.2500, 0.5000], dtype=torch.float64), 0.125)

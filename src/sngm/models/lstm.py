@@ -12,7 +12,7 @@ Hidden = tuple[Tensor, Tensor]  # outputs and cells, each of shape (layers, batc
 
 
 class Layer(nn.LSTM):
-    """One LSTM layer, time first. It uses Triton kernels if they support it; cuDNN launches several per time step."""
+    """One LSTM layer, time first, with Triton kernels if they support it; cuDNN launches several kernels per step."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__(inputs, width)
@@ -23,27 +23,29 @@ class Layer(nn.LSTM):
         if kernels_support(x, ndim=3):
             from .kernels import lstm
 
-            low = torch.is_autocast_enabled(kind) and own != torch.float64  # which autocast does not convert
+            low = torch.is_autocast_enabled(kind) and own != torch.float64  # autocast does not convert float64
             dtype = torch.get_autocast_dtype(kind) if low else own
             # without autocast, torch raises an error for inputs of another dtype
             if lstm.fits(x, self.hidden_size, dtype) and (low or x.dtype == own):
                 self.check_forward_args(x, hidden, None)
                 outputs, cell = lstm.Recur.apply(x, hidden[0][0], hidden[1][0], *weights, dtype)  # type: ignore[no-untyped-call]
                 return outputs, (outputs[-1:], cell[None])
-        # Under autocast cuDNN gets float16, whatever the dtype of autocast, in which small gradients underflow. And
-        # oneDNN has no LSTM in bfloat16 on some CPUs.
+        # Under autocast, torch runs cuDNN's LSTM in float16, whatever the dtype of autocast, and small gradients
+        # underflow in float16. On some CPUs oneDNN has no LSTM in bfloat16.
         with torch.autocast(kind, enabled=False):
             x, (h, c) = super().forward(x.to(own), (hidden[0].to(own), hidden[1].to(own)))
-        return x, (h.view_as(hidden[0]), c.view_as(hidden[1]))  # with torch.compile they have an additional dimension
+        return x, (h.view_as(hidden[0]), c.view_as(hidden[1]))  # with torch.compile, h and c have one more dimension
 
 
 class WordLSTM(nn.Module):
     """A word-level language model: embedding, LSTM layers and a decoder with untied weights.
 
-    The defaults are the paper's, with 13,987,678 parameters: 33,278 words, all widths 200, dropout 0.2 after the
-    embedding and after each of two layers. Initial weights equal word_language_model's at equal seeds.
+    The defaults are those of the paper and give 13,987,678 parameters: 33,278 words, all widths 200, dropout 0.2 after
+    the embedding and after each of two layers. With the same seed, the initial weights equal those of
+    word_language_model.
 
-    `forward` returns features. `logits` applies the decoder to them; `loss` does so without holding all logits at once.
+    `forward` returns features. `logits` applies the decoder to features; `loss` does so without holding all logits at
+    once.
     """
 
     def __init__(
@@ -52,8 +54,8 @@ class WordLSTM(nn.Module):
         super().__init__()
         self.drop = nn.Dropout(dropout)
         self.encoder = nn.Embedding(words, embedding)
-        # One module per layer: in nn.LSTM(layers=2, dropout=0.2) cuDNN draws the dropout between the layers from a
-        # state of its own, which torch's seeds no longer affect (pytorch/pytorch#74177, #104697).
+        # One module per layer, because in nn.LSTM(layers=2, dropout=0.2) cuDNN draws the dropout between the layers
+        # with its own generator, which torch's seeds no longer affect (pytorch/pytorch#74177, #104697).
         self.rnn = nn.ModuleList(Layer(embedding if i == 0 else width, width) for i in range(layers))
         self.decoder = nn.Linear(width, words)
         nn.init.uniform_(self.encoder.weight, -0.1, 0.1)
@@ -61,7 +63,7 @@ class WordLSTM(nn.Module):
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
 
     def start(self, batch: int) -> Hidden:
-        """Return the recurrent state before the first word of `batch` streams: zeros."""
+        """Return zeros, the recurrent state before the first word of `batch` streams."""
         shape = len(self.rnn), batch, self.decoder.in_features
         return self.decoder.weight.new_zeros(shape), self.decoder.weight.new_zeros(shape)
 
@@ -71,10 +73,10 @@ class WordLSTM(nn.Module):
         Args:
             tokens: indices of words, of shape (batch, length): one stream per row.
             hidden: recurrent state from the call on the preceding tokens; detach it to truncate gradients there. None
-                uses the state of `start`. The returned state has the dtype of this one.
+                uses the state of `start`. The returned state has the dtype of `hidden`.
         """
         hidden = self.start(len(tokens)) if hidden is None else hidden
-        x = self.drop(self.encoder(tokens.t()))  # time first, transposed while it is small
+        x = self.drop(self.encoder(tokens.t()))  # transpose the small tensor of tokens, so that time is first
         outputs, cells = [], []
         for layer, h, c in zip(self.rnn, *hidden, strict=True):
             x, (h, c) = layer(x, (h[None], c[None]))
@@ -90,7 +92,7 @@ class WordLSTM(nn.Module):
     def loss(self, features: Tensor, targets: Tensor, *, reduction: str = "mean", chunk: int | None = None) -> Tensor:
         """Return the cross-entropy loss of `targets`, of shape (batch, length), given the features.
 
-        See :func:`vocabulary_loss`.
+        See :func:`vocabulary_loss` for `reduction` and `chunk`.
         """
         if features.shape[:-1] != targets.shape:
             raise ValueError(f"targets must be of shape {tuple(features.shape[:-1])}, got {tuple(targets.shape)}")

@@ -1,4 +1,4 @@
-"""ResNet-50 for ImageNet, with torchvision's structure and names, so that state dicts load in either."""
+"""ResNet-50 for ImageNet, with torchvision's structure and names, so that both load each other's state dicts."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from .ghost_norm import GhostBatchNorm2d
 
-WIDEN = 4  # ratio of the channels of a block's last convolution to those of the others
+WIDEN = 4  # the last convolution of a block has this many times the channels of the others
 
 
 class Bottleneck(nn.Module):
@@ -37,8 +37,8 @@ class Bottleneck(nn.Module):
 class ResNet(nn.Module):
     """Stages of bottleneck blocks after a 7 x 7 convolution and max pooling, initialised as in torchvision.
 
-    Convolutions are drawn from N(0, 2 / fan_out). All BatchNorm layers, also the last of a block, start with scale 1
-    and bias 0. The linear layer has torch's default initialisation.
+    Convolutions are drawn from N(0, 2 / fan_out). All BatchNorm layers, including the last of each block, start with
+    scale 1 and bias 0. The linear layer has torch's default initialisation.
     """
 
     def __init__(self, blocks: tuple[int, int, int, int], classes: int = 1000) -> None:

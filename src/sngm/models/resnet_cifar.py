@@ -28,7 +28,7 @@ class Block(nn.Module):
         return y  # type: ignore[no-any-return]
 
     def shortcut(self, x: Tensor) -> Tensor:
-        """Return the input. If the block halves the image, return every other pixel, padded with channels of zeros."""
+        """Return the input; if the block halves the image, return every other pixel, padded with channels of zeros."""
         if self.stride == 1:
             return x
         even = not (x.shape[2] | x.shape[3]) & 1

@@ -1,4 +1,4 @@
-"""Vision transformers of the optional package `transformers`: ``pip install 'sngm[vit]'``."""
+"""Vision transformers from the optional package `transformers`: ``pip install 'sngm[vit]'``."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ HEAD = "classifier"
 
 
 class ViT(nn.Module):
-    """A vision transformer from pixels in [0, 1], of shape (n, 3, height, width), to logits.
+    """A vision transformer that maps pixels in [0, 1], of shape (n, 3, height, width), to logits.
 
-    It normalises the pixels by the mean and std of its pretraining, and interpolates its position embeddings for
-    images of another size. The names of its weights depend on the installed version of transformers: load a checkpoint
-    with the version that it was written with.
+    The pixels are normalised by the mean and std used in pretraining, and position embeddings are interpolated for
+    images of another size. The names of the weights depend on the installed version of transformers: load a checkpoint
+    with the version that wrote it.
     """
 
     mean: Tensor
@@ -37,7 +37,7 @@ class ViT(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers, by the config: some versions apply dropout without a layer."""
+        """Whether training draws random numbers, by the config, because some versions have dropout without a layer."""
         config = self.network.config
         return any(getattr(config, f"{part}_dropout_prob", 0.0) > 0 for part in ("hidden", "attention_probs"))
 
@@ -67,11 +67,11 @@ def vit_b16(classes: int, image_size: int = 224) -> ViT:
 
 
 def load_vit(source: str, classes: int) -> ViT:
-    """Return a pretrained ViT with a new head: weights from N(0, 0.02^2), truncated at 2, and biases of 0.
+    """Return a pretrained ViT with a new head, whose weights are from N(0, 0.02^2), truncated at 2, and biases 0.
 
     Args:
         source: a folder that ``save_pretrained`` wrote or ``hf download`` fetched, or a name on the Hugging Face hub.
-            A model of the hub that is in the local cache is loaded without network access.
+            A hub model that is in the local cache is loaded without network access.
         classes: number of outputs.
 
     Raises:
@@ -93,7 +93,7 @@ def load_vit(source: str, classes: int) -> ViT:
                 raise
             # the model is not in the hub's cache: download it, with the library's own progress bars
             network, local = _read(library, source, classes, local=False), False
-    except Exception as error:  # of json, safetensors, pickle, torch and the network
+    except Exception as error:  # any error of json, safetensors, pickle, torch or the network
         why = str(error).strip().split("\n")[0] or type(error).__name__
         if in_folder:
             raise DataMissing(f"{folder} cannot be read as a ViT: {why}; fetch it again") from error
@@ -109,7 +109,7 @@ def _read(library: Any, source: str, classes: int, *, local: bool) -> Any:
     network, found = library.ViTForImageClassification.from_pretrained(
         source, num_labels=classes, ignore_mismatched_sizes=True, output_loading_info=True, local_files_only=local
     )
-    # transformers only prints a message when it initialises missing weights at random: training would start anew
+    # transformers initialises missing weights at random and only prints a message, so check for missing weights here
     absent = [*found["missing_keys"], *(key for key, *_ in found["mismatched_keys"])]
     absent = sorted(key for key in absent if not key.startswith(HEAD))
     if absent:
@@ -129,7 +129,7 @@ def _with_new_head(network: Any) -> Any:
 
 
 def _mean_and_std(file: Path | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std of pixels from the model's file, else 0.5 and 0.5, as in Google's models."""
+    """Return mean and std of pixels from the model's file; without a file 0.5 and 0.5, as for Google's models."""
     if file is None or not file.is_file():
         return (0.5,) * 3, (0.5,) * 3
     try:
@@ -162,7 +162,7 @@ def _transformers() -> Any:
 
 @contextlib.contextmanager
 def _quiet(library: Any) -> Iterator[None]:
-    """Silence transformers: no progress bars, and no message about the head, which is replaced anyway."""
+    """Silence transformers' progress bars and its message about the head, which is replaced anyway."""
     logging = library.utils.logging
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity(logging.CRITICAL)

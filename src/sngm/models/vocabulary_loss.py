@@ -10,11 +10,11 @@ from torch import Tensor
 from ..triton_support import kernels_support
 
 MAX_LOGITS = 1 << 26  # number of logits held at once: 256 MiB in float32
-# On a GPU, more logits are held, in the dtype of the products: 512 MiB in bfloat16. More rows per chunk use the GPU
-# better in the gradient of the features, and accumulate the gradient of the weight less often.
+# On a GPU, more logits are held, in the dtype of the products: 512 MiB in bfloat16. With more rows per chunk, the
+# gradient of the features uses the GPU better, and the gradient of the weight is accumulated less often.
 MAX_LOGITS_OF_KERNELS = 1 << 28
 
-Gradients = list[Tensor | None]  # of features, weight and bias
+Gradients = list[Tensor | None]  # gradients of features, weight and bias
 
 
 def vocabulary_loss(
@@ -31,17 +31,17 @@ def vocabulary_loss(
     Gradients are computed together with the loss, chunk by chunk, so that `backward` needs no logits: only tensors of
     the sizes of features, weight and bias are saved. Gradients that are not required are not computed.
 
-    Products are in the dtype of autocast if it is enabled, else in the dtype of the arguments. Softmax, the loss and
-    sums over chunks are in float32, or in float64 if `weight` is float64.
+    Matrix products are in the dtype of autocast if autocast is enabled, else in the dtype of the arguments. Softmax,
+    the loss and sums over chunks are in float32, or in float64 if `weight` is float64.
 
     Args:
         features: of shape (N, H).
         weight: of shape (V, H).
         bias: of shape (V,).
         targets: of shape (N,), integers from 0 to V - 1. Rows with a negative target are ignored: they have no loss and
-            no gradient. A target of V or more is an error, which on a GPU may give a loss of NaN.
+            no gradient. A target of V or more is an error; on a GPU the loss may be NaN instead.
         reduction: "mean" over the rows that are not ignored, or "sum". The loss is 0 if all rows are ignored.
-        chunk: rows per chunk. None: as many rows as have 2**26 logits, or on a GPU 2**28 (512 MiB in bfloat16).
+        chunk: rows per chunk. None: as many rows as give 2**26 logits, or 2**28 on a GPU (512 MiB in bfloat16).
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
@@ -51,22 +51,22 @@ def vocabulary_loss(
         raise ValueError(f"features, weight, bias, targets must be (N, H), (V, H), (V,), (N,) with N > 0, got {shapes}")
     if (chunk is not None and chunk < 1) or targets.is_floating_point() or targets.dtype == torch.bool:
         raise ValueError(f"chunk must be >= 1 and targets integers, got chunk={chunk} and {targets.dtype}")
-    train = torch.is_grad_enabled()  # here, since it is disabled within an autograd function
+    train = torch.is_grad_enabled()  # read here, because gradients are disabled within an autograd function
     total: Tensor = _Sum.apply(features, weight, bias, targets.long(), chunk, train)  # type: ignore[no-untyped-call]
     return total / (targets >= 0).sum().clamp(min=1) if reduction == "mean" else total
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the loss over rows. It saves its gradients, which `backward` only scales."""
+    """The sum of the loss over rows. `forward` saves the gradients, and `backward` only scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, features: Tensor, weight: Tensor, bias: Tensor, targets: Tensor, chunk: int | None, train: bool
     ) -> Tensor:
         kind = features.device.type
-        low = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64  # which autocast does not convert
+        low = torch.is_autocast_enabled(kind) and weight.dtype != torch.float64  # autocast does not convert float64
         dtype = torch.get_autocast_dtype(kind) if low else weight.dtype
-        # without autocast, the product raises an error for features of another dtype than the weight's
+        # without autocast, the product raises an error if features and weight have different dtypes
         x = features.to(dtype) if low else features
         wanted = [train and needed for needed in ctx.needs_input_grad[:3]]
         loss = _by_kernels if kernels_support(x, ndim=2) and x.dtype == dtype != torch.float64 else _by_torch
@@ -101,11 +101,11 @@ def _by_torch(
         ignored, target = targets[rows, None] < 0, targets[rows, None].clamp(min=0)
         logs = torch.log_softmax(torch.addmm(b, x[rows], w.t()), 1, dtype=exact)
         picked = logs.gather(1, target)
-        # not in place: compiled by torch 2.11, a result that was created as zeros has no gradient
+        # not in place, because torch 2.11 compiles a result that was created as zeros without a gradient
         total = total - picked.masked_fill(ignored, 0.0).sum()
         if not any(wanted):
             continue
-        # The gradient of the logits is p, minus 1 at the target, where it is expm1(log p).
+        # The gradient of the logits is p, and p - 1 = expm1(log p) at the target.
         slopes = torch.exp(logs, out=logs if same else torch.empty_like(logs, dtype=dtype))
         slopes.scatter_(1, target, picked.expm1().to(dtype)).masked_fill_(ignored, 0.0)
         if of_x is not None:
@@ -125,9 +125,10 @@ def _by_kernels(
 ) -> tuple[Tensor, Gradients]:
     """Compute loss and gradients with Triton kernels, which overwrite the logits of a chunk by their gradients.
 
-    The bias is an additional column of the weight, and the features have a column of ones for it. So the product for
-    the logits adds the bias, and the product for the gradient of the weight includes the gradient of the bias. Rows of
-    logits, weight and features are padded to multiples of 16 bytes: other products take several times as long.
+    The bias is an additional column of the weight, and the features have a column of ones for the bias. So the product
+    for the logits adds the bias, and the product for the gradient of the weight includes the gradient of the bias. Rows
+    of logits, weight and features are padded to multiples of 16 bytes, because other matrix products take several times
+    as long.
     """
     from .kernels import softmax
 

@@ -22,7 +22,7 @@ __all__ = [
     "names", "reference",
 ]  # fmt: skip
 
-# Methods are imported on first access: importing one takes half the time of importing all.
+# Methods are imported on first access, because importing one method takes half the time of importing all.
 _MODULES = {"CLARS": "clars", "LAMB": "lamb", "LARS": "lars", "SNGM": "sngm", "ExtrapSGD": "extrap"}
 _MODULES |= {"NSGDM": "nsgdm", "SharedNorm": "shared_norm", "SpectralSNGM": "spectral"}
 _MODULES |= dict.fromkeys(("create", "decay_groups", "names"), "registry")

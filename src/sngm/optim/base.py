@@ -23,7 +23,7 @@ grad_of = attrgetter("grad")
 
 
 def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
-    """Return the group's learning rate: a number, or a 0-d tensor if its value is on a device."""
+    """Return the group's learning rate as a number, or as a 0-d tensor if its value is on a device."""
     lr: float | Tensor = group[key]
     if not isinstance(lr, Tensor):
         return lr
@@ -36,16 +36,16 @@ class LargeBatchOptimizer(StatefulOptimizer):
     """Base class of the optimizers. Subclasses declare their buffers and implement `_step`.
 
     Attributes:
-        norm_group: process group over whose ranks norms are summed, or None. DTensors do not need a group. Checkpoints
-            do not contain it.
+        norm_group: process group over whose ranks squared norms are summed, or None. DTensors do not need a group.
+            Checkpoints do not contain it.
     """
 
     FUSED_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.complex64, torch.complex128)
 
-    KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if they support it
+    KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if the kernels support it
 
     _whole_square: Tensor | None = None  # squared norm of the whole gradient, from `shared_norm`
-    _checked_shards: Any = None  # `_shards` when the parameters were last checked
+    _checked_shards: Any = None  # value of `_shards` when the parameters were last checked
     _inside_hooks = False  # True while a step runs under hooks or a profiler
     _layout: Any = None  # scratch memory of the Triton kernels
     _captured: tuple[Any, ...] = ()  # memory that captured CUDA graphs use
@@ -103,7 +103,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
     # ---------------------------------------------------------------- groups
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise an error for invalid hyper-parameters. Subclasses check their own too."""
+        """Raise an error for invalid hyper-parameters. Subclasses extend this to check theirs."""
         checks.rate("lr", group["lr"])
         checks.number("weight_decay", group["weight_decay"], 0.0)
         checks.number("momentum", group.get("momentum", 0.0), 0.0, 1.0)
@@ -120,7 +120,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         if not isinstance(param_group, dict) or "params" not in param_group:
             raise TypeError(f"param_group must be a dict with a 'params' entry, got {param_group!r}")
         params = param_group["params"]
-        if not isinstance(params, (Tensor, set)):  # a generator can be consumed only once
+        if not isinstance(params, (Tensor, set)):  # a generator can be iterated only once
             params = list(params)
         tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
         checks.parameters(tensors)
@@ -139,7 +139,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             self._make_state(p, param_group)
         self._groups_added = sum(bool(group["params"]) for group in self.param_groups)
         self._find_shards([p for group in self.param_groups for p in group["params"]])
-        self._rounding_step()  # now, so that every checkpoint contains it
+        self._rounding_step()  # create the counter now, so that every checkpoint contains it
 
     def _check_fused(self, params: list[Any]) -> None:
         for i, p in enumerate(params):
@@ -158,8 +158,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). This needs fused=True, because
-        # trainers refuse to clip the gradients of optimizers that unscale. It is False with a norm_group: sharded
-        # scalers exchange overflows when they unscale, and ranks with different scales have no common norm.
+        # trainers refuse to clip the gradients of optimizers that unscale. With a norm_group the value is False,
+        # because sharded scalers exchange overflows when they unscale, and ranks with different scales have no common
+        # norm.
         return (
             self.norm_group is None and self.shared_norm is None and all(group["fused"] for group in self.param_groups)
         )
@@ -168,17 +169,17 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     @with_hooks_if_any
     def step(self, closure: Closure | None = None) -> Any:
-        """Take one step. With a closure, first compute its loss, and return it."""
+        """Take one step. With a closure, first call the closure, and return its loss."""
         loss = evaluate(closure)
         self._take_step()
         return loss
 
     def _norm_spans(self) -> str:
-        """Return what one norm spans: "global", "group" or "tensor"; "none" if steps do not depend on norms."""
+        """Return the scope of one norm: "global", "group" or "tensor"; "none" if steps do not depend on norms."""
         return "tensor"
 
     def _check_parameters(self, params: list[Tensor]) -> None:
-        """Create state for parameters that a wrapper put in; raise an error if a norm would miss some parameters."""
+        """Create state for parameters that a wrapper added; raise an error if a norm would miss some parameters."""
         if torch.compiler.is_compiling():
             return
         if self._checked_shards is self._shards and self._shards.matches(params, self.norm_group):
@@ -232,7 +233,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             or any(not group["fused"] and (group["fused"] is False or group["foreach"] is not None) for group in groups)
         ):
             return False
-        from .kernels.device_tables import KernelStep, take_step  # imported late: needs Triton
+        from .kernels.device_tables import KernelStep, take_step  # imported here, because it needs Triton
 
         grads: list[Tensor | None] = list(map(grad_of, params))
         if all(grad is None for grad in grads):
@@ -242,7 +243,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         home = params[0].device
         self._move_counters(home)
         rounding, state = self._rounding_step(), self.state
-        in_order = len(state) == len(params) and all(map(is_, state, params))  # usual, and faster than a look-up
+        in_order = len(state) == len(params) and all(map(is_, state, params))  # the usual case, which needs no look-up
         step = KernelStep(
             method=self.KERNEL,
             scope=getattr(self, "scope", "global"),
@@ -264,7 +265,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             whole_square=self._whole_square,
             captured=home.type == "cuda" and torch.cuda.is_current_stream_capturing(),
         )
-        layout, self._layout = self._layout, None  # an interrupted step leaves counters in a wrong state
+        layout, self._layout = self._layout, None  # an interrupted step would leave wrong counters in the layout
         try:
             layout = take_step(step, layout, self._gather, self._adapts)
         except kernels.Unsupported as error:
@@ -272,7 +273,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
                 raise ValueError(f"fused=True, but {error}; use fused=None") from error
             return False
         if step.captured:
-            self._captured += (step, layout)  # a layout made in a graph's memory cannot be used outside
+            self._captured += (step, layout)  # a layout allocated in a graph's memory cannot be used outside the graph
         else:
             self._layout = layout
         return True
@@ -330,7 +331,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
-        # also if this rank has no gradient: all ranks must take part in the same collectives
+        # also if this rank has no gradient, because all ranks must take part in the same collectives
         on_host = eager and all(device.type == "cpu" for device in {home, *(b.device for b in parts)})
         on_host = on_host and not any(group["capturable"] for group in self.param_groups)
         # torch.amp.GradScaler sets these during a step, as one-element tensors
@@ -372,20 +373,20 @@ class LargeBatchOptimizer(StatefulOptimizer):
             A bool if the value may be read on the host, else a 0-d bool tensor, to avoid a device synchronisation.
         """
         self._move_counters(work.home)
-        # in place: attributes assigned in a CUDA graph or a compiled step are lost (and torch 2.13 loses what a
-        # compiled step writes by copy_ into a 0-d float64 tensor on the CPU)
+        # in place, because attributes assigned in a CUDA graph or a compiled step are lost (and torch 2.13 loses what
+        # a compiled step writes by copy_ into a 0-d float64 tensor on the CPU)
         norm = total.sqrt() / work.scale
         # the reported norm is infinite only if the step is skipped
         shown = torch.where(norm.isinf(), norm, norm.clamp_max(torch.finfo(self._grad_norm.dtype).max))
         torch._foreach_copy_([self._grad_norm], [shown])
         if work.on_host:
             overflow = work.found_inf is not None and float(work.found_inf) != 0.0
-            skip = overflow or not math.isfinite(total) or not work.scale > 0.0  # it may be 0 (underflow) or NaN
+            skip = overflow or not math.isfinite(total) or not work.scale > 0.0  # the scale may be 0 (underflow) or NaN
             if skip:
                 self._skipped += 1
             return skip
         bad = ~torch.isfinite(total)
-        if work.found_inf is not None:  # a sum over devices: any non-zero value is an overflow
+        if work.found_inf is not None:  # a sum over devices, so any non-zero value means an overflow
             bad = bad | (work.found_inf.to(total.device) != 0).reshape(())
         if isinstance(work.scale, Tensor):
             bad = bad | ~(work.scale.to(total.device) > 0)

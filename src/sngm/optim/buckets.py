@@ -24,9 +24,9 @@ class Bucket:
     group: dict[str, Any]
     position: int  # index of the group
     device: torch.device
-    dtype: torch.dtype  # of `owners`
+    dtype: torch.dtype  # dtype of `owners`
     owners: list[Tensor] = field(default_factory=list)  # the user's parameters, before view_as_real and local()
-    indices: list[int] = field(default_factory=list)  # their indices among all parameters
+    indices: list[int] = field(default_factory=list)  # indices of `owners` among all parameters
     states: list[dict[str, Any]] = field(default_factory=list)
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
@@ -35,13 +35,13 @@ class Bucket:
     rounding: Tensor | None = None  # step counter, if rounding is stochastic
 
     def view_as_real(self) -> None:
-        """View complex tensors as pairs of reals. Norms are the same, and update rules are linear in the tensors."""
+        """View complex tensors as pairs of reals. This changes neither norms nor updates, which are linear."""
         self.params = [torch.view_as_real(p) for p in self.params]
         self.grads = [torch.view_as_real(g.resolve_conj()) for g in self.grads]  # autograd conjugates lazily
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
 
     def match_layouts(self) -> None:
-        """Make gradients and buffers dense, in the memory order of their parameters, which the kernels need."""
+        """Make gradients and buffers dense, in the memory order of their parameters, as the kernels require."""
         for i, p in enumerate(self.params):
             if not p.permute(sorted(range(p.ndim), key=p.stride, reverse=True)).is_contiguous():
                 raise Unsupported("a parameter has gaps in memory")
@@ -83,7 +83,7 @@ class Bucket:
         )
 
     def slices(self, elements: int) -> Iterator[Bucket]:
-        """Yield consecutive parts of at most `elements` elements (or one tensor), to bound the size of copies."""
+        """Yield consecutive parts of at most `elements` elements (or one tensor), to limit the size of copies."""
         run: list[int] = []
         size = 0
         for i, p in enumerate(self.params):
@@ -105,18 +105,18 @@ class Work:
     on_host: bool  # values can be read without synchronising with a device
     scale: float | Tensor
     found_inf: Tensor | None
-    shards: Shards  # of all parameters, with or without a gradient
+    shards: Shards  # placement of all parameters, with or without a gradient
     lengths: list[int]  # number of parameters of each group
 
     def tensor_squares(
         self, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the squared norms of whole (unsharded) tensors for each bucket, and the sum over all of row 0.
+        """Return the squared norms of whole (unsharded) tensors for each bucket, and the sum of row 0 over all tensors.
 
         Args:
             parts: parts[i] holds the squares of the local shards of bucket i, of shape (kinds, tensors).
             kinds: number of rows, such as 2 for gradients and parameters.
-            buckets: the buckets of `parts`; all by default.
+            buckets: the buckets that `parts` belong to; all by default.
         """
         if not self.shards.active:
             return parts, self._total([part[0] for part in parts])
@@ -124,13 +124,13 @@ class Work:
         packed = self.shards.tensors(self._packed(buckets, parts, kinds))
         columns = packed.unbind(1)
         whole = [torch.stack([columns[i] for i in bucket.indices], 1).to(bucket.device) for bucket in buckets]
-        # over all columns: a tensor without a gradient here may have one on another rank, and all ranks must agree
+        # sum all columns, because a tensor without a gradient here may have one on another rank, and ranks must agree
         return whole, packed[0].sum()
 
     def sums(self, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
         """Return the sum of squares over all ranks: one sum, or one for each group. parts[i] belongs to bucket i.
 
-        If parameters are sharded, each part must hold the square of each local shard; else it may be their sum.
+        If parameters are sharded, each part must hold one square per local shard; else it may hold only their sum.
         """
         count = len(self.lengths) if by_group else 1
         if self.shards.active:
@@ -151,7 +151,7 @@ class Work:
         for bucket, part in zip(buckets, parts, strict=True):
             for i, column in zip(bucket.indices, part.to(self.home).unbind(1), strict=True):
                 columns[i] = column
-        # stacked instead of indexed: copying an index list to a device would synchronise with it
+        # stacked instead of indexed, because copying an index list to a device would synchronise with it
         return torch.stack(columns, 1) if columns else zero[:, None][:, :0]
 
     def _total(self, parts: list[Tensor]) -> Tensor:
@@ -182,12 +182,12 @@ def as_dense(grad: Tensor) -> Tensor:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape have their elements in the same order."""
+    """Return whether two tensors of the same shape have their elements in the same memory order."""
     return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)) or not a.numel()
 
 
 def laid_out_as(layout: Tensor, tensor: Any) -> Any:
-    """Return a copy of a tensor with its elements in the order of `layout`."""
+    """Return a copy of a tensor with its elements in the memory order of `layout`."""
     if is_dtensor(tensor):
         tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
         return tensor

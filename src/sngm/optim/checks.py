@@ -19,7 +19,7 @@ PARAMETER_DTYPES = (
 
 
 def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
-    """Raise an error unless `value` is a finite number in [low, high); in (low, high) without `include_low`."""
+    """Raise an error unless `value` is a finite number in [low, high), or in (low, high) if not `include_low`."""
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
@@ -40,7 +40,7 @@ def rate(name: str, value: Any) -> None:
             f"{name} must be a number >= 0 or a floating-point tensor with one element, "
             f"got a {value.dtype} tensor of shape {tuple(value.shape)}"
         )
-    elif value.device.type == "cpu":  # reading it from a GPU would synchronise
+    elif value.device.type == "cpu":  # not on a GPU, where reading the value would synchronise
         number(name, value.item(), 0.0)
 
 
@@ -53,7 +53,7 @@ def rates(groups: list[dict[str, Any]]) -> None:
 
 
 def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a gradient has the parameter's shape and device: kernels would read past its end."""
+    """Raise ValueError if a gradient's shape or device is not the parameter's: kernels would read past its end."""
     if grad.size() != shape:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "
@@ -66,7 +66,7 @@ def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None
 
 
 def numpy_to_python(settings: dict[str, Any]) -> None:
-    """Convert NumPy scalars to Python numbers, in place: torch.load rejects checkpoints with NumPy scalars."""
+    """Convert NumPy scalars to Python numbers in place, because torch.load rejects checkpoints with NumPy scalars."""
     for key, value in settings.items():
         if type(value).__module__ == "numpy" and hasattr(value, "item"):
             settings[key] = value.item()
@@ -99,7 +99,7 @@ def bounds(name: str, value: Any) -> None:
 def keys(group: dict[str, Any], known: list[str]) -> None:
     """Raise ValueError for a group key that looks like a misspelt known key.
 
-    Other unknown keys are allowed: schedulers and trainers store values in groups.
+    Other unknown keys are allowed, because schedulers and trainers store values in groups.
     """
     for key in group:
         near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.85)
@@ -108,7 +108,7 @@ def keys(group: dict[str, Any], known: list[str]) -> None:
 
 
 def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise ValueError if a setting other than 0 was given to the optimizer, but every group has its own value."""
+    """Raise ValueError if the optimizer was given a non-zero setting that has no effect: every group has its own."""
     if defaults[name] and all(group[name] != defaults[name] for group in groups):
         values = ", ".join(map(repr, dict.fromkeys(group[name] for group in groups)))
         raise ValueError(
@@ -131,7 +131,7 @@ def parameters(params: list[Any]) -> None:
             raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")
         if p.layout != torch.strided:
             raise TypeError(f"params must be dense; params[{i}] has layout {p.layout}")
-        placements = getattr(p, "placements", ())  # of a DTensor
+        placements = getattr(p, "placements", ())  # only DTensors have placements
         if any(placement.is_partial() for placement in placements):
             raise TypeError(f"params must be whole or sharded; params[{i}] is a DTensor of partial sums: {placements}")
         if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):

@@ -30,8 +30,9 @@ class CLARS(LargeBatchOptimizer):
     .. math::
         r = \min(r_{\max},\; c\,\|w\| / \bar n), \qquad v = m v + d, \qquad w = w - \eta r v
 
-    The norm of the mean gradient shrinks when samples disagree; the mean of the norms does not, so early steps
-    are short without a warm-up. The caller measures :math:`\bar n` and passes it to :meth:`step`.
+    LARS divides by the norm of the mean gradient, which shrinks when the gradients of samples disagree. The mean of the
+    norms does not shrink, so early steps are short without a warm-up. The caller measures :math:`\bar n` and passes it
+    to :meth:`step`.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -42,8 +43,8 @@ class CLARS(LargeBatchOptimizer):
         max_ratio: :math:`r_{\max}`, or None for no limit.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
 
-    The group key `adapt` works as in :class:`LARS`. A tensor that is all zero, or whose mean norm is zero, has the
-    ratio :math:`\min(1, r_{\max})`.
+    The group key `adapt` works as in :class:`LARS`. For a tensor of zeros, and for a mean norm of zero, the ratio r is
+    :math:`\min(1, r_{\max})`.
 
     Example:
         >>> w = torch.nn.Parameter(torch.ones(2, 2))
@@ -57,11 +58,10 @@ class CLARS(LargeBatchOptimizer):
                 [0.9900, 0.9900]])
 
     Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, reads and
-    writes 28 bytes of memory per parameter (SGD: 20). Measuring the mean norms takes extra time; with gradient
-    accumulation, this is the computation of the norms of each micro-batch.
+    writes 28 bytes of memory per parameter (SGD: 20). The norms of each micro-batch's gradient must be computed too.
 
-    Reference: Huo, Gu and Huang, "Large Batch Optimization for Deep Learning Using New Complete Layer-Wise
-    Adaptive Rate Scaling", AAAI 2021; `max_ratio=0.1`, c = 0.01 and the position of momentum follow its public code.
+    Reference: Huo, Gu and Huang, "Large Batch Optimization for Deep Learning Using New Complete Layer-Wise Adaptive
+    Rate Scaling", AAAI 2021. `max_ratio=0.1`, c = 0.01 and the position of momentum follow the authors' public code.
     """
 
     KERNEL = "clars"
@@ -117,12 +117,12 @@ class CLARS(LargeBatchOptimizer):
     def step(
         self, closure: Closure | None = None, *, mean_norms: Sequence[float | Tensor] | Tensor | None = None
     ) -> Any:
-        """Take one step. With a closure, first compute its loss, and return it.
+        """Take one step. With a closure, first call the closure, and return its loss.
 
         Args:
             closure: computes the loss and its gradients.
-            mean_norms: for each parameter, in the order of the parameter groups, the mean over micro-batches
-                of the norm of its (unscaled) gradient. Values of parameters without a gradient are not read.
+            mean_norms: one value per parameter, in the order of the parameter groups: the norm of the parameter's
+                (unscaled) gradient, averaged over micro-batches. Values of parameters without a gradient are not read.
                 If a value is not finite, the step is skipped. For sharded tensors, pass the norms of the whole
                 tensors, the same on every rank, such as ``p.grad.norm().full_tensor()`` of a DTensor.
         """
@@ -139,11 +139,11 @@ class CLARS(LargeBatchOptimizer):
         """Measure the mean norms in every `backward` from now on, so that `step` needs no `mean_norms`.
 
         Call this method if a trainer calls `step`. Each `backward` must be called on the loss of one micro-batch,
-        divided by the number of micro-batches in a step, as trainers do. A GradScaler is not supported, because the
-        norms would include its scale; neither are DTensors.
+        divided by the number of micro-batches in a step, as trainers do. DTensors are not supported. Neither is a
+        GradScaler, because the norms would include its scale.
 
         Args:
-            group: process group of data-parallel ranks over which norms are averaged, or None.
+            group: process group of the data-parallel ranks over which norms are averaged; None for this rank alone.
         """
         if self._measured is not None:
             raise RuntimeError("measure_norms() was called before")
@@ -175,7 +175,7 @@ class CLARS(LargeBatchOptimizer):
         means = [self._means(given, bucket.indices, work, bucket.device) for bucket in work.buckets]
         parts = []
         for bucket, mean in zip(work.buckets, means, strict=True):
-            # a mean norm that overflowed means that a gradient did
+            # if a mean norm overflowed, a gradient overflowed
             g_square = torch.where(mean.isfinite(), norms.squares(bucket.grads), math.inf)
             parts.append(torch.stack([g_square, norms.squares(bucket.params)]))
         parts, total = work.tensor_squares(parts, kinds=2)

@@ -30,7 +30,7 @@ def digest_of(*things: Any) -> str:
     """Return a checksum that differs if the code of functions and classes, or the values they use, differ.
 
     The checksum covers the defaults, closures and global variables of the user's own functions, the attributes of
-    objects, and tensors. Of functions and classes of installed packages, it covers only the names.
+    objects, and tensors. For functions and classes of installed packages, it covers only the names.
 
     >>> digest_of({"scale": torch.ones(2)}) == digest_of({"scale": torch.zeros(2)})
     False
@@ -54,7 +54,7 @@ def describe(thing: Any, seen: dict[int, Any]) -> Iterator[str]:
     if id(thing) in seen:
         yield f"again {list(seen).index(id(thing))}"
         return
-    seen[id(thing)] = thing  # held, so that no other value gets its id
+    seen[id(thing)] = thing  # keep a reference, so that no other value gets the same id
     if isinstance(thing, Tensor):
         yield f"{thing.dtype} {tuple(thing.shape)} {thing.layout}"
         if thing.layout == torch.strided and not thing.is_meta:
@@ -120,7 +120,7 @@ def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Ite
     if not is_own(function):
         return
     code, source = function.__code__, ""
-    if Path(code.co_filename).is_file():  # a notebook's or interpreter's source is unknown in a worker process
+    if Path(code.co_filename).is_file():  # worker processes do not have the source of notebooks or sessions
         with contextlib.suppress(OSError):  # the file is shorter now
             source = inspect.getsource(code)
     yield source
@@ -130,7 +130,7 @@ def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Ite
     for cell in function.__closure__ or ():
         try:
             yield from describe(cell.cell_contents, seen)
-        except ValueError:  # an empty cell
+        except ValueError:  # an empty closure cell
             yield "empty"
     for name in sorted(names_in(function.__code__)):
         if name in function.__globals__:
@@ -155,7 +155,7 @@ def names_in(code: types.CodeType) -> set[str]:
 
 
 def is_own(thing: Any) -> bool:
-    """Return whether a class or function is the user's own, not of an installed package."""
+    """Return whether a class or function is the user's own, not from an installed package."""
     file = getattr(sys.modules.get(thing.__module__), "__file__", None)
     if file is None:
         return thing.__module__ not in sys.builtin_module_names

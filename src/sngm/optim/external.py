@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-MAX_MODULE_DEPTH = 50  # names in a module's path: Python imports packages recursively
+MAX_MODULE_DEPTH = 50  # most names in a module path, because Python imports packages recursively
 INSTALL = {"timm": "timm", "pytorch_optimizer": "pytorch-optimizer", "schedulefree": "schedulefree"}
 
 
@@ -22,8 +22,8 @@ def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     """Return an optimizer class, and the default settings that its library registers for the name.
 
     Args:
-        name: ``package.module:Class``, ``file.py:Class``, or a name of the registries of timm and pytorch_optimizer,
-            such as ``timm:nadamw``.
+        name: ``package.module:Class``, ``file.py:Class``, or a name in the registry of timm or pytorch_optimizer, such
+            as ``timm:nadamw``.
 
     Raises:
         ValueError: there is no such class; the message says which library to install if one is missing.
@@ -46,7 +46,7 @@ def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return a class by its name in the library's own registry, else the module's attribute of this name."""
+    """Return the class that the library's own registry has under this name, else the module's attribute."""
     if module.__name__ == "timm":
         from timm import optim
 
@@ -60,7 +60,7 @@ def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
 
 
 def in_torch(name: str) -> type[torch.optim.Optimizer] | None:
-    """Return the optimizer class of torch that ``AdamW`` or ``torch.optim.AdamW`` names; None if there is none.
+    """Return torch's optimizer class for a name such as ``AdamW`` or ``torch.optim.AdamW``; None if there is none.
 
     >>> in_torch("torch.optim.AdamW") is in_torch("AdamW") is torch.optim.AdamW
     True
@@ -70,7 +70,7 @@ def in_torch(name: str) -> type[torch.optim.Optimizer] | None:
 
 
 def is_module_name(text: str) -> bool:
-    """Return whether text is a valid module path: identifiers joined by dots, at most MAX_MODULE_DEPTH.
+    """Return whether text is a valid module path: at most MAX_MODULE_DEPTH identifiers joined by dots.
 
     >>> is_module_name("torch.optim"), is_module_name(".."), is_module_name("a..b")
     (True, False, False)
@@ -80,13 +80,13 @@ def is_module_name(text: str) -> bool:
 
 
 def canonical(name: str) -> str:
-    """Return a name with the absolute path of its file, if it has one."""
+    """Return ``file.py:Class`` with the absolute path of the file; return other names unchanged."""
     place, _, attribute = name.rpartition(":")
     return f"{Path(place).resolve()}:{attribute}" if place.endswith(".py") else name
 
 
 def checksum_of(name: str) -> str | None:
-    """Return the checksum of the file of ``file.py:Class``, taken when it is loaded; None for other names."""
+    """Return the checksum that the file of ``file.py:Class`` had when it was loaded; None for other names."""
     place = name.rpartition(":")[0]
     return str(load_file(Path(place)).__checksum__) if place.endswith(".py") else None
 
@@ -104,7 +104,7 @@ def load_file(path: Path) -> Any:
     module.__checksum__ = hashlib.sha256(path.read_bytes()).hexdigest()[:16]  # type: ignore[attr-defined]
     sys.modules[module_name] = module
     if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))  # it may import modules next to it
+        sys.path.append(str(path.parent))  # the file may import modules from its own folder
     try:
         spec.loader.exec_module(module)
     except BaseException:
@@ -116,7 +116,7 @@ def load_file(path: Path) -> Any:
 def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
     """Return whether a new optimizer that loads the `state_dict` of another one takes the same next step.
 
-    Return True also if a step without arguments is impossible, for example if it needs a closure: nothing is compared.
+    Also return True, without a comparison, if the optimizer cannot step without arguments, such as a closure.
     """
 
     def take_steps(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], numbers: range) -> None:

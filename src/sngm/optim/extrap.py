@@ -29,8 +29,8 @@ class ExtrapSGD(LargeBatchOptimizer):
         \bar g = \frac1K \sum_k g_k\big(w - \hat\eta\, g_k(w)\big), \qquad
         v = \beta v + \bar g + \lambda w, \qquad w = w - \eta v
 
-    This follows the published description of the method; its authors' code was not available to compare with.
-    Both gradients of a worker come from the same samples, the inner step has no weight decay, and the momentum is
+    This follows the published description of the method; the authors' code was not available for comparison.
+    Both gradients of a worker come from the same samples, the extrapolation has no weight decay, and the momentum is
     heavy-ball unless `nesterov` is set.
 
     Args:
@@ -56,8 +56,9 @@ class ExtrapSGD(LargeBatchOptimizer):
         >>> w.data
         tensor(1.4375)
 
-    Cost: 4 bytes of state per float32 parameter, two gradients per worker and step, and during the step a copy
-    of the parameters and a sum of the gradients. A GradScaler cannot be used, since step() computes the gradients.
+    Cost: 4 bytes of state per float32 parameter, two gradients per worker and step, and during the step memory for a
+    copy of the parameters and a sum of the gradients. A GradScaler cannot be used, because step() computes the
+    gradients.
 
     Reference: Lin, Kong, Stich and Jaggi, "Extrapolation for Large-batch Training in Deep Learning", ICML 2020.
     """
@@ -112,7 +113,7 @@ class ExtrapSGD(LargeBatchOptimizer):
 
         Args:
             closures: one function for each worker, which computes the loss of that worker's samples and calls
-                `backward`. Each is called twice.
+                `backward`. Each function is called twice.
             group: process group whose ranks all run the same number of workers; gradients are averaged over all
                 workers. A parameter without a gradient on any rank is not changed.
 
@@ -120,7 +121,7 @@ class ExtrapSGD(LargeBatchOptimizer):
             The mean of the losses at w, or None if a closure returns None.
         """
         if "found_inf" in self.__dict__:
-            for name in ("found_inf", "grad_scale"):  # the scaler removes them only after a step that returns
+            for name in ("found_inf", "grad_scale"):  # the scaler does not remove them if step() raises an error
                 delattr(self, name)
             raise TypeError("ExtrapSGD cannot be stepped by a GradScaler: it takes its gradients inside step(closures)")
         if isinstance(closures, (str, bytes)) or not isinstance(closures, Sequence) or not all(map(callable, closures)):
@@ -161,7 +162,7 @@ class ExtrapSGD(LargeBatchOptimizer):
                     if p.grad is not None:
                         inner_lr = lr_of(group, "inner_lr")
                         ahead = upcast(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
-                        p.copy_(upcast(p) + ahead)  # one rounding
+                        p.copy_(upcast(p) + ahead)  # rounds only once
                 clear(grads)
                 evaluate(closure)
                 for p, _ in places:

@@ -4,8 +4,8 @@
     v = momentum * v + x
     w = w - rate * (v + decoupled_decay * w)       (`nesterov`: momentum * v + x instead of v)
 
-Methods differ only in the coefficients: SNGM has gain = 1/norm, LARS has lr * ratio as gain or as rate. The gain does
-not multiply the decay, because for small gains g + decay / gain * w overflows float32.
+Methods differ only in the coefficients. For SNGM, gain is 1/norm; for LARS, gain or rate is lr * ratio. The formula is
+not gain * (g + decay / gain * w), because decay / gain * w overflows float32 for small gains.
 A coefficient is a number, a 0-d tensor, or a 1-d tensor with one value for each parameter of the bucket.
 """
 
@@ -24,16 +24,16 @@ from .torch_internals import fused_sgd_
 Coefficient = float | Tensor
 Tensors = list[Tensor]
 
-# torch's fused kernel takes the gain as 1 - dampening, which in double precision has an error of up to 2**-53.
-# For a gain below these limits that error exceeds the precision of the dtype, so foreach is used.
+# torch's fused kernel takes the gain as 1 - dampening, which in double precision has an error of up to 2**-53. For a
+# gain below these limits this error is larger than the rounding error of the dtype, so foreach is used.
 LEAST_FUSED_GAIN = {torch.float32: 2.0**-26, torch.float64: 2.0**-8}
 BUFFER = "momentum_buffer"
-SLICE = 1 << 24  # elements of low-precision parameters that are copied to float32 at a time
+SLICE = 1 << 24  # number of elements of low-precision parameters that are copied to float32 at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The coefficients of one step. With rate=None only the buffers are updated."""
+    """The coefficients of one step. If `rate` is None, only the buffers are updated."""
 
     momentum: Coefficient
     gain: Coefficient = 1.0
@@ -42,15 +42,15 @@ class Rule:
     decoupled_decay: float = 0.0
     nesterov: bool = False
     maximize: bool = False
-    skip: Tensor | None = None  # 0-d bool tensor on the device: the step must be skipped
+    skip: Tensor | None = None  # 0-d bool tensor on the device, true if the step must be skipped
 
     def with_skip(self, skip: Tensor, dtype: torch.dtype) -> Rule:
-        """Return this rule with coefficients on the device of `skip`; if `skip` is true, its step changes nothing."""
+        """Return this rule with coefficients on the device of `skip`; if `skip` is true, the step changes nothing."""
 
         def there(value: Any) -> Any:
             return value.to(skip.device) if isinstance(value, Tensor) else value
 
-        # filled on the device: a copy from the host would synchronise, and could not be captured
+        # filled on the device, because a copy from the host would synchronise and could not be captured
         momentum = torch.full((), float(self.momentum), dtype=dtype, device=skip.device)
         return replace(
             self,
@@ -102,10 +102,10 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
     start = 0
     for part in bucket.slices(1 if one_by_one(bucket) else SLICE):
         stop = start + len(part.params)
-        copies = [upcast(p) for p in part.params]  # the parameters themselves if in float32 or better
+        copies = [upcast(p) for p in part.params]  # the parameters themselves if they are float32 or better
         _foreach(replace(part, params=copies), rule.select(slice(start, stop)))
         if bucket.low_precision and rule.rate is not None:
-            torch._foreach_copy_(part.params, part.rounded(copies))  # the one rounding
+            torch._foreach_copy_(part.params, part.rounded(copies))  # the only rounding
         start = stop
 
 
@@ -135,7 +135,7 @@ def _foreach(bucket: Bucket, rule: Rule) -> None:
         axpy_(steps, rule.as_numbers(gain), grads, skip)
         if rule.decays:
             axpy_(steps, rule.as_numbers(decay), params, skip)
-    if rule.decoupled_decay:  # w - c * w, not (1 - c) * w: rounding 1 - c would bias the decay in every step
+    if rule.decoupled_decay:  # w - c * w, not (1 - c) * w, because rounding 1 - c would bias the decay
         axpy_(params, rule.as_numbers(-rate * rule.decoupled_decay), params, skip)
     axpy_(params, rule.as_numbers(-rate), steps, skip)
 
@@ -144,8 +144,9 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
     """Step with torch's fused CPU kernel for SGD where it computes the same update, else with foreach.
 
     The kernel reads memory in order without checking that all tensors have the same layout, so this function checks it.
-    Nesterov steps use foreach, because the kernel ignores their gain. So do gains below LEAST_FUSED_GAIN: the kernel
-    takes the gain as 1 - dampening, and adds decay / gain * w to the gradient, which overflows for small gains.
+    Nesterov steps use foreach, because the kernel ignores their gain. Gains below LEAST_FUSED_GAIN use foreach too,
+    because the kernel takes the gain as 1 - dampening and adds decay / gain * w to the gradient, which overflows for
+    small gains.
     """
     buffers = bucket.buffers.get(BUFFER)
     served: list[int] = []
@@ -231,5 +232,5 @@ def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors, skip: T
     products = torch._foreach_mul(xs, list(alpha.unbind()) if isinstance(alpha, Tensor) and alpha.ndim else alpha)
     if skip is not None:
         for product in products:
-            product.masked_fill_(skip, 0.0)  # not multiplied by 0, which would turn inf into NaN
+            product.masked_fill_(skip, 0.0)  # not multiplied by 0, because inf * 0 is NaN
     torch._foreach_add_(ys, products)

@@ -29,7 +29,7 @@ def with_hooks_if_any(step: Step) -> Step:
         ):
             if torch.compiler.is_compiling():
                 return with_hooks(self, *args, **kwargs)
-            if not self._inside_hooks:  # a subclass's step may call this one
+            if not self._inside_hooks:  # the step of a subclass may call this step
                 self._inside_hooks = True
                 try:
                     return with_hooks(self, *args, **kwargs)

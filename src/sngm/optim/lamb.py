@@ -18,7 +18,7 @@ from .lars import bounds, clip
 from .norms import upcast
 from .torch_internals import fused_adam_
 
-SLICE = 1 << 22  # elements whose direction is computed at a time, to bound the memory of a step
+SLICE = 1 << 22  # number of elements whose direction is computed at a time, to limit the memory of a step
 
 
 class LAMB(LargeBatchOptimizer):
@@ -32,8 +32,8 @@ class LAMB(LargeBatchOptimizer):
         w = w - \eta \frac{\phi(\|w\|)}{\|q\|} q
 
     If :math:`\phi(\|w\|)` or :math:`\|q\|` is zero, the ratio is 1 and the step is :math:`\eta q`.
-    The group key ``adapt=False`` turns the ratio off for all tensors of a group; None or True apply it to every tensor,
-    as published.
+    The group key ``adapt=False`` turns the ratio off for all tensors of a group; with None or True, the ratio applies
+    to every tensor, as published.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -56,7 +56,7 @@ class LAMB(LargeBatchOptimizer):
         tensor([[2.6464, 4.3536]])
 
     Cost: 8 bytes of state per float32 parameter. A step of the CUDA kernels reads and writes 44 bytes of memory per
-    parameter (Adam: 28); a fused step on the CPU, 56.
+    parameter (Adam: 28), and a fused step on the CPU 56 bytes.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
     Algorithm 2.
@@ -123,7 +123,7 @@ class LAMB(LargeBatchOptimizer):
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         state = super()._make_state(p, group)
         if "exp_avg" in state:
-            # on the parameter's device, where it is known whether a step was skipped
+            # the step count is on the parameter's device, because only the device knows whether a step was skipped
             step = state.get("step", 0.0)
             if isinstance(step, Tensor) and step.is_meta:
                 step = 0.0
@@ -151,7 +151,7 @@ class LAMB(LargeBatchOptimizer):
             return
         norm = total.sqrt() / work.scale
         slices = [part for bucket in work.buckets for part in bucket.slices(1 if one_by_one(bucket) else SLICE)]
-        # with shards, one all-reduce for the norms of all tensors; else slice by slice, to save memory
+        # shards need one all-reduce for the norms of all tensors; else compute slice by slice, to save memory
         for round in [work.buckets] if work.shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
             squares = [
@@ -162,7 +162,7 @@ class LAMB(LargeBatchOptimizer):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
-        """Return the squared norm of each tensor; inf, which skips the step, if exp_avg_sq would overflow."""
+        """Return the squared norm of each tensor; inf, so that the step is skipped, if exp_avg_sq would overflow."""
         squares = norms.squares(bucket.grads)
         if bucket.group["max_grad_norm"] is not None:
             return squares
@@ -182,7 +182,7 @@ class LAMB(LargeBatchOptimizer):
             factor = float(factor)
         if isinstance(factor, Tensor) or factor != 1.0:
             grads = [g * factor for g in grads]
-        if isinstance(skip, Tensor):  # last, because the factor may be NaN too
+        if isinstance(skip, Tensor):  # after the multiplication, because the factor may be NaN too
             grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
         steps = bucket.counts
         foreach, fused = group["foreach"], group["fused"]
@@ -224,7 +224,7 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
         fused_adam_ is not None and g.dtype == p.dtype and same_layout(p, g, m) and same_layout(p, m, v)
         for p, g, m, v in quads
     ]
-    if not all(served):  # split by support, results in the original order
+    if not all(served):  # the kernel supports only some tensors; return the results in the original order
         out: dict[int, Tensor] = {}
         for native in (True, False):
             which = [i for i, serve in enumerate(served) if serve is native]
@@ -279,7 +279,7 @@ def _corrections(group: dict[str, Any], step: Tensor) -> tuple[Tensor, Tensor]:
     """Return 1 - beta**step for both betas, or ones without bias correction."""
     if not group["bias_correction"]:
         return torch.ones_like(step), torch.ones_like(step)
-    step = step.to(norms.sum_dtype(step.device)).clamp_min(1.0)  # 0 if every step so far was skipped
+    step = step.to(norms.sum_dtype(step.device)).clamp_min(1.0)  # the count is 0 if every step so far was skipped
     return 1.0 - group["betas"][0] ** step, 1.0 - group["betas"][1] ** step
 
 

@@ -17,7 +17,7 @@ from .buckets import Bucket, Work
 from .heavy_ball import Rule, heavy_ball, update_params
 from .kernels.table_schema import VARIANTS
 
-MAX_RATIO = 1e35  # largest ratio; its product with a learning rate must not overflow float32
+MAX_RATIO = 1e35  # largest ratio, so that lr times the ratio does not overflow float32
 
 
 class LARS(LargeBatchOptimizer):
@@ -35,13 +35,13 @@ class LARS(LargeBatchOptimizer):
                    w = w - \eta c\,\phi(\|w\|)/\|v\|\; v`                 LAMB); no :math:`\epsilon`
     =============  =====================================================  =======================================
 
-    The group key `adapt` selects the tensors that the ratio applies to: True all, False none, None (the default) those
-    of more than one dimension. The others take plain momentum steps with the group's `lr` and weight decay. With the
-    usual c = 0.001, a typical `lr` of LARS is a thousand times that of momentum SGD: put these tensors into a group
-    with a smaller `lr` if that is too much for them.
-    If :math:`\phi(\|w\|)` or the denominator is zero, the ratio is 1, as in the published code: a tensor of
-    zeros would never move otherwise. (The published code also uses 1 for a zero gradient with weight decay, where the
-    formula defines a ratio.)
+    The group key `adapt` selects the tensors whose step is scaled by the ratio r: True selects all tensors, False none,
+    None (the default) those of more than one dimension. The other tensors take plain momentum steps with the group's
+    `lr` and weight decay. With the usual c = 0.001, a typical `lr` of LARS is many times that of momentum SGD. If this
+    is too large for the other tensors, put them into a group with a smaller `lr`.
+    If :math:`\phi(\|w\|)` or the denominator is zero, r is 1, as in the published code; otherwise a tensor of zeros
+    would never change. (The published code also uses 1 for a zero gradient with weight decay, where the formula
+    defines r.)
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -49,12 +49,12 @@ class LARS(LargeBatchOptimizer):
         momentum: m, in [0, 1).
         weight_decay: :math:`\lambda`, at least 0.
         variant: "you2017", "unscaled" or "momentum".
-        trust_coefficient: c; None is 0.001, and 1.0 for variant "momentum".
+        trust_coefficient: c; None stands for 0.001, or for 1.0 with variant "momentum".
         phi: None for :math:`\phi(z) = z`, or a pair (low, high) that z is clipped to.
         eps: added to the denominator of r.
         max_ratio: upper limit of the ratio (of :math:`c\,\phi(\|w\|)/\|v\|` for "momentum"), or None.
         clamp_grad: clamp each element of d to [-clamp_grad, clamp_grad], or None.
-        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. On a CPU variant
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. On a CPU, variant
             "momentum" has no fused step and uses foreach.
 
     Example:
@@ -67,8 +67,7 @@ class LARS(LargeBatchOptimizer):
                 [0.9000, 0.9000]])
 
     Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, reads and
-    writes 28 bytes of memory per parameter (SGD: 20). Variant "momentum" reads and writes 36, and has no fused step on
-    the CPU.
+    writes 28 bytes of memory per parameter (SGD: 20). With variant "momentum" these are 36 bytes.
 
     References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
@@ -158,13 +157,13 @@ class LARS(LargeBatchOptimizer):
             size = clip(w_norm, group["phi"])
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
             rate = adapted_rate(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
-            inside = group["variant"] == "you2017"  # the ratio scales the input of the buffer, else the step
+            inside = group["variant"] == "you2017"  # the ratio scales the buffer's input; else the step
             rule = rule.times(rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
         self._step_along_average(work, averaged, skip)
 
     def _step_along_average(self, work: Work, averaged: list[tuple[Bucket, Tensor]], skip: Tensor | bool) -> None:
-        """Update the parameters for variant "momentum", whose ratio needs the norms of the new buffers."""
+        """Update the parameters for variant "momentum", whose ratio depends on the norms of the new buffers."""
         if not any(group["variant"] == "momentum" for group in self.param_groups):
             return
         buckets = [bucket for bucket, _ in averaged]
@@ -200,20 +199,20 @@ def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
 
 
 def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
-    """Return lr * ratio of each tensor: ratio 1 if undefined, at most max_ratio, and 1 for tensors not adapted."""
+    """Return lr * ratio of each tensor. The ratio is at most max_ratio; it is 1 if undefined or if not adapted."""
     ratio = torch.where(defined, ratio, 1.0).clamp_max(ratio_limit(bucket.group))
     chosen = optimizer._adapts(bucket)
     if not all(chosen):
         if ratio.device.type == "cpu":
             ratio = torch.where(torch.tensor(chosen, device="cpu"), ratio, 1.0)
         else:
-            one = torch.ones_like(ratio[0])  # selected on the device: copying a mask there would synchronise
+            one = torch.ones_like(ratio[0])  # selected on the device, because copying a mask to it would synchronise
             ratio = torch.stack([r if adapt else one for r, adapt in zip(ratio.unbind(), chosen, strict=True)])
     return lr_of(bucket.group) * ratio
 
 
 def ratio_limit(group: dict[str, Any]) -> float:
-    """Return the group's `max_ratio`, at most MAX_RATIO, which only tiny gradients reach."""
+    """Return the group's `max_ratio`, limited to MAX_RATIO. Only tiny gradients have a ratio that large."""
     given: float | None = group["max_ratio"]
     return MAX_RATIO if given is None else min(given, MAX_RATIO)
 

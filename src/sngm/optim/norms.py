@@ -1,8 +1,9 @@
 """Accurate Euclidean norms: float32 precision or better for any dtype, size and values.
 
-torch's CPU norm of a float32 tensor sums all squares in float32, on one core: its relative error is 4e-3 for 25M random
-elements and 1e-4 for 1M equal ones. This module sums rows of 512 squares in float32 and the rows in float64, on every
-core: its error was 1e-7 for random values, 1e-6 for equal ones and 4e-6 for the worst pattern tried.
+torch's CPU norm of a float32 tensor sums all squares in float32, on one core. Its relative error is 4e-3 for 25M random
+elements and 1e-4 for 1M equal elements. This module sums rows of 512 squares in float32 and then adds the rows in
+float64, on all cores. Its relative error was 1e-7 for random values, 1e-6 for equal values and 4e-6 for the worst
+pattern tried.
 """
 
 import functools
@@ -15,8 +16,8 @@ from torch import Tensor
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 ROW = 512
 SHORT = 2048  # tensors of up to this many elements are summed in float64 directly
-MIN_EXACT = 1e-20  # smallest reliable sum of squares: below it, squares may have underflowed in float32
-PIECE = 1 << 20  # elements of a temporary sum or copy: small enough for the cache
+MIN_EXACT = 1e-20  # smallest reliable sum of squares; in a smaller sum, squares may have underflowed in float32
+PIECE = 1 << 20  # elements of a temporary sum or copy, few enough for the cache
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
@@ -147,7 +148,7 @@ def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None
     if other is not None and other.stride() != t.stride():
         t, other = t.contiguous(), other.contiguous()
     t, other = flat(t), None if other is None else flat(other)
-    if t.numel() <= PIECE:  # slicing a short tensor takes longer than its norm
+    if t.numel() <= PIECE:  # slicing a short tensor would take longer than computing its norm
         return [(t, other)]
     return [
         (t[at : at + PIECE], None if other is None else other[at : at + PIECE]) for at in range(0, t.numel(), PIECE)

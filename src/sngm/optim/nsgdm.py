@@ -21,15 +21,15 @@ MODES = ("coupled", "decoupled")
 
 
 class NSGDM(LargeBatchOptimizer):
-    r"""Normalised SGD with momentum: it averages gradients, then normalises the average; SNGM normalises first.
+    r"""Normalised SGD with momentum: average the gradients, then normalise the average. (SNGM normalises first.)
 
     With :math:`d_t = g_t + \lambda w_t` (`weight_decay_mode` "coupled"; else :math:`d_t = g_t`):
 
     .. math::
         m_{t+1} = \beta m_t + (1-\beta) d_t, \qquad w_{t+1} = w_t - \eta\, m_{t+1} / \max(\|m_{t+1}\|, \epsilon)
 
-    The norm spans every parameter that has a gradient, so every step has length :math:`\eta`, while a step of
-    SNGM has at most :math:`\eta/(1-\beta)`. So ten times the learning rate of SNGM is a good start for momentum 0.9.
+    The norm is taken over all parameters that have a gradient, so every step has length :math:`\eta`. A step of SNGM
+    can be :math:`1/(1-\beta)` times as long, so for momentum 0.9, start with ten times the learning rate of SNGM.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -39,8 +39,8 @@ class NSGDM(LargeBatchOptimizer):
         weight_decay_mode: "coupled" adds :math:`\lambda w` to the gradient; "decoupled" scales w by
             :math:`1 - \eta\lambda` and keeps weight decay out of the momentum buffer.
         eps: lower limit of the norm, so that zero momentum gives a zero update.
-        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`; there are no CUDA
-            kernels.
+        maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. This method has no
+            CUDA kernels.
 
     Example:
         >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -91,7 +91,7 @@ class NSGDM(LargeBatchOptimizer):
         checks.number("eps", group["eps"], 0.0)
 
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
-        return True  # also for momentum 0: the step normalises what is in the buffer
+        return True  # also for momentum 0, because the step normalises the content of the buffer
 
     def _norm_spans(self) -> str:
         return "global"

@@ -17,7 +17,7 @@ SHARE = "call sngm.integrations.deepspeed.share_norm(engine) after deepspeed.ini
 def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Raise ValueError if a step on these parameters would use the norm of only a part of the gradient.
 
-    Called when the parameters in the groups are not those of the last step.
+    This function is called when the parameters in the groups have changed since the last step.
     """
     spans = optimizer._norm_spans()
     if spans == "none":
@@ -61,7 +61,7 @@ def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
 
 
 def flattened_by_deepspeed(former: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Return whether all parameters were replaced by one-dimensional ones while DeepSpeed is imported."""
+    """Return whether DeepSpeed is imported and all parameters were replaced by one-dimensional parameters."""
     return (
         "deepspeed" in sys.modules
         and bool(params)
@@ -71,6 +71,6 @@ def flattened_by_deepspeed(former: Sequence[Tensor], params: Sequence[Tensor]) -
 
 
 def sharded_by_fsdp1(params: Sequence[Tensor]) -> bool:
-    """Return whether parameters are shards of FSDP1, which makes them one-dimensional."""
+    """Return whether FSDP1 has sharded the parameters, which makes them one-dimensional."""
     marked = [p for p in params if getattr(p, "_fsdp_flattened", False)]
     return bool(marked) and all(p.ndim == 1 for p in marked)

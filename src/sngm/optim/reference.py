@@ -1,8 +1,9 @@
-"""Reference implementations of the methods, as in their papers: float64, plain loops, one block after another.
+"""Reference implementations of the methods as in the papers: float64, plain loops, one block after another.
 
-They are slow and easy to compare with the papers; the tests compare the fast implementations with them. Blocks
-``w[0], w[1], ...`` are the tensors of a model, ``g`` their gradients. Each function takes the state before a step and
-returns the state after it. ``eta`` and ``wd`` are one number, or one for each block, to represent parameter groups.
+They are slow and easy to compare with the papers; the tests compare the fast implementations with them. The blocks
+``w[0], w[1], ...`` are the tensors of a model, and ``g`` holds their gradients. Each function takes the state before a
+step and returns the state after it. ``eta`` and ``wd`` are one number for all blocks, or one number for each block, to
+represent parameter groups.
 """
 
 from __future__ import annotations
@@ -82,7 +83,7 @@ def spectral_sngm(
 ) -> tuple[Blocks, Blocks]:
     """Return w and u after a step of SNGM in the spectral norm.
 
-    `triples` are the coefficients of Newton-Schulz, see `sngm.optim.spectral.POLAR`; None: the exact polar factor.
+    `triples` are the coefficients of Newton-Schulz, see `sngm.optim.spectral.POLAR`; None for the exact polar factor.
     """
     eta, wd = each(eta, w), each(wd, w)
 
@@ -188,7 +189,7 @@ def lars(
 
 
 def trust(above: float, below: float, max_ratio: float | None, adapted: bool) -> float:
-    """Return min(above / below, max_ratio), with 1 for the ratio if either is zero; 1 for tensors not adapted."""
+    """Return min(ratio, max_ratio), where ratio is above / below, or 1 if either is zero; 1 if not `adapted`."""
     if not adapted:
         return 1.0
     ratio = above / below if above > 0 and below > 0 else 1.0

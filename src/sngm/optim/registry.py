@@ -30,9 +30,10 @@ class Method:
     """A registered method.
 
     Attributes:
-        build: an optimizer class or function, or the name of a class of another library, imported at first use.
-        settings: its default settings, where they differ from those of the class.
-        lr_scale: its usual learning rates, relative to those of momentum SGD.
+        build: an optimizer class or function, or the name of a class in another library, which is imported at first
+            use.
+        settings: the method's default settings, if they differ from the defaults of the class.
+        lr_scale: the method's usual learning rates divided by those of momentum SGD.
         recipe: options of a run that the method needs, such as a constant learning rate.
     """
 
@@ -88,7 +89,7 @@ BUILT_IN = frozenset(METHODS)
 
 
 def register(name: str, build: Callable[..., torch.optim.Optimizer], settings: dict[str, Any] | None = None) -> Method:
-    """Register a method: afterwards its name works wherever the name of a built-in method does.
+    """Register a method, so that its name can be used like the name of a built-in method.
 
     Args:
         name: letters, digits, ``-``, ``_`` and ``.``; not the name of a built-in method.
@@ -142,7 +143,7 @@ def name_of(method: Any) -> str:
         return f"{method.__module__}:{method.__qualname__}"
     name = getattr(method, "__name__", type(method).__name__).strip("<>")
     if name == "lambda":
-        name = f"lambda-{digest_of(method)[:4]}"  # several may be compared
+        name = f"lambda-{digest_of(method)[:4]}"  # a study may compare several lambdas
     name = f"own-{name}" if name in BUILT_IN else name
     register(name, method)
     return name
@@ -167,8 +168,9 @@ def create(name: str, params: Any, **settings: Any) -> torch.optim.Optimizer:
     """Build an optimizer by name.
 
     Args:
-        name: one of :func:`names`, or any optimizer class: ``'AdamW'`` of torch, ``'package.module:Class'``,
-            ``'file.py:Class'``, or a name of another registry, as ``'timm:nadamw'`` and ``'pytorch_optimizer:lion'``.
+        name: one of :func:`names`, a class of torch such as ``'AdamW'``, ``'package.module:Class'``,
+            ``'file.py:Class'``, or a name in another registry, such as ``'timm:nadamw'`` or
+            ``'pytorch_optimizer:lion'``.
         params: parameters or parameter groups, as for any torch optimizer.
         settings: arguments of the class, such as `lr`. They override the settings registered under the name.
 
@@ -189,7 +191,7 @@ def builder(name: str, settings: dict[str, Any]) -> functools.partial[torch.opti
     """Return a function ``(params, lr=...) -> optimizer`` that builds a method with these settings.
 
     Raises:
-        TypeError: the method does not have one of the settings, or needs another besides `lr`.
+        TypeError: the method does not have one of the settings, or requires a setting besides `lr` that is missing.
 
     >>> builder("msgd", {"nesterov": True}).keywords
     {'momentum': 0.9, 'nesterov': True}
@@ -215,11 +217,11 @@ def settings_of(name: str) -> list[str]:
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
     """
-    return list(inspect.signature(find(name).build).parameters)[1:]  # the first takes the parameters
+    return list(inspect.signature(find(name).build).parameters)[1:]  # the first argument is `params`
 
 
 def find(name: str) -> Found:
-    """Return the class and defaults of a method; raise ValueError with the closest known name if there is none."""
+    """Return the class and defaults of a method; for an unknown name, raise ValueError with the closest known name."""
     if not isinstance(name, str):
         raise TypeError(f"name must be a string, got {name!r}")
     method = METHODS.get(name)
@@ -238,7 +240,7 @@ def find(name: str) -> Found:
 
 
 def usual_decay(name: str, of_task: float) -> float:
-    """Return the default weight decay of a method on a task: its own if it has one, else the task's.
+    """Return the default weight decay of a method on a task: the method's own default if it has one, else the task's.
 
     >>> usual_decay("adamw", 1e-4), usual_decay("sngm", 1e-4)
     (0.01, 0.0001)
@@ -251,7 +253,7 @@ def usual_decay(name: str, of_task: float) -> float:
 
 def nearest(word: str, words: list[str]) -> str:
     """Return " (did you mean ...?)" for an error message if one of the words is close to `word`, else ""."""
-    word = word.lower()  # as all names of methods and tasks
+    word = word.lower()  # all names of methods and tasks are lower case
     near = difflib.get_close_matches(word, words)
     alike = [difflib.SequenceMatcher(None, word, other).ratio() for other in near]
     best = [repr(other) for other, ratio in zip(near, alike, strict=True) if ratio >= alike[0] - 0.1]
@@ -259,10 +261,10 @@ def nearest(word: str, words: list[str]) -> str:
 
 
 def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Return two parameter groups of a model: weights, with decay; biases and normalisation layers, without.
+    """Return two parameter groups of a model: weights with decay, and biases and normalisation layers without decay.
 
     Parameters of at most one dimension count as biases, since scales and gains should not decay either. SNGM's global
-    norm spans both groups.
+    norm is taken over both groups.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 1e-4)]

@@ -26,7 +26,7 @@ def rounded(values: Tensor, index: int, step: Tensor) -> Tensor:
     ([1.0, 1.0078125], 1.001)
     """
     key = mix((mix(step & WORD) + index) & WORD)
-    # positions in memory, not logical indices: the kernels only have memory addresses
+    # positions in memory, not logical indices, because the kernels only have memory addresses
     place = torch.arange(values.numel(), device=values.device).as_strided(values.shape, values.stride())
     chance = mix((mix((place & WORD) ^ key) + (place >> 32)) & WORD) & 0xFFFF
     bits = values.view(torch.int32)

@@ -12,20 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# process groups created here, by their ranks, for the lifetime of the default group
+# process groups created here, keyed by their ranks, for the lifetime of the default group
 _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary()
 
 
 class Shards:
     """Placement of an optimizer's parameters over ranks, and sums over all shards.
 
-    The ranks of the largest mesh among the DTensors are the universe; without DTensors it is this rank alone. Any
-    other mesh must be a part of it, with its tensors replicated on the other parts, and a plain tensor is replicated on
-    every rank. So in a universe of N ranks, a tensor in n shards exists N / n times: each rank contributes n / N times
-    the square of its shard, and one all-reduce over the universe is correct for every placement. All ranks then hold
-    identical values, and agree on whether a step is skipped.
+    The ranks of the largest mesh among the DTensors are called the universe. Without DTensors, it is this rank alone.
+    Any other mesh must be a part of the universe, with its tensors replicated on the other parts. A plain tensor is
+    replicated on every rank. So in a universe of N ranks, a tensor in n shards exists N / n times. Each rank adds n / N
+    times the square of its shard, so that one all-reduce over the universe is correct for every placement. All
+    ranks then hold identical values, and agree on whether a step is skipped.
 
-    The ranks of `norm_group` hold different parameters, or slices of the same ones; sums run over all of them.
+    The ranks of `norm_group` hold different parameters, or slices of the same parameters; sums include all these ranks.
     """
 
     def __init__(self, params: Sequence[Tensor], norm_group: Any = None) -> None:
@@ -61,12 +61,11 @@ class Shards:
         return self._over_mesh or self._over_group
 
     def tensors(self, packed: Tensor, *, over_group: bool = True) -> Tensor:
-        """Return the squared norms of whole tensors, given those of the local shards; both are (kinds, parameters).
+        """Return the squared norms of whole tensors, given the squared norms of the local shards.
 
-        Without `over_group`, sum over the meshes of DTensors only.
-
-        Parameters without a gradient have zeros. The ranks of a `norm_group` must hold slices of the same tensors in
-        the same order.
+        Both have the shape (kinds, parameters), with zeros for parameters without a gradient. The ranks of a
+        `norm_group` must hold slices of the same tensors in the same order. If `over_group` is False, sum only over the
+        meshes of DTensors.
         """
         if over_group and not self._counted:
             self._count(packed.device)
@@ -75,7 +74,7 @@ class Shards:
     def spans(self, packed: Tensor, positions: Sequence[int], count: int) -> Tensor:
         """Return the sum over each of `count` spans; parameter i is in span ``positions[i]``.
 
-        `packed` holds the squares of the local shards, of shape (parameters,); zero for those without a gradient.
+        `packed`, of shape (parameters,), holds the squared norms of the local shards; zero without a gradient.
         """
         weighed = self._weighed(packed)
         if count == 1:
@@ -89,7 +88,7 @@ class Shards:
     def _weighed(self, packed: Tensor) -> Tensor:
         if self._mesh is None:
             return packed
-        if packed.device not in self._constants:  # cached: a copy would synchronise with the device
+        if packed.device not in self._constants:  # cached, because a copy to the device would synchronise
             self._constants[packed.device] = torch.tensor(self._weights, dtype=packed.dtype, device=packed.device)
         return packed * self._constants[packed.device]
 
@@ -117,7 +116,7 @@ class Shards:
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a DTensor, without importing that class, which takes a second."""
+    """Return whether `tensor` is a DTensor, without importing that class, because the import takes a second."""
     return hasattr(tensor, "device_mesh")
 
 
@@ -137,7 +136,7 @@ def aligned(p: Any, grad: Any) -> Any:
 
 
 def local_gradient(p: Tensor, grad: Tensor) -> Tensor:
-    """Return the local shard of the gradient that belongs to the local shard of `p`, after pending communication."""
+    """Return the part of the gradient for the local shard of `p`, after waiting for pending communication."""
     piece: Tensor = arrived(local(aligned(p, grad)))
     return piece
 
@@ -148,7 +147,7 @@ def arrived(tensor: Any) -> Any:
 
 
 def redistribute_like(p: Any, tensor: Any) -> Any:
-    """Return a plain or sharded tensor with the placements of `p`; a plain one must be the same on every rank."""
+    """Return a plain or sharded tensor with the placements of `p`. A plain tensor must be the same on every rank."""
     if not is_dtensor(p):
         return tensor.full_tensor() if is_dtensor(tensor) else tensor
     if not is_dtensor(tensor):
@@ -191,13 +190,13 @@ def _largest(meshes: list[Any]) -> Any:
 
 
 def group_of(mesh: Any) -> Any:
-    """Return the process group of all ranks of a mesh. Creating it, at most once, involves all of these ranks."""
+    """Return the process group of all ranks of a mesh. The first call creates it, so all its ranks must call."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(_ranks(mesh)))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     made = _groups.setdefault(dist.group.WORLD, {})
-    if ranks not in made:  # other ranks, such as other pipeline stages, do not take part
+    if ranks not in made:  # without ranks outside the mesh, such as other pipeline stages
         made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return made[ranks]

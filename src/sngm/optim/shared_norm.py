@@ -17,17 +17,18 @@ from .sharded_norms import Shards
 class SharedNorm:
     """One norm over the parameters of several SNGM optimizers, such as one for each part of a pipeline.
 
-    Each optimizer's `step` is called as usual, in any order. The first of them computes the norm of all gradients; all
-    divide by it. So all gradients must be ready before the first step, and each optimizer must step once before one
-    of them steps again. With a GradScaler, call `scaler.unscale_` for every optimizer before the first step.
+    Call each optimizer's `step` as usual, in any order. The first `step` computes the norm of all gradients, and every
+    optimizer divides by this norm. So all gradients must be ready before the first step, and every optimizer must step
+    once before one of them steps again. With a GradScaler, call `scaler.unscale_` for every optimizer before the first
+    step.
 
     Args:
         optimizers: SNGM optimizers with scope "global" and without a `norm_group`.
-        norm_group: process group whose ranks hold other parts; norms are summed over it.
+        norm_group: process group whose ranks hold other parts of the model; squared norms are summed over its ranks.
 
     Raises:
         TypeError: `optimizers` is not a list, or holds an optimizer without a norm over all parameters.
-        ValueError: there are no optimizers, or one of them is there twice or has a `norm_group` or a shared norm.
+        ValueError: `optimizers` is empty, or holds an optimizer twice or one with a `norm_group` or a shared norm.
 
     Examples:
         >>> import torch
@@ -91,7 +92,7 @@ class SharedNorm:
 
 
 def check_part(optimizer: Any, name: str) -> None:
-    """Raise an error unless an optimizer can divide by a norm that it is given."""
+    """Raise an error unless an optimizer can divide by a norm that was computed elsewhere."""
     from .sngm import SNGM
 
     if not isinstance(optimizer, SNGM) or optimizer.scope != "global":

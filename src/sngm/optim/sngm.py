@@ -16,7 +16,7 @@ from .heavy_ball import Rule, heavy_ball
 from .kernels.table_schema import MODES
 
 SCOPES = ("global", "group", "tensor")
-MIN_EPS = 1e-19  # smallest eps: squares of smaller norms underflow float32
+MIN_EPS = 1e-19  # smallest eps, because squares of smaller norms underflow float32
 
 
 class SNGM(LargeBatchOptimizer):
@@ -27,10 +27,10 @@ class SNGM(LargeBatchOptimizer):
     .. math::
         u_{t+1} = \beta u_t + d_t / \max(\|d_t\|, \epsilon), \qquad w_{t+1} = w_t - \eta u_{t+1}
 
-    The norm spans every parameter that has a gradient, over all parameter groups, so a step is never longer
-    than :math:`\eta/(1-\beta)` however large the gradient is. Unless decay is coupled, scaling the loss by a positive
+    The norm is taken over all parameters that have a gradient, in all parameter groups. So a step is never longer
+    than :math:`\eta/(1-\beta)`, however large the gradient is. Unless decay is coupled, scaling the loss by a positive
     constant does not change the steps.
-    ``momentum=0`` is SNGD; ``scope="tensor"`` is the block-wise variant of the paper.
+    With ``momentum=0`` the method is SNGD; ``scope="tensor"`` is the block-wise variant of the paper.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -40,17 +40,17 @@ class SNGM(LargeBatchOptimizer):
         weight_decay_mode: "coupled" adds :math:`\lambda w` to the gradient inside the norm, as if it were part
             of the loss; "after_norm" adds it to the normalised gradient; "decoupled" scales w by
             :math:`1 - \eta\lambda` and keeps weight decay out of the momentum buffer.
-        scope: what one norm spans: "global" all parameters, "group" each parameter group, "tensor" each tensor.
-            Applies to the whole optimizer, not to a group.
+        scope: "global" divides all gradients by one norm, "group" divides the gradients of each parameter group by the
+            norm of the group, "tensor" divides each gradient by its own norm. All groups have the same scope.
         nesterov: step by :math:`\beta u_{t+1} + d_t/\|d_t\|` instead of :math:`u_{t+1}`.
         eps: lower limit of the norm, so that a zero gradient gives a zero update.
-        maximize: maximise the objective.
-        foreach, fused: implementation of the step; None chooses the fastest correct one for these tensors.
-        capturable: never read a value on the host, for CUDA graphs.
-        stochastic_rounding: round bfloat16 parameters up or down at random, so that small updates are not lost; the
+        maximize: maximise the objective instead of minimising it.
+        foreach, fused: implementation of the step, as in torch.optim; None chooses the fastest correct implementation.
+        capturable: never read a value on the host, so that a CUDA graph can capture the step.
+        stochastic_rounding: round bfloat16 parameters up or down at random, so that small updates are not lost. The
             random bits depend only on the step and the element's position. Other dtypes are not affected.
-        norm_group: process group whose ranks each hold a part of the parameters; norms are summed over it.
-            DTensors (FSDP2, tensor parallelism) need none.
+        norm_group: process group whose ranks each hold a part of the parameters; squared norms are summed over its
+            ranks. DTensors (FSDP2, tensor parallelism) do not need a norm_group.
 
     Example:
         >>> import torch
@@ -61,9 +61,10 @@ class SNGM(LargeBatchOptimizer):
         >>> w.data, optimizer.grad_norm
         (tensor([2.4000, 3.2000]), tensor(5.))
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels reads and writes 24 bytes of memory per
-    parameter (SGD: 20), or 28 with coupled decay. A fused step on the CPU reads and writes 24 bytes, 40 with coupled
-    decay or 32 with decoupled decay.
+    Cost: 4 bytes of state per float32 parameter. Bytes of memory that a step reads and writes per parameter (SGD: 20):
+
+    - CUDA kernels: 24, or 28 with coupled decay;
+    - fused step on the CPU: 24, or 40 with coupled decay, or 32 with decoupled decay.
 
     Reference: Zhao, Shi, Xie and Li, "Stochastic Normalized Gradient Descent with Momentum for Large-Batch
     Training", Algorithm 1 and Section 6.
@@ -141,7 +142,7 @@ class SNGM(LargeBatchOptimizer):
             wd, mode = group["weight_decay"], group["weight_decay_mode"]
             rule = Rule(
                 momentum=group["momentum"],
-                gain=1.0 / (n * work.scale),  # with a loss scale s the gradients are s * g
+                gain=1.0 / (n * work.scale),  # with a loss scale s, the stored gradients are s * g
                 rate=lr_of(group),
                 decay={"coupled": wd / n, "after_norm": wd, "decoupled": 0.0}[mode] if wd else 0.0,
                 decoupled_decay=wd if mode == "decoupled" else 0.0,
@@ -151,7 +152,7 @@ class SNGM(LargeBatchOptimizer):
             heavy_ball(bucket, rule, skip)
 
     def _squares(self, bucket: Bucket, work: Work) -> Tensor:
-        """Return the squared norm of each tensor, or of all together if the scope needs only their sum."""
+        """Return the squared norm of each tensor, or only the sum over all tensors if the scope needs no more."""
         group = bucket.group
         squares = norms.squares if self.scope == "tensor" or work.shards.active else norms.square
         wd = group["weight_decay"]
@@ -160,7 +161,7 @@ class SNGM(LargeBatchOptimizer):
         return squares(bucket.grads)
 
     def _divisor_squares(self, work: Work) -> tuple[list[Tensor], Tensor]:
-        """Return for each bucket the square of the norm or norms it divides by, and the square of the global norm."""
+        """Return the squared norms that the gradients of each bucket are divided by, and the squared global norm."""
         if (square := self._whole_square) is not None:
             return [square.to(bucket.device) for bucket in work.buckets], square
         parts = [self._squares(bucket, work) for bucket in work.buckets]
@@ -173,7 +174,7 @@ class SNGM(LargeBatchOptimizer):
 
 
 def bounded_norm(least: float, square: Tensor, work: Work) -> float | Tensor:
-    """Return the unscaled norm or norms, at least `least`: a number if the host can read it, which is faster."""
+    """Return the unscaled norms, clamped to at least `least`; as a number if the host can read it, which is faster."""
     if work.on_host and square.ndim == 0:
         return max(math.sqrt(square.item()) / work.scale, least)
     return (square.sqrt() / work.scale).clamp_min(least)

@@ -22,10 +22,7 @@ from .sngm import MIN_EPS
 
 ORDERS = ("before", "after")
 BALLS = ("spectral", "euclidean")
-# Odd polynomials a s + b s^3 + c s^5 that Newton-Schulz applies to the singular values, one triple for each step.
-# "muon": Jordan et al., 2024: five equal steps move values from 0.01 on into [0.68, 1.13]; more do not converge.
-# "polar-express": Amsel et al., arXiv 2505.16932: the best triple for each step; eight steps reach 1 to float32.
-MARGIN = 1.01  # bfloat16 rounds singular values above 1, where the polynomials of "polar-express" grow fast
+MARGIN = 1.01  # bfloat16 may round singular values to above 1, where the polynomials of "polar-express" grow fast
 EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
     (4.107059111542203, -2.9478499167379106, 0.5448431082926601),
@@ -44,9 +41,13 @@ def with_margin(triple: tuple[float, float, float], margin: float) -> tuple[floa
     return a / margin, b / margin**3, c / margin**5
 
 
+# A triple (a, b, c) for each Newton-Schulz step, which maps singular values s to a s + b s^3 + c s^5.
+# "muon" (Jordan et al., 2024): five equal steps map values above 0.01 into [0.68, 1.13]; more steps do not converge.
+# "polar-express" (Amsel et al., arXiv 2505.16932): the best triple for each step. After eight steps the values are 1 up
+# to float32 rounding.
 POLAR = {
     "muon": ((3.4445, -4.775, 2.0315),) * 5,
-    # the first twice: once for the values that Newton-Schulz starts from
+    # the first triple has the margin twice, once for the values that Newton-Schulz starts from
     "polar-express": (
         with_margin(EXPRESS[0], MARGIN**2),
         *(with_margin(triple, MARGIN) for triple in EXPRESS[1:-1]),
@@ -58,37 +59,40 @@ POLAR = {
 class SpectralSNGM(LargeBatchOptimizer):
     r"""SNGM in the spectral norm: steps along the orthogonal polar factor of each weight matrix's gradient.
 
-    A tensor of two or more dimensions is a matrix of `shape[0]` rows. With :math:`g_t = U S V^T`:
+    A tensor of two or more dimensions is treated as a matrix of `shape[0]` rows. With the singular value decomposition
+    :math:`g_t = U S V^T` of its gradient:
 
     .. math::
         x_t = \sqrt{\max(1, \text{rows}/\text{columns})}\; U V^T, \qquad
         u_{t+1} = \beta u_t + x_t, \qquad w_{t+1} = (1 - \eta\lambda) w_t - \eta u_{t+1}
 
-    Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, have
-    :math:`x_t = \rho\, g_t / \|g_t\|` instead, with :math:`\rho` the `vector_scale`. As in SNGM, :math:`u` is never
-    longer than :math:`1/(1-\beta)` times the longest :math:`x`, for matrices in the spectral norm, and scaling the loss
-    does not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
+    Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, use
+    :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. As in SNGM, :math:`u` is never
+    longer than :math:`1/(1-\beta)` times the longest :math:`x` (for matrices, in the spectral norm), and scaling the
+    loss does not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon
+    does:
     :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
 
-    Put embeddings and output layers into a group with ``ball="euclidean"``: their rows are used one at a time.
+    Put embeddings and output layers into a group with ``ball="euclidean"``, because each of their rows belongs to one
+    token or class and is used separately.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
         lr: learning rate :math:`\eta`, a number or a one-element tensor.
         momentum: :math:`\beta`, in [0, 1).
-        weight_decay: :math:`\lambda`, at least 0, decoupled: it never enters the buffer.
+        weight_decay: :math:`\lambda`, at least 0. It is decoupled, so it never enters the momentum buffer.
         order: "before" normalises each gradient and then adds it to the momentum (the order of SNGM); "after"
             normalises the momentum of the gradients.
         nesterov: step by :math:`\beta u_{t+1} + x_t`, or in the order "after" by :math:`x(\beta v_{t+1} + g_t)`.
         vector_scale: :math:`\rho`.
-        polar: how :math:`U V^T` is computed: "muon" or "polar-express", see `POLAR`.
+        polar: coefficients of the Newton-Schulz iteration that computes :math:`U V^T`, "muon" or "polar-express".
         ball: None normalises matrices in the spectral norm and vectors in the Euclidean norm; "euclidean" normalises
             all tensors in the Euclidean norm. Each parameter group may have its own value.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
         maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only makes
-            ranks agree on skipped steps: a matrix may be sharded as a DTensor, but not as plain tensors on several
+            ranks agree on skipped steps. A matrix may be sharded as a DTensor, but not as plain tensors on several
             ranks.
-        fused: as in :class:`SNGM`, for the update on the CPU; there are no CUDA kernels.
+        fused: as in :class:`SNGM`, for the update on the CPU. This method has no CUDA kernels.
 
     Example:
         >>> w = torch.nn.Parameter(torch.zeros(2, 2))
@@ -100,8 +104,8 @@ class SpectralSNGM(LargeBatchOptimizer):
                 [ 0., -1.]])
 
     Cost: 4 bytes of state per float32 parameter. Five steps of Newton-Schulz on a matrix of m rows and n >= m columns
-    take about 10 m m (2 n + m) multiplications, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
-    parameters). Matrices of one shape go through one batched product.
+    take about 10 m m (2 n + m) operations, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
+    parameters). Matrices of the same shape are multiplied in one batch.
 
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
@@ -182,7 +186,7 @@ class SpectralSNGM(LargeBatchOptimizer):
                 self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
 
     def _step_after(self, bucket: Bucket, rule: Rule, skip: Tensor | bool) -> None:
-        """Update the momentum buffers, then the parameters along x of the buffers: order "after"."""
+        """Take a step in the order "after": update the momentum buffers, then the parameters along x of the buffers."""
         group = bucket.group
         buffers = bucket.buffers.get("momentum_buffer")
         if buffers is None:  # momentum 0
@@ -205,7 +209,7 @@ class SpectralSNGM(LargeBatchOptimizer):
     def _directions(
         self, bucket: Bucket, tensors: list[Tensor], wholes: list[Any], eps: float | Tensor
     ) -> list[Tensor]:
-        """Return x for each tensor; `wholes` are the DTensors of those that are sharded."""
+        """Return x for each tensor. For a sharded tensor, the entry of `wholes` is its DTensor."""
         group = bucket.group
         spectral = [group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0 for p in bucket.owners]
         found: list[Tensor | None] = [None] * len(tensors)
@@ -226,7 +230,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         return [x for x in found if x is not None]
 
     def _whole_squares(self, bucket: Bucket, tensors: list[Tensor], which: list[int]) -> Tensor:
-        """Return the squared norm of each tensor, over all shards of it."""
+        """Return the squared norm of each tensor, summed over all its shards."""
         squares = norms.squares(tensors)
         if not self._shards.sharded:
             return squares
@@ -236,7 +240,9 @@ class SpectralSNGM(LargeBatchOptimizer):
 
 
 def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:
-    """Return the scaled polar factor of each tensor, as a matrix of `shape[0]` rows; equal shapes in one batch.
+    """Return the scaled polar factor of each tensor, viewed as a matrix of `shape[0]` rows.
+
+    Tensors of the same shape are computed in one batch.
 
     >>> (x,) = polar_factors([torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, 0.0]])], "polar-express")
     >>> x.round(decimals=3)  # times the square root of 3/2
@@ -258,8 +264,8 @@ def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1
 def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Tensor:
     """Return U V^T of each matrix U S V^T of a batch, approximately: see `POLAR`."""
     dtype = batch.dtype
-    wide = batch.mT if batch.shape[-2] > batch.shape[-1] else batch  # the smaller product
-    # the Frobenius norm is at least the spectral one
+    wide = batch.mT if batch.shape[-2] > batch.shape[-1] else batch  # so that the product with its transpose is small
+    # divide by the Frobenius norm, which is at least the spectral norm
     length = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
     x = wide / at_least(eps, length)
     if batch.device.type == "cuda" and dtype == torch.float32:
@@ -271,19 +277,19 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
 
 
 def at_least(least: float | Tensor, values: Tensor) -> Tensor:
-    """Clamp values to at least `least`, a number, or a tensor if the loss scale is on the device."""
+    """Clamp values to at least `least`, which is a tensor if the loss scale is on the device, else a number."""
     return values.clamp_min(least) if not isinstance(least, Tensor) else values.maximum(least.to(values))
 
 
 def _sharded_factors(
     entries: list[tuple[int, Any, Any]], polar: str, eps: float | Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the local shards of the polar factors of DTensors: every rank computes its share of the matrices."""
+    """Yield the local shards of the polar factors of DTensors. Every rank computes the factors of some matrices."""
     for mesh in dict.fromkeys(p.device_mesh for _, p, _ in entries):
         ranks = mesh.mesh.flatten().tolist()
         own = ranks.index(dist.get_rank())
         there = [entry for entry in entries if entry[1].device_mesh == mesh]
-        for start in range(0, len(there), len(ranks)):  # as many at a time as there are ranks
+        for start in range(0, len(there), len(ranks)):  # each rank computes one matrix at a time
             some = there[start : start + len(ranks)]
             mine = None
             for k, (_, _, whole) in enumerate(some):

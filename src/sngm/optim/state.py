@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 from .buckets import state_dtype
 from .sharded_norms import Shards, is_dtensor, local, redistribute_like
 
-EXECUTION_FLAGS = ("foreach", "fused", "capturable")  # how a step is computed, not its result
+EXECUTION_FLAGS = ("foreach", "fused", "capturable")  # these decide how a step is computed, not its result
 
 SETTINGS: set[str] = set()  # setting names of all methods
 
@@ -31,7 +31,7 @@ class StatefulOptimizer(Optimizer):
     shared_norm: Any = None  # the SharedNorm that this optimizer is a part of
     _grad_norm: Tensor
     _skipped: Tensor
-    _shards = Shards(())  # of the parameters at the last step, or when groups were last added
+    _shards = Shards(())  # placement of the parameters at the last step, or when groups were last added
     _groups_added = 0  # number of groups that hold parameters, when groups were last added
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -43,7 +43,7 @@ class StatefulOptimizer(Optimizer):
         raise NotImplementedError
 
     def _find_shards(self, params: list[Tensor]) -> None:
-        # a compiled step cannot assign attributes; it uses the shards found when groups were added
+        # a compiled step cannot assign attributes, so it uses the shards found when groups were added
         if not torch.compiler.is_compiling() and not self._shards.matches(params, self.norm_group):
             self._shards = Shards(params, self.norm_group)
 
@@ -68,22 +68,22 @@ class StatefulOptimizer(Optimizer):
                         "a parameter whose shape was changed needs new state: delete optimizer.state[parameter]"
                     )
                 elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
-                    state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved or cast
+                    state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved to another device or dtype
         return state
 
     def _follow_parameters(self, params: list[Tensor]) -> None:
         """Create or move state for parameters that a wrapper put into the groups in place of others.
 
         Accelerate with FSDP2 replaces parameters by DTensors, and DeepSpeed replaces them by flat partitions. During a
-        step, DeepSpeed also removes groups temporarily: non-zero state of their parameters is kept.
+        step, DeepSpeed also removes groups temporarily; non-zero state of their parameters is kept.
 
         Raises:
-            ValueError: the replaced parameters have taken steps, and their state does not fit the new ones.
+            ValueError: the replaced parameters have taken steps, and their state does not fit the new parameters.
         """
         if all(p in self.state for p in params):
             return
         live = set(params)
-        # state of zeros can be dropped: a parameter that comes back gets the same state again
+        # state of zeros can be dropped, because a parameter that comes back gets the same state again
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in live and not _has_values(self.state[p])]:
             del self.state[p]
         former = self._shards.params
@@ -112,10 +112,10 @@ class StatefulOptimizer(Optimizer):
         return sum(bool(group["params"]) for group in self.param_groups) < self._groups_added
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint of this class or of the torch optimizer it extends.
+        """Load a checkpoint of this class or of the corresponding torch optimizer.
 
-        Hyper-parameters are taken from the checkpoint; those it lacks, and `foreach`, `fused` and `capturable`, keep
-        their current values. The state of low-precision parameters stays float32.
+        Hyper-parameters are taken from the checkpoint. Those that the checkpoint lacks, and `foreach`, `fused` and
+        `capturable`, keep their current values. The state of low-precision parameters stays float32.
         """
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
             found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
@@ -144,8 +144,8 @@ class StatefulOptimizer(Optimizer):
                 "Is it another optimizer's checkpoint?",
                 stacklevel=2,
             )
-        # torch would cast state to the parameter's dtype (pytorch#43706), so tensors are wrapped meanwhile;
-        # the hook is registered last, to run after the user's own hooks
+        # torch would cast state to the parameter's dtype (pytorch#43706), so tensors are wrapped while it loads. The
+        # hook is registered last, to run after the user's own hooks.
         handle = self.register_load_state_dict_pre_hook(_wrap_tensors)
         try:
             super().load_state_dict(state_dict)
@@ -153,7 +153,7 @@ class StatefulOptimizer(Optimizer):
             handle.remove()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "defaults" in state:  # unpickled or copied
+        if "defaults" in state:  # this object was unpickled or copied
             super().__setstate__(state)
             self.__dict__.setdefault("norm_group", None)
             self._groups_added = sum(bool(group["params"]) for group in self.param_groups)
@@ -227,7 +227,7 @@ class StatefulOptimizer(Optimizer):
 def _has_values(state: dict[str, Any]) -> bool:
     """Return whether a parameter's state differs from that of a new parameter."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
-        return True  # values cannot be read
+        return True  # the values cannot be read, so they may be non-zero
     return any(not isinstance(v, Tensor) or (not v.is_meta and bool(local(v).any())) for v in state.values())
 
 

@@ -1,6 +1,6 @@
 """Private names of torch that sngm uses, each with a fallback for torch versions without it.
 
-`torch._foreach_*` are not included: torch documents them.
+`torch._foreach_*` are not listed, because torch documents them.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
-# fused CPU kernels of torch.optim.SGD and Adam; None: use foreach
+# fused CPU kernels of torch.optim.SGD and Adam; if None, foreach is used
 fused_sgd_: Any = getattr(torch, "_fused_sgd_", None)
 fused_adam_: Any = getattr(torch, "_fused_adam_", None)
 
@@ -19,7 +19,8 @@ def _always(*_: Any) -> bool:
     return True
 
 
-# Whether a profiler is active. If unknown, assume so: every step then has a profiler range and launches single kernels.
+# Whether a profiler is active. If unknown, assume that one is: every step then has a profiler range and launches single
+# kernels.
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
 
 # Global optimizer hooks. If unknown, assume that there are some, so that every step runs them.

@@ -1,4 +1,4 @@
-"""Generate pages from the results folder alone: results/README.md, a page of runs for each task, the figures, and the
+"""Generate pages only from the results folder: results/README.md, a page of runs for each task, the figures, and the
 first table of the project's README."""
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .verdicts import SEEDS, Outcome, by_cell, of_claim, of_number, outcomes_of,
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
 FIRST_ITEM = "table-2"
-MOST_NAMES = 9  # of cells with missing runs
+MOST_NAMES = 9  # most names of cells with missing runs in a sentence
 
 
 def pages(results: Results) -> dict[str, str]:
@@ -73,7 +73,7 @@ def block(results: Results) -> str:
 
 
 def _pictures(item: Item) -> list[str]:
-    """Return the names of all figures of an experiment; the first shows the results against the batch size."""
+    """Return the names of all figures of an experiment; the first figure shows the results against the batch size."""
     return [f"{item.name}-by-batch", *(name for f in FIGURES if f.item == item.name for name in f.pictures.values())]
 
 
@@ -84,7 +84,7 @@ def _wanted(folder: Path, readme: Path | None) -> dict[Path, str]:
 
 
 def write(folder: Path, readme: Path | None = None) -> list[Path]:
-    """Write all pages and figures, remove outdated ones, and return the changed files."""
+    """Write all pages and figures, remove outdated files, and return the changed files."""
     wanted = _wanted(folder, readme)
     changed = [path for path, text in wanted.items() if not path.exists() or path.read_text("utf-8") != text]
     for path in changed:
@@ -214,7 +214,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
 
 
 def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
-    """Return claims with verdict and reason; one each for sum and mean of the loss if both are planned."""
+    """Return claims with verdict and reason; if runs with sum and mean of the loss are planned, one claim for each."""
     claims = [claim for claim in CLAIMS if claim.item == item.name]
     if any(row.name.endswith(ON_MEAN) for row in item.rows):
         claims = [
@@ -288,7 +288,7 @@ def _ours(outcome: Outcome, interval: str = "") -> str:
 
 
 def _missing(item: Item, outcomes: list[Outcome]) -> str:
-    """Describe the missing runs and the least time they take; more may follow, because a grid may be extended."""
+    """Describe the missing runs and the least time they take. More runs may follow, because a grid may be extended."""
     missing = [outcome for outcome in outcomes if outcome.to_come]
     if not missing:
         return "All of it has been run."
@@ -354,20 +354,20 @@ def _run(line: Line) -> list[str]:
 
 
 def _title(config: RunConfig) -> str:
-    """Return the heading of a run: its method, batch, and task settings that are not the defaults."""
+    """Return the heading of a run: its method, its batch, and the task settings that differ from the defaults."""
     usual = tasks.build(config.task).settings()
     other = [f", {key} {value}" for key, value in sorted(config.task_settings.items()) if value != usual[key]]
     return f"{config.label} at batch {config.batch}{''.join(other)}"
 
 
 def _link(outcome: Outcome, before: str = "") -> str:
-    """Return the number of seeds as a link to their runs, or to the trials if there are no full runs."""
+    """Return the number of seeds as a link to their runs, or to the trial runs if there are no full runs."""
     count = str(len(outcome.values))
     if not outcome.lines and not outcome.trials:
         return count
     cell = outcome.planned.cell()
     title = _title(cell.config(outcome.lr or cell.grid[0], "full", 0))
-    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # as GitHub makes it from a heading
+    anchor = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")  # the anchor that GitHub makes from a heading
     return f"[{count}]({before}{outcome.planned.item.task}/runs.md#{anchor})"
 
 

@@ -22,11 +22,11 @@ AXES = {
     "validation_perplexity": "validation perplexity, log scale",
     "validation_auc": "validation AUC",
 }
-LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # a colour and mark each
+LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # each has its own colour and marker
 
 
 def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
-    """Return the paper's figures from our runs: the mean over seeds of each method, one panel per batch and loss."""
+    """Return the paper's figures from our runs: the mean over seeds for each method, one panel per batch and loss."""
     found = {}
     for figure in FIGURES:
         for metric, name in figure.pictures.items():
@@ -88,7 +88,7 @@ def _shown(value: float, metric: str) -> float:
 
 
 def _series(name: str, cell: Outcome, metric: str) -> Series | None:
-    """Return the mean curve of a method and its seeds; a cross at the last epoch if every run diverged."""
+    """Return the mean curve of a method and the curve of each seed; a cross at the last epoch if every run diverged."""
     slot = LOOKS.index(name)
     if cell.tried and not cell.values:
         return Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])

@@ -1,8 +1,8 @@
 """The runs planned for each table of the paper, read from experiments.toml, and their expected time.
 
-Every method gets three learning rates, a factor of two apart, around one known to work. If the best one is at an edge
-of this grid, the grid is extended, by the same rule for all methods. Learning rates are chosen on validation data with
-one seed.
+Every method gets three learning rates, a factor of two apart, around one that is known to work. If the lowest or
+highest of them is the best, the grid is extended, by the same rule for all methods. Learning rates are chosen on
+validation data with one seed.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from ..errors import UsageError
 from ..study.grid import Cell, StudyConfig
 from .tables import FIGURES, NUMBERS, TABLES
 
-Rates = Mapping[int, float]  # by batch
-START = 5.0  # seconds of a run beyond its epochs: loading data, compiling kernels, testing
+Rates = Mapping[int, float]  # values by batch
+START = 5.0  # seconds that a run takes besides its epochs, for loading data, compiling kernels and testing
 COSTS_ON = "one NVIDIA H200"
 ON_MEAN = " on the mean loss"  # suffix of rows that use the mean loss in place of the paper's sum
 
@@ -36,7 +36,7 @@ class Row:
     rates: Rates = field(default_factory=dict)
     """The middle of the grid of learning rates."""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """Settings to search in place of that grid, with their ranges at batch 8192; see `at_batch`."""
+    """Settings to search instead of the grid, with their ranges at batch 8192; see `at_batch`."""
     seeds: int = 3
     paper: str | None = None
     """The row of the paper's table to compare with; None if the paper has no such row."""
@@ -46,7 +46,7 @@ class Row:
     method_settings: Mapping[str, Any] = field(default_factory=dict)
     task_settings: Mapping[str, Any] = field(default_factory=dict)
     seconds: Rates | None = None
-    """Seconds per epoch, if they differ from the item's."""
+    """Seconds per epoch, if they differ from those of the item."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,26 +64,26 @@ class Item:
     seconds: Rates
     """Seconds per epoch, for the batches at which they were measured."""
     factor: float = 2.0
-    """The ratio of neighbouring learning rates of a grid."""
+    """The ratio of neighbouring learning rates in a grid."""
     extend: bool = True
     epochs: int | None = None
     search: bool = True
-    """Whether to search for a learning rate; not for tables of times."""
+    """Whether to search for a learning rate; False for tables of times."""
     trials: int | None = None
-    """Points of a search over `Row.ranges`."""
+    """Number of trials in a search over `Row.ranges`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the runs of all rows."""
     needs: str = ""
     """What the user must provide, such as a dataset."""
     apart: str = ""
-    """Why the numbers cannot be compared with the paper's; empty if they can."""
+    """Why the numbers cannot be compared with the paper's numbers; empty if they can."""
     about: str = ""
     """What was done, for experiments that are not in the paper."""
     guesses: str = ""
-    """What the paper leaves open, in short; docs/deviations.md has more."""
+    """What the paper does not state, in short; docs/deviations.md has more."""
 
     def cells(self) -> Iterator[Planned]:
-        """Yield the cells in the order in which they are run."""
+        """Yield the cells (a method at a batch size) in the order in which they are run."""
         for batch in self.batches:
             for row in self.rows:
                 if row.ranges or batch in row.rates:
@@ -109,7 +109,7 @@ class Planned:
 
     @property
     def name(self) -> str:
-        """The name of this cell for the option --cells."""
+        """The name of this cell, for the option --cells."""
         return f"{self.row.name}@{self.batch}"
 
     @property
@@ -136,7 +136,7 @@ class Planned:
             lrs=rates,
             method_settings=dict(row.method_settings),
             task_settings=dict(row.task_settings),
-            settings={"precision": usual["precision_on_gpu"], **item.settings, **row.settings},  # on every machine
+            settings={"precision": usual["precision_on_gpu"], **item.settings, **row.settings},  # for any machine
             extend=item.extend,
             search=at_batch(row.ranges, self.batch),
             trials=item.trials,
@@ -154,7 +154,7 @@ class Planned:
 
 
 def at_batch(ranges: Mapping[str, tuple[float, float]], batch: int) -> dict[str, tuple[float, float] | None]:
-    """Return the ranges of a search at a batch: those at 8192, times the square root of the ratio of the batches.
+    """Return the ranges of a search at a batch: the ranges at batch 8192 times sqrt(batch / 8192).
 
     >>> at_batch({"lr": (0.2, 3.2)}, 2048)
     {'lr': (0.1, 1.6)}
@@ -164,7 +164,7 @@ def at_batch(ranges: Mapping[str, tuple[float, float]], batch: int) -> dict[str,
 
 
 def between(known: Rates, batch: int) -> float:
-    """Interpolate linearly in log-log scale between known batches; outside them, use the value of the nearest.
+    """Interpolate linearly in log-log scale between known batches; outside them, use the value at the nearest batch.
 
     >>> between({128: 0.4, 2048: 0.1}, 512)
     0.2

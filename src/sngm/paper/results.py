@@ -33,7 +33,7 @@ NAMED = "with committed code installed by pip install -e from its clone, or with
 
 @dataclass(frozen=True)
 class Line:
-    """A run of the results folder: the record of its folder, and its curve by columns."""
+    """A run in the results folder: the record from its run folder, and its training curve by columns."""
 
     record: dict[str, Any]
 
@@ -65,7 +65,7 @@ class Line:
 
     @cached_property
     def made(self) -> tuple[Any, ...]:
-        """A sort key for runs of the same config: the run with the smallest key, which started first, is the result."""
+        """A sort key for runs of the same config. The run with the smallest key, which started first, is the result."""
         timing, hardware = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
         return str(self.record.get("started", "")), str(self.record["commit"]), timing, hardware
 
@@ -74,7 +74,7 @@ class Line:
         return json.dumps(finite(self.record), sort_keys=True, allow_nan=False, separators=(", ", ": "))
 
     def value(self, metric: str) -> float | None:
-        """Return the value of a metric, None if the run diverged or has none.
+        """Return the value of a metric; None if the run diverged or does not have the metric.
 
         "seconds" is the time of an epoch, and "train_loss" the loss of the last epoch. Other metrics are scores on test
         data, unless their names begin with "validation_".
@@ -91,10 +91,10 @@ class Line:
 
 
 class Results:
-    """All runs in the results folder, over all tasks: one per config, and repeats of the same config."""
+    """All runs in the results folder, for all tasks: one run per config, and further runs that repeat a config."""
 
     def __init__(self, lines: Iterable[Line]) -> None:
-        # files that git merged, or whose writing was interrupted, may hold a run twice
+        # a file may hold a run twice if git merged it or if writing it was interrupted
         by_run: dict[tuple[Any, ...], Line] = {}
         for line in lines:
             if by_run.setdefault((line.hash, *line.made), line).text != line.text:
@@ -108,7 +108,7 @@ class Results:
         _check_data(every)
 
     def of(self, config: RunConfig) -> Line | None:
-        """Return the run of a config. A full run with validation data also counts as the trial of its config."""
+        """Return the run of a config. A full run that has validation scores also counts as the trial run."""
         if found := self.lines.get(config.hash):
             return found
         full = self.lines.get(replace(config, part="full").hash)
@@ -168,7 +168,7 @@ def validated(line: Line) -> Line:
 
 
 def _checks(line: Line) -> Iterator[tuple[Any, str]]:
-    """Yield conditions that must be false, each with an error message, in an order in which they can be evaluated."""
+    """Yield conditions that must be false, each with an error message. A condition may rely on those before it."""
     line.order, line.made, line.hardware  # noqa: B018  raise KeyError for a missing entry
     record, result, curve, task = line.record, line.result, line.curve, line.config.task
     yield task not in tasks.names(), f"of {task}, a task of your own; only runs of built-in tasks are kept"
@@ -180,7 +180,7 @@ def _checks(line: Line) -> Iterator[tuple[Any, str]]:
     ended, of = record["status"], record.get("result_of", "last")
     yield ended not in FINISHED or of not in ("last", "best"), f"not a finished run: {ended}, {of}"
     yield not isinstance(record["command"], str), "no command"
-    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the oldest kept runs have no "started"
+    datetime.fromisoformat(record.get("started", "2000-01-01"))  # the oldest runs have no "started"
     times = [record["timing"].get(key) for key in TIMES[:2]]
     values = [*result.values(), *times, *(value for column in curve.values() for value in column)]
     others = [value for value in values if value is not None and not isinstance(value, (int, float))]
@@ -204,7 +204,7 @@ def _checks(line: Line) -> Iterator[tuple[Any, str]]:
 
 
 def from_folder(path: Path) -> Line:
-    """Return a finished run's folder as a line to keep.
+    """Return the folder of a finished run as a line for the results folder.
 
     Raises:
         UsageError: the run is not finished, was changed, or cannot be reproduced.
@@ -243,14 +243,14 @@ def rounded(value: float | None) -> float | None:
 
 
 def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
-    """Add runs to the files of their tasks; return how many were new, and how many of these repeat a kept run.
+    """Add runs to the files of their tasks; return how many were new, and how many of these repeat an earlier run.
 
     Of runs with the same config, the one that started first is the result, and the others are repeats.
     """
     new = repeated = 0
     for task in sorted({folder / line.config.task for line in lines}):
         task.mkdir(parents=True, exist_ok=True)
-        with locked(task, waiting=lambda: None):  # another process may be keeping runs too
+        with locked(task, waiting=lambda: None):  # another process may be adding runs too
             before = _of_task(task)
             there, merged = Results(before), Results([*before, *(x for x in lines if x.config.task == task.name)])
             # written in this order, so that an interruption leaves a run in both files rather than in none
@@ -275,7 +275,7 @@ def _check_data(lines: Iterable[Line]) -> None:
 
 
 def command_of(config: RunConfig) -> str:
-    """Return the command that repeats this run: the settings that differ from the task's defaults on a GPU.
+    """Return the command that repeats this run, with the settings that differ from the task's defaults on a GPU.
 
     >>> from sngm.training import resolve
     >>> command_of(resolve("digits", "sngm", lr=0.3, batch=512, seed=1, method_settings={"weight_decay": 8e-4}))
@@ -290,7 +290,7 @@ def command_of(config: RunConfig) -> str:
             words += [f"--{name.replace('_', '-')}", "inf" if value is None else str(value)]
 
     def special(name: str) -> dict[str, Any]:
-        given, default = getattr(config, name), getattr(usual, name)  # 0 and 0.0 make different records
+        given, default = getattr(config, name), getattr(usual, name)  # by repr: 0 and 0.0 make different records
         return {key: given[key] for key in sorted(given) if repr(given[key]) != repr(default.get(key))}
 
     return shlex.join(words + set_flags(special("method_settings"), special("task_settings")))

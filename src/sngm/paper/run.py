@@ -66,7 +66,7 @@ def run(
     if not name or name.endswith("+"):
         why = "the code has uncommitted changes" if name else "the commit of this code is unknown"
         raise UsageError(f"{why}, so these runs could not be reproduced; run {NAMED}")
-    os.environ["SNGM_COMMIT"] = name  # for worker processes, even if the code is edited meanwhile
+    os.environ["SNGM_COMMIT"] = name  # so that worker processes record this commit, even if the code is edited
     check_writable(results, "results")
     failed: list[Failure] = []
     with suppress(OutOfTime), _time_limit(budget) if budget else nullcontext():
@@ -89,7 +89,7 @@ def _make(
     now = provenance(choose_device(options.device))
 
     def known(config: RunConfig) -> launch.Record | None:
-        line = read(results).of(config)  # read again: another process may have added it
+        line = read(results).of(config)  # read again, because another process may have added the run
         if line is None:
             _set_aside_if_not_resumable(folder, run_name(config), now)
             return None
@@ -106,13 +106,13 @@ def _make(
         kept = len(progress.done)
         say(progress)
 
-    alone = 1 if planned.item.metric == "seconds" else jobs  # runs at the same time would slow each other down
+    alone = 1 if planned.item.metric == "seconds" else jobs  # parallel runs would slow each other down
     with show() as say:
         launch.compare(study, folder, options=options, jobs=alone, known=known, show=keep_new)
 
 
 def _set_aside_if_not_resumable(folder: Path, name: str, now: dict[str, Any]) -> None:
-    """Move away an unfinished run of other code or hardware: resumed, it could not be added to the results."""
+    """Move away an unfinished run of other code or hardware, because it could not be added to the results."""
     path = folder / "runs" / name
     if not (path / "run.json").exists():
         return
@@ -129,7 +129,7 @@ def _set_aside_if_not_resumable(folder: Path, name: str, now: dict[str, Any]) ->
 
 
 def _made_with(record: dict[str, Any]) -> list[Any]:
-    """Return code and hardware of a run, without the number of threads, which is 1 in worker processes."""
+    """Return the code version and hardware of a run, without the number of threads, which is 1 in worker processes."""
     hardware = {key: value for key, value in record.get("hardware", {}).items() if key != "threads"}
     return [record.get("commit"), record.get("versions"), hardware]
 
@@ -140,7 +140,7 @@ class OutOfTime(Exception):
 
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the block after this time; unfinished runs can be resumed."""
+    """Raise OutOfTime in the ``with`` block after this many seconds; unfinished runs can be resumed."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime

@@ -13,7 +13,7 @@ MSGD, LARS, EXTRAP, CLARS, SNGM, ADAM, LAMB = "MSGD", "LARS", "EXTRAP-SGD", "CLA
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of the paper: curves over training, without numbers."""
+    """A figure of the paper: training curves, for which the paper states no numbers."""
 
     name: str
     title: str
@@ -40,8 +40,8 @@ Cell = tuple[str, int]  # a row and a batch
 class Claim:
     """A sentence of the paper that can be tested, and the pairs of cells that test it.
 
-    `kind` is what each pair must show: "better" means that the first is better than the second, "similar" that they
-    differ by no more than the tolerance. The claim holds if all pairs show this at a fraction `share` of the batch
+    `kind` is what each pair must show: "better" means that the first cell is better than the second, "similar" that the
+    two differ by no more than the tolerance. The claim holds if all pairs show this at a fraction `share` of the batch
     sizes of the first cells.
     """
 
@@ -68,7 +68,7 @@ def each(methods: Sequence[str], others: Sequence[str], batches: Sequence[int]) 
 def _claim(
     methods: Sequence[str] = (), others: Sequence[str] = (), batches: Sequence[int] = (), pairs: Any = (), **rest: Any
 ) -> Claim:
-    """Return a claim of tables.toml: on methods and others at batches, or on pairs of cells."""
+    """Return a claim of tables.toml, which compares `methods` with `others` at `batches`, or `pairs` of cells."""
     cells = tuple((tuple(a), tuple(b)) for a, b in pairs) or each(methods, others, batches)
     return Claim(pairs=cells, **rest)
 

@@ -21,19 +21,19 @@ LEVEL = 0.05  # significance level of Welch's test
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """The state of a cell: the chosen learning rate, the results at it, and the missing runs."""
+    """The state of a table cell (a method at a batch size): the chosen learning rate, its results, and missing runs."""
 
     planned: Planned
     lr: float | None
     lines: list[Line]
-    """The full runs at that learning rate, with consecutive seeds from 0."""
+    """The full runs at the chosen learning rate, with consecutive seeds from 0."""
     missing: list[RunConfig]
     seeds: int
     """The planned number of seeds."""
     rates: tuple[float, ...] = ()
     """Learning rates tried and to be tried."""
     trials: int = 0
-    """The number of finished runs for choosing the learning rate."""
+    """The number of finished trial runs, which choose the learning rate."""
     validation: float | None = None
     """The validation score of the chosen trial."""
     searched: dict[str, float] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class Outcome:
     nothing_trains: bool = False
     """Whether every learning rate that was tried diverged."""
     on_test: list[Line] = field(default_factory=list)
-    """The full runs at the learning rate with the best mean on test data, among those at which no seed diverged."""
+    """The full runs at the learning rate with the best mean on test data, of the learning rates without divergence."""
 
     @property
     def values(self) -> list[float]:
@@ -58,13 +58,13 @@ class Outcome:
 
     @property
     def to_come(self) -> int:
-        """The number of runs still needed, including the seeds that are run once a learning rate is chosen."""
+        """The number of runs still needed, including the seeds to run after a learning rate is chosen."""
         waiting = self.seeds if self.lr is None and self.missing else 0
         return len(self.missing) + waiting
 
 
 def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
-    """Return outcomes by method and batch, as claims and figures name them."""
+    """Return outcomes by method and batch, because claims and figures name cells in this way."""
     return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
 
 
@@ -79,7 +79,7 @@ def outcomes_of(item: Item, results: Results) -> list[Outcome]:
 
 
 def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
-    """Return the state of a cell: repeat the decisions of a study, using the runs in the results folder."""
+    """Return the state of a cell by repeating the study's decisions on the runs in the results folder."""
     item, cell = planned.item, planned.cell(seeds)
     todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
     while todo:
@@ -91,7 +91,7 @@ def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> 
             trials += config.part == "select"
             todo += cell.take(config, line.record, item.metric, item.higher_is_better)
     lines = []
-    if cell.lr is not None:  # seeds beyond the planned ones count too
+    if cell.lr is not None:  # seeds beyond the planned number count too
         found = (results.of(cell.config(cell.lr, "full", seed)) for seed in itertools.count())
         lines = [line for line in itertools.takewhile(bool, found) if line]
     return Outcome(

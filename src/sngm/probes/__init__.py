@@ -1,9 +1,12 @@
 """Probes: measure the constants of the paper's convergence bounds at the current weights of a model.
 
-`noise` measures sigma and the gradient noise scale, `curvature` the norm of the Hessian, `frontier` the pairs
-(L, lambda) of relaxed smoothness, `blocks` the norm of each tensor of a gradient, with the constants rho and cos. These
-four work with any model and loss. `along` measures during a short training of a task, `of_runs` at the last checkpoints
-of runs.
+- `noise` measures sigma and the gradient noise scale.
+- `curvature` measures the norm of the Hessian.
+- `frontier` returns pairs (L, lambda) for which relaxed smoothness holds.
+- `blocks` measures the norm of each tensor of a gradient, and the constants rho and cos.
+- `along` measures during a short training of a task, `of_runs` at the last checkpoints of runs.
+
+The first four work with any model and loss.
 """
 
 from .blocks import Blocks, blocks, frontier

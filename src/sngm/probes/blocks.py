@@ -1,4 +1,4 @@
-"""Block norms of a gradient with rho and cos, and the frontier of relaxed smoothness."""
+"""Block norms of a gradient with rho and cos, and the frontier: pairs (L, lambda) of relaxed smoothness."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ from .gradients import norm
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """Norms of the tensors of a gradient, the blocks of block-wise methods.
+    """Norms of the tensors of a gradient, which are the blocks of block-wise methods.
 
     Attributes:
         norms: the norm of each tensor.
         rho: ``||g|| / sum of norms``; the paper's rho(S) is the maximum over a run.
         cos: cosine of the angle between the gradient and the block-wise direction, ``1 / (sqrt(S) rho)`` for S tensors.
-            Both rho and cos are NaN if the gradient is zero or not finite.
+
+    Both rho and cos are NaN if the gradient is zero or not finite.
     """
 
     norms: list[float]
@@ -46,7 +47,7 @@ def blocks(params: Iterable[Tensor]) -> Blocks:
 
 
 def of_norms(norms: Sequence[float]) -> Blocks:
-    """Return block norms with their rho and cos."""
+    """Return the result of `blocks` for the given norms."""
     known = any(norms) and all(map(math.isfinite, norms))
     rho, cos = (theory.rho(norms), theory.cos_angle(norms)) if known else (math.nan, math.nan)
     return Blocks(list(norms), float(rho), float(cos))
@@ -55,14 +56,14 @@ def of_norms(norms: Sequence[float]) -> Blocks:
 def frontier(
     curvatures: Sequence[float], gradient_norms: Sequence[float], lambdas: Sequence[float]
 ) -> dict[float, float]:
-    """Return, for each lambda, the least L with ``||H|| <= L + lambda ||g||`` at all given points.
+    """Return, for each lambda, the least L with ``||H|| <= L + lambda ||g||`` at all given points (model weights).
 
-    The inequality of relaxed smoothness need not hold at other points.
+    At other points this inequality, relaxed smoothness, may not hold.
 
     Args:
         curvatures: ||H||, the norm of the Hessian at each point.
-        gradient_norms: ||g|| at the same points, of the same function.
-        lambdas: values to find L for.
+        gradient_norms: ||g||, the norm of the gradient of the same function at the same points.
+        lambdas: values of lambda to find L for.
 
     >>> frontier([10.0, 100.0], [0.5, 8.0], [0.0, 10.0, 20.0])
     {0.0: 100.0, 10.0: 20.0, 20.0: 0.0}

@@ -1,4 +1,4 @@
-"""The norm of the Hessian by Lanczos' method, from Hessian-vector products."""
+"""The norm of the Hessian, computed from Hessian-vector products by Lanczos' method."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
 
 PRODUCT = 3  # a Hessian-vector product takes the time of about three gradients
-# Step of finite differences, relative to the norm of the parameters. It is short, because a step that moves an
+# Step of finite differences, relative to the norm of the parameters. The step is short, because a step that moves an
 # activation across the kink of a ReLU adds the jump of the gradient, divided by the step, to the curvature.
 STEP = 1e-11
-LEAST, IN_A_ROW = 8, 3  # at least 8 products, the last 3 accurate: early ones may be close to a smaller eigenvalue
+# At least 8 products, and the last 3 must be accurate, because early estimates may be close to a smaller eigenvalue.
+LEAST, IN_A_ROW = 8, 3
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
 
@@ -27,11 +28,12 @@ class Curvature:
     """Result of `curvature`.
 
     Attributes:
-        norm: norm of the Hessian: the largest absolute value of its eigenvalues. L is the maximum over a run.
-        eigenvalue: the eigenvalue with that absolute value, with its sign.
-        error: bound on the distance from `eigenvalue` to the nearest eigenvalue; the error is usually far smaller.
+        norm: norm of the Hessian: the largest absolute value of its eigenvalues. The paper's L is the maximum over a
+            run.
+        eigenvalue: the eigenvalue with the largest absolute value, with its sign.
+        error: bound on the distance from `eigenvalue` to the nearest true eigenvalue; usually far above the true error.
         products: the number of Hessian-vector products.
-        by: how products were computed: by "derivatives", or by "differences" of gradients.
+        by: how products were computed: by second "derivatives", or by "differences" of gradients.
     """
 
     norm: float
@@ -53,19 +55,19 @@ def curvature(
     Only Hessian-vector products are computed, never the whole Hessian. Each product is a double backward, which takes
     about the time of three gradients. If torch has no second derivatives, as for cuDNN's LSTM, a product is a finite
     difference of two gradients, which needs float64. This difference is accurate to five digits if the loss is smooth.
-    With ReLUs it may be far too large: a kink within the step counts as curvature.
+    With ReLUs the result may be far too large, because a kink within the step counts as curvature.
 
     The memory needed is that of the loss and its derivatives, and of seven vectors of the size of the parameters. Each
     product synchronises once with the device. The parameters are unchanged afterwards. Every evaluation of the loss
-    draws the same random numbers, such as dropout masks.
+    draws the same random numbers, for example for dropout.
 
     Args:
-        loss: function that returns the loss, always of the same samples; or that yields parts that add up to the loss,
-            of which only one is in memory at a time.
-        params: parameters, such as ``model.parameters()``. Those of ``copy.deepcopy(model).double()`` give full
-            precision, and leave the running statistics of the model unchanged.
+        loss: function that returns the loss, always of the same samples. It may also be a generator of parts that add
+            up to the loss; only one part is in memory at a time.
+        params: parameters, such as ``model.parameters()``. The parameters of ``copy.deepcopy(model).double()`` give
+            full precision, and the copy leaves the running statistics of the model unchanged.
         iterations: the largest number of products.
-        tolerance: stop when the error is at most this fraction of the eigenvalue, for three products in a row.
+        tolerance: stop when the error is at most this fraction of the eigenvalue for three products in a row.
 
     >>> w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     >>> found = curvature(lambda: (torch.tensor([1.0, -4.0, 2.0]) * w**2).sum() / 2, [w])
@@ -97,7 +99,7 @@ def curvature(
 def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int, tolerance: float) -> Curvature:
     """Run Lanczos' method without reorthogonalisation.
 
-    The loss of orthogonality adds copies of extreme eigenvalues, but does not change them.
+    The vectors lose their orthogonality, which adds copies of extreme eigenvalues, but does not change their values.
     """
     generator = torch.Generator(like.device).manual_seed(0)
     v = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
@@ -134,14 +136,14 @@ def _product(loss: Loss, params: Sequence[Tensor], v: Tensor) -> Tensor:
     for part in _parts_of(loss, params):
         pairs = zip(gradients(part, params, create_graph=True), along, strict=True)
         slopes = [(g * u).sum() for g, u in pairs if g is not None and g.requires_grad]
-        if slopes:  # none for a linear function
+        if slopes:  # empty for a linear function
             total += flat(torch.autograd.grad(torch.stack(slopes).sum(), params, allow_unused=True), params)
         total += 0 * part.detach()  # propagates a NaN or infinite loss
     return total
 
 
 class _Differences:
-    """Hessian-vector products as finite differences of gradients; used after `begin` was called."""
+    """Hessian-vector products as finite differences of gradients; call `begin` first and `end` last."""
 
     def __init__(self, loss: Loss, params: Sequence[Tensor]) -> None:
         self.loss, self.params = loss, params
@@ -181,7 +183,7 @@ class _Differences:
 
 
 def _parts_of(loss: Loss, params: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the parts of the loss. Each call draws the same random numbers, and restores the generators."""
+    """Yield the parts of the loss. Each call draws the same random numbers, and restores the random generators."""
     with torch.random.fork_rng([params[0].device] if params[0].is_cuda else []):
         found = loss()
         yield from found if isinstance(found, Iterable) and not isinstance(found, Tensor) else [found]

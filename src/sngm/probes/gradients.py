@@ -13,7 +13,7 @@ NOT_FINITE = "the loss or its gradient is not finite here, so there is nothing t
 
 
 class NotFinite(UsageError):
-    """The loss or its gradient is NaN or infinite at this point."""
+    """The loss or its gradient is NaN or infinite at these weights."""
 
 
 def trained(params: Iterable[Tensor]) -> list[Tensor]:
@@ -27,7 +27,7 @@ def trained(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise UsageError if a loss is not a tensor with one number that has a gradient."""
+    """Raise UsageError if a loss is not a tensor of one element that requires a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"a loss must be a tensor with one number, got {what}")
@@ -36,7 +36,7 @@ def check_loss(loss: Tensor) -> None:
 
 
 def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
-    """Return one gradient per parameter, dense; None where the loss does not depend on it."""
+    """Return one dense gradient per parameter; None if the loss does not depend on the parameter."""
     check_loss(loss)
     found = torch.autograd.grad(loss.reshape(()), params, create_graph=create_graph, allow_unused=True)
     if all(g is None for g in found):
@@ -51,7 +51,7 @@ def flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 
 def norm(vector: Tensor) -> Tensor:
-    """Return the 2-norm in float64, as a tensor, without synchronisation."""
+    """Return the 2-norm as a float64 tensor, without synchronising with the device."""
     found: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
     return found
 

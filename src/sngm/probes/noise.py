@@ -1,4 +1,4 @@
-"""Gradient noise: sigma of the paper, and the gradient noise scale."""
+"""Gradient noise: the paper's sigma, and the gradient noise scale."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
 
-FOLDED = 4096  # length of random projections of gradients: keeps distances to about 2 %
+FOLDED = 4096  # length of random projections of gradients, which preserve distances to about 2 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Noise:
             without bias; if the estimate is not positive, the scale is inf.
         scale_low, scale_high: 95 % confidence interval of the scale, see `noise`. NaN with only two batches.
         loss, gradient_norm: mean loss over all samples, and the norm of its gradient.
-        block_norms: the norm of that gradient for each parameter; None where the loss does not depend on it.
+        block_norms: the norm of that gradient for each parameter; None if the loss does not depend on the parameter.
         batches, samples: number of batches and samples.
     """
 
@@ -53,22 +53,22 @@ def noise(
 ) -> Noise:
     """Return sigma and the gradient noise scale, from the gradients of disjoint batches.
 
-    If batch k has b_k samples, and m is the mean gradient of the N samples before it, then
-    ``b_k N / (b_k + N) ||g_k - m||^2`` has the mean sigma^2 for all sizes. Sigma^2 is estimated by the mean of these
-    values, which is unbiased. With BatchNorm, a sample's gradient depends on its batch; sigma^2 is then the variance of
-    a batch's gradient times its size, and holds for batches of that size.
+    If batch k has b_k samples and the gradient g_k, and m is the mean gradient of the N samples before it, then
+    ``b_k N / (b_k + N) ||g_k - m||^2`` has the expectation sigma^2 for all sizes. Sigma^2 is estimated by the mean of
+    these values, which is unbiased. With BatchNorm, a sample's gradient depends on its batch; sigma^2 is then the
+    variance of a batch's gradient times the batch size, and holds for batches of that size.
 
-    The interval is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of Student's t.
-    The interval is valid for normally distributed gradients, whatever the rank of their covariance. If a few samples
-    have by far the largest gradients, the interval is too narrow; docs/probes.md has its measured coverage. It is
-    computed from random projections of gradients to `FOLDED` numbers, so that gradients are not kept. The interval of
-    the scale is a jackknife interval of its inverse, which is finite without a signal too.
+    The interval of sigma is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of
+    Student's t. It is valid for normally distributed gradients, whatever the rank of their covariance. If a few samples
+    have by far the largest gradients, the interval is too narrow; docs/probes.md has its measured coverage. The
+    interval is computed from random projections of gradients to `FOLDED` numbers, so that gradients are not kept. The
+    interval of the scale is a jackknife interval of 1 / scale, which is finite even if there is only noise.
 
     Args:
         loss: function of a batch that returns the mean loss over its samples.
         params: parameters, such as ``model.parameters()``.
         batches: at least two random batches, of any sizes; a few dozen give a narrow interval.
-        sizes: the number of samples of each batch. Default: the length of its first tensor.
+        sizes: the number of samples of each batch. Default: the length of the batch's first tensor.
 
     >>> w = torch.zeros(1, requires_grad=True)
     >>> x = torch.tensor([[1.0], [2.0], [3.0]])  # three batches of one sample; gradients w - x
@@ -140,20 +140,20 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def _fold(vector: Tensor, signs: Tensor) -> Tensor:
-    """Project a vector to `FOLDED` signed sums, which preserves distances; exactly for short vectors."""
+    """Project a vector to `FOLDED` signed sums, which preserves distances, and does so exactly for short vectors."""
     signed = torch.nn.functional.pad(vector * signs, (0, -len(vector) % FOLDED))
     return signed.view(-1, FOLDED).sum(0).double()
 
 
 def _deviations(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the squared distance of each batch's gradient from the mean gradient, then its dot products with that."""
+    """Return each batch gradient's squared distance from the mean gradient, then the dot products of these two."""
     rows = torch.stack(list(folded))
     mean = torch.tensor(sizes, dtype=rows.dtype, device=rows.device) / sum(sizes) @ rows
     return torch.cat([(rows - mean).square().sum(1), (rows - mean) @ mean])
 
 
 def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) -> tuple[float, float]:
-    """Return the jackknife interval of sigma, computed for its logarithm, whose error is nearly symmetric."""
+    """Return the jackknife interval of sigma, computed for log sigma, whose error is nearly symmetric."""
     if len(sizes) < 3:
         return math.nan, math.nan
     if sigma == 0:
@@ -161,14 +161,14 @@ def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) ->
     without = _without_each(sizes, distances)
     if without is None:
         return 0.0, math.inf
-    factor = math.exp(_half_width([math.log(rest) for rest in without]) / 2)  # / 2: sigma, not sigma^2
+    factor = math.exp(_half_width([math.log(rest) for rest in without]) / 2)  # / 2 for sigma instead of sigma^2
     return sigma / factor, sigma * factor
 
 
 def _scale_interval(
     length: float, variance: float, sizes: Sequence[int], distances: Sequence[float], dots: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the jackknife interval of the noise scale, computed for its inverse, which is finite without a signal."""
+    """Return the jackknife interval of the noise scale, computed for 1 / scale, which is finite even for noise only."""
     count, total = len(sizes), sum(sizes)
     if count < 3 or variance == length == 0:
         return math.nan, math.nan
@@ -180,7 +180,7 @@ def _scale_interval(
     inverses = []
     for size, distance, dot, rest in zip(sizes, distances, dots, without, strict=True):
         share = size / (total - size)
-        square = length**2 - 2 * share * dot + share**2 * distance  # of the mean gradient of the other batches
+        square = length**2 - 2 * share * dot + share**2 * distance  # squared norm of the other batches' mean gradient
         inverses.append(square * (count - 2) / rest - 1 / (total - size))
     inverse, half = length**2 / variance - 1 / total, _half_width(inverses)
     low, high = (1 / end if end > 0 else math.inf for end in (inverse + half, inverse - half))
@@ -188,7 +188,7 @@ def _scale_interval(
 
 
 def _without_each(sizes: Sequence[int], distances: Sequence[float]) -> list[float] | None:
-    """Return the sum of squares without each batch in turn; None if a single batch has all of it."""
+    """Return the sum of squares without each batch in turn; None if one batch contributes the whole sum."""
     total = sum(sizes)
     parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
     whole = math.fsum(parts)

@@ -49,16 +49,16 @@ def along(
 ) -> Record:
     """Train with `config` (the pilot), and measure at `points` equally spaced steps, from the start to the end.
 
-    The steps are the same as those of ``sngm train``; no run folder is written. Every step also records the norm of
-    each tensor's gradient as the optimizer gets it: after clipping, and divided by ``task.scale``, so that all values
-    are of the mean loss. If the loss becomes NaN or infinite, the pilot ends at the next point, with the status
-    "diverged" and the points before it.
+    The steps are the same as in ``sngm train``; no run folder is written. Every step also records the norm of each
+    tensor's gradient as the optimizer gets it: after clipping, and divided by ``task.scale``, so that all values are
+    those of the mean loss. If the loss becomes NaN or infinite, the pilot ends at the next point; the result has the
+    status "diverged" and the points before it.
 
     Args:
         config: config of the run, from :func:`sngm.training.resolve`.
-        points: number of points, at least two.
-        steps: end after this many steps; the learning rate schedule is that of the whole run.
-        samples: the number of samples per point, in groups: see :class:`Sample`.
+        points: number of points (steps at which to measure), at least two.
+        steps: end after this many steps; the learning rate schedule is still that of the whole run.
+        samples: number of training samples to measure on at each point, in groups: see :class:`Sample`.
         iterations: the most Hessian-vector products per point; each takes the time of about three gradients of all
             samples.
         lambdas: values of lambda to find L for, see :func:`sngm.probes.frontier`.
@@ -108,7 +108,7 @@ def along(
         "status": status,
         "config": config.as_dict(),
         **_about(sample),
-        # for text: windows of its streams, the samples of a batch
+        # for text, the samples are the windows of the streams
         "training_samples": len(setup.training),
         "scale": setup.task.scale(config.batch),
         "points": found,
@@ -139,11 +139,12 @@ def of_runs(
     data_dir: Path | None = None,
     say: Say = lambda text: None,
 ) -> Record:
-    """Measure the last checkpoint of each run, for example the sharpness of small- and large-batch runs.
+    """Measure the last checkpoint of each run, for example to compare the sharpness of small- and large-batch runs.
 
-    Runs of one task are measured on the same samples: text is read in as many streams as the smallest batch, and runs
-    trained on different parts of the data raise UsageError. With BatchNorm, the loss is the same function of the
-    weights only for groups of equal size, so the default `bn_group` is the smallest among the runs.
+    Runs of one task are measured on the same samples. Text is read in as many streams as the smallest batch of the runs
+    has samples. Runs that were trained on different parts of the data raise UsageError. With BatchNorm, the loss is the
+    same function of the weights only for groups of equal size, so the default `bn_group` is the smallest among the
+    runs.
     """
     where = probe_device(device)
     loaded = [(Path(folder), *load_model_and_config(Path(folder), where, data_dir, partial=True)) for folder in folders]
@@ -231,7 +232,7 @@ def probe_device(device: str | None) -> torch.device:
 class Norms:
     """Recorder of loss, learning rate and the gradient norm of each tensor at every step.
 
-    Tensors stay on the device until `read`.
+    The recorded values stay on the device until `read` is called.
     """
 
     def __init__(self, model: nn.Module, scale: float) -> None:
@@ -243,7 +244,7 @@ class Norms:
         self.rates: list[float] = []
 
     def take(self, loss: Tensor, lr: float) -> None:
-        """Record loss, learning rate and norms after a step. EXTRAP-SGD leaves no gradients, so it has no norms."""
+        """Record loss, learning rate and norms after a step; no norms for EXTRAP-SGD, which keeps no gradients."""
         self.losses.append(loss.detach().double().clone())
         self.rates.append(lr)
         self.used = self.used or [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -267,7 +268,7 @@ class Norms:
 
 
 def training(config: RunConfig, setup: Setup, device: torch.device, recorded: Norms) -> Generator[None, None, None]:
-    """Train a run as a generator, one step per iteration."""
+    """Yield after each step of a training run."""
     task, scores = setup.task, list[float]()
     held_out = {name: to_device_if_fits(samples, device) for name, samples in setup.held_out.items()}
     for epoch in range(config.epochs):

@@ -22,10 +22,10 @@ from .blocks import of_norms
 from .curvature import PRODUCT, curvature
 from .noise import Noise, noise
 
-PROBE = 4  # purpose of random numbers, in addition to those of sngm.training.rng
+PROBE = 4  # key of the random numbers of probes, in addition to the keys of sngm.training.rng
 GROUPS = 16  # the number of groups without BatchNorm
-PASS = 64  # samples per pass where groups may be merged
-LEAST = 4  # the fewest groups, with large BatchNorm groups
+PASS = 64  # samples per pass if groups may be merged
+LEAST = 4  # the fewest groups, if BatchNorm groups are large
 WINDOWS = 4  # the fewest consecutive windows per stream
 MOST_ITERATIONS = 10_000
 SETTLED = 0.05  # relative error of the Hessian's norm that counts as converged
@@ -37,9 +37,9 @@ class Sample:
     """Fixed groups of samples, and a copy of the model in float64 to measure on them.
 
     With BatchNorm, a group is the samples that BatchNorm normalises together, because the gradient of a sample depends
-    on its group. Without BatchNorm, the samples are split into 16 groups. All measurements are of the mean loss over
-    all groups, with the augmentation of epoch 0, with the same dropout masks for a group each time, and without weight
-    decay.
+    on its group. Without BatchNorm, the samples are split into 16 groups. The measured function is the mean loss over
+    all groups, with the augmentation of epoch 0 and without weight decay. Dropout masks of a group are the same in
+    every measurement.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Sample:
         self.draws = False  # whether the loss has drawn random numbers so far, as dropout does
         self.twin = copy.deepcopy(model).to(torch.float64)
         norms = [m for m in self.twin.modules() if isinstance(m, _BatchNorm)]
-        track(norms, False)  # no update of running statistics
+        track(norms, False)  # do not update running statistics
         self.names, self.params = [], []
         for name, p in self.twin.named_parameters():
             if p.requires_grad:
@@ -70,19 +70,19 @@ class Sample:
         if self.normalises and bn_group == 1:
             raise UsageError("BatchNorm over a single sample: take a larger `bn_group`")
         indices = chains(training, samples, bn_group if self.normalises else None)
-        # in their own dtype: float64 would take twice the memory
+        # kept in their own dtype, because float64 would take twice the memory
         self.chains = [[task.batch(training, i, seed=0, epoch=0) for i in chain] for chain in indices]
         self.sizes = [len(i) for chain in indices for i in chain]
         self.group, self.samples = max(self.sizes), sum(self.sizes)
 
     @property
     def cost(self) -> int:
-        """The largest number of single-sample gradients that the measurements at a point may take."""
+        """The largest number of single-sample gradients that the measurements at one point may take."""
         return self.samples * self.evaluations
 
     @property
     def evaluations(self) -> int:
-        """The largest number of gradients over all samples per point: one for the noise, others for the Hessian."""
+        """The largest number of gradients over all samples per point: one for the noise, the rest for the Hessian."""
         return 1 + PRODUCT * self.iterations
 
     def measure(self, model: nn.Module) -> Point:
@@ -93,7 +93,7 @@ class Sample:
         if not self.announced:
             self.announced = True
             self.say(f"at most about {duration((time.monotonic() - start) * self.evaluations)} a point")
-        # Merged groups would draw other dropout masks: Hessian and gradient would be of different functions.
+        # Merged groups would draw other dropout masks, and the Hessian would be that of a different function.
         separate = self.normalises or self.draws
         merged = groups if separate else _merged(groups, max(1, PASS // self.group))
         shares = [len(batch[0]) / self.samples for batch, _ in merged]
@@ -154,7 +154,7 @@ class Sample:
 
 
 def _random_state(device: torch.device) -> Tensor:
-    """Return the state of the generators that a loss on this device may use, on the CPU; drawing changes it."""
+    """Return the state, on the CPU, of the random generators that a loss on this device may draw from."""
     host = torch.get_rng_state()
     return torch.cat([host, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else host
 
@@ -173,7 +173,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[Tensor]]:
-    """Return indices of disjoint groups, in chains: the groups of a chain are consecutive windows of streams."""
+    """Return indices of disjoint groups, as chains; for text, the groups of a chain are consecutive windows."""
     count = len(training)
     streams: int | None = getattr(training, "streams", None)
     samples = min(samples, count)
@@ -183,7 +183,7 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
         if count < 2 * group:
             there = f"there are {count} samples to train on, which make no two groups of {group}"
             raise UsageError(f"noise is seen between two groups or more, and {there}; take a smaller `bn_group`")
-        order = rng.permutation(count, PROBE)  # the same for every run, to compare runs
+        order = rng.permutation(count, PROBE)  # the same for every run, so that runs can be compared
         return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]
     group = min(group, streams)
     side_by_side = max(1, min(streams // group, wanted // WINDOWS))

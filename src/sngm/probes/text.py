@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Return the points of a pilot, or the runs, as a table."""
+    """Return the measurements at the points of a pilot, or of runs, as a table."""
     if found["kind"] == "runs":
         return _table(found["runs"], RUNS) + _legend(RUNS)
     points = [{"samples": found["samples"], **point} for point in found["points"]]
@@ -24,7 +24,7 @@ def _relative(point: dict[str, Any]) -> str:
 
 
 def _noise_scale(point: dict[str, Any]) -> str:
-    """Return the noise scale with two digits; with one, if it exceeds the number of samples and so is less accurate."""
+    """Return the noise scale with two digits, or one if it exceeds the number of samples and so is less accurate."""
     digits = 1 if _rough(point) else 2
     return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
 
@@ -85,7 +85,7 @@ def _legend(columns: dict[str, Any]) -> str:
 def _follows(found: dict[str, Any]) -> str:
     """Return which batch sizes the noise scale allows, by its median over the later half of the points.
 
-    A scale above the number of samples only means that their gradient is mostly noise.
+    A scale above the number of samples only means that the gradient of the samples is mostly noise.
     """
     points, samples = found["points"], found["samples"]
     scales = [scale for p in points[len(points) // 2 :] if (scale := p["noise_scale"]) == scale]

@@ -1,7 +1,7 @@
 """Reports of studies: tables, figures and one page that opens offline.
 
-A report is made from the records in a folder alone, so it can be written again at any time, on any machine, and while
-a study is running.
+A report is made only from the records in a folder, so it can be written again at any time, on any machine, and while a
+study is running.
 """
 
 from .page import write

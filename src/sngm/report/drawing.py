@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.lines import Line2D
     from matplotlib.transforms import Bbox
 
-WIDTH, HEIGHT = 360, 250  # of a panel, in pixels
+WIDTH, HEIGHT = 360, 250  # size of a panel in pixels
 LEFT, RIGHT, TOP, BOTTOM = 50, 14, 30, 40
 INNER = WIDTH - LEFT - RIGHT, HEIGHT - TOP - BOTTOM
 TEMPLATES = Path(__file__).with_name("templates")
@@ -29,7 +29,7 @@ VARIABLES = {colour: name for name, colour in re.findall(r"(--\w+):(#\w{6})", CS
 COLOURS = [colour for colour, name in VARIABLES.items() if re.fullmatch(r"--s\d", name)][:7]  # for the light theme
 PAPER = "#ffffff"
 MARKERS = "os^DvP"
-HOVER = "hover: "  # the gid of an artist, followed by the text of its <title>
+HOVER = "hover: "  # start of the gid of a matplotlib artist; the text of its <title> follows
 
 
 def inline(figure: Figure) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def standalone(figure: Figure) -> str:
 
 @contextmanager
 def _matplotlib() -> Iterator[None]:
-    """Use only our style, and ignore warnings of glyphs missing in matplotlib's font: the reader's font draws them."""
+    """Use only our style; ignore warnings of glyphs missing in matplotlib's font, because the reader's font is used."""
     from matplotlib import style
 
     with warnings.catch_warnings(), style.context(["default", TEMPLATES / "figures.mplstyle"]):
@@ -67,7 +67,7 @@ def _matplotlib() -> Iterator[None]:
 
 
 def _svg(canvas: Canvas, about: dict[str, str], box: Bbox | None = None) -> str:
-    """Return a canvas as one SVG element with these attributes and no reference to anything outside it."""
+    """Return a canvas as one SVG element with these attributes and without references to other files."""
     buffer = io.BytesIO()
     canvas.savefig(buffer, format="svg", bbox_inches=box, metadata={"Date": None})
     root = ET.fromstring(buffer.getvalue())
@@ -166,7 +166,7 @@ def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
     axes.set_ylim(max(low, figure.possible[0]), min(high, figure.possible[1]))
     whole, linear = (MaxNLocator(6, steps=[1, 2, 5, 10], integer=integer) for integer in (True, False))
     ticks = xs[:1]
-    for x in xs:  # those of xs whose labels do not overlap
+    for x in xs:  # keep the x values whose labels do not overlap
         pixels = (axes.transData.transform((x, low)) - axes.transData.transform((ticks[-1], low)))[0]
         if pixels > 12 + 3.6 * len(f"{x:g}{ticks[-1]:g}"):
             ticks.append(x)
@@ -180,7 +180,7 @@ def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
 
 
 def _draw(axes: Axes, figure: Figure, series: Series, place: float, worst: float | None) -> None:
-    """Draw a series, `place` steps to the right of its x values."""
+    """Draw a series, shifted to the right of its x values by `place` times the distance between series."""
     from matplotlib.transforms import Affine2D
 
     def draw(points: Sequence[tuple[float, float]], hover: str = "", **settings: Any) -> None:

@@ -12,13 +12,13 @@ from typing import Any
 from .summary import Cell, Summary
 
 Points = list[tuple[float, float]]
-LOOKS = ("msgd", "lars", "sngm", "clars", "extrap-sgd", "adam", "lamb")  # these methods look the same in every study
+LOOKS = ("msgd", "lars", "sngm", "clars", "extrap-sgd", "adam", "lamb")  # same look in every study
 POSSIBLE = {"accuracy": (0.0, 100.0), "auc": (0.0, 100.0), "perplexity": (1.0, math.inf)}
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """A line with markers; its slot selects colour and marker."""
+    """A line with markers. Its slot (a number) selects colour and marker."""
 
     label: str
     slot: int
@@ -27,11 +27,11 @@ class Series:
     errors: list[float | None] = field(default_factory=list)
     """Half the length of each point's error bar."""
     faint: list[Points] = field(default_factory=list)
-    """Thin lines behind the main one, such as seeds; a line of one point is a dot."""
+    """Thin lines behind the main line, such as single seeds; a line of one point is a dot."""
     marks: bool = True
     """Whether every point has a marker; otherwise only the last point has one."""
     lost: list[float] = field(default_factory=list)
-    """Each x without a y, such as of a diverged run: drawn as a cross at the edge of the axis with the worst values."""
+    """Each x without a y, because a run diverged; drawn as a cross at the edge of the axis with the worst values."""
     ring: float | None = None
     """The x of a point to circle."""
 
@@ -61,9 +61,9 @@ class Figure:
     dodge: float = 0.0
     """Pixels between series at the same x, so that error bars do not hide each other."""
     possible: tuple[float, float] = (-math.inf, math.inf)
-    """The lowest and the highest possible y: axis and error bars end there."""
+    """The lowest and the highest possible y, at which axis and error bars end."""
     worst: dict[str, float] = field(default_factory=dict)
-    """Panel title -> the worst y on the panel's own y axis; worse values are hollow markers at the edge."""
+    """Panel title -> the worst y on the panel's own y axis. Worse values are hollow markers at the edge."""
 
 
 def slots(methods: Sequence[str]) -> dict[str, int]:
@@ -97,7 +97,7 @@ def by_batch(summary: Summary) -> Figure:
 
 
 def curves(summary: Summary) -> Figure:
-    """Return the metric against the epoch, one panel per batch size: the mean over finished seeds, and each seed."""
+    """Return the metric against the epoch, one panel per batch size, for each seed and as mean over finished seeds."""
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
         lines, finished = [], []
@@ -143,8 +143,9 @@ def _near_the_best(summary: Summary, figure: Figure) -> Figure:
 def by_trials(summary: Summary) -> Figure:
     """Return the best validation metric after k trials of a search, for each k, a panel for each batch size.
 
-    For each k, the figure shows the best value of k trials over all sets of k of a method's trials: the mean, and the
-    10 % and 90 % quantiles. A trial that diverged counts as the worst finite value of all methods at its batch size.
+    For each k, the best value in every set of k of a method's trials is taken; the figure shows the mean and the 10 %
+    and 90 % quantiles over these sets. A trial that diverged counts as the worst finite value of all methods at its
+    batch size.
     """
     sign = 1 if summary.higher_is_better else -1
 
@@ -173,7 +174,7 @@ def best_of(k: int, ranked: Sequence[float]) -> tuple[float, float, float]:
     >>> best_of(1, [1.0, 2.0, 3.0]), best_of(3, [1.0, 2.0, 3.0])
     ((2.0, 1.0, 3.0), (3.0, 3.0, 3.0))
     """
-    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]  # of sets with best i
+    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]  # of the sets with best i
     reached = list(itertools.accumulate(shares))
     quantiles = (next(v for v, r in zip(ranked, reached, strict=True) if r >= q - 1e-9) for q in (0.1, 0.9))
     low, high = quantiles

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 def render(template: str, **values: Any) -> str:
     """Return a page from templates/<template>.html.j2, with every value escaped."""
     page = _environment().get_template(f"{template}.html.j2").render(values)
-    return page.encode("utf-8", "replace").decode()  # a lone surrogate, as in an undecodable argument, becomes "?"
+    return page.encode("utf-8", "replace").decode()  # a lone surrogate, from an undecodable argument, becomes "?"
 
 
 @cache
@@ -50,7 +50,7 @@ def words(value: object, missing: str = "None") -> str:
 
 
 def short(value: object) -> str:
-    """Return a number with at most four digits, from 1,000 on rounded to a whole number; None as a dash.
+    """Return a number with at most four digits (from 1,000 on, as a whole number); None as a dash.
 
     >>> short(0.123456), short(12345.6), short(None), short("0.9")
     ('0.1235', '12,346', '–', '0.9')

@@ -22,7 +22,7 @@ from .records import clean
 from .summary import summarise_tasks
 
 ADDRESS = "127.0.0.1"
-SERVED = (".json", ".jsonl", ".html", ".svg", ".csv", ".md", ".txt")  # records and files of reports
+SERVED = (".json", ".jsonl", ".html", ".svg", ".csv", ".md", ".txt")  # suffixes of records and of report files
 SHOWN = ("run.json", "metrics.jsonl", "study.json")  # files that make the page change
 
 
@@ -47,21 +47,21 @@ class Page:
         try:
             if begun:
                 return html(summarise_tasks(self.folder), live=True)
-        except (FileNotFoundError, UsageError) as error:  # no run here, or none that can be read
+        except (FileNotFoundError, UsageError) as error:  # the folder holds no run, or none that can be read
             answer = str(error)
         return render("page", title=subject, subject=subject, answer=answer, live=True)
 
     def _changes(self) -> list[tuple[str, int, int]]:
         found = []
         for path in sorted(path for name in SHOWN for path in self.folder.rglob(name)):
-            with contextlib.suppress(OSError):  # deleted meanwhile
+            with contextlib.suppress(OSError):  # the file was deleted in the meantime
                 about = path.stat()
                 found.append((str(path), about.st_mtime_ns, about.st_size))
         return found
 
 
 class Handler(SimpleHTTPRequestHandler):
-    """Answer GET and HEAD: the page at /, and records, files of reports and listings; everything else is an error."""
+    """Answer GET and HEAD for the page at /, records, report files and folder listings; all else is an error."""
 
     def __init__(self, *args: Any, page: Page, **settings: Any) -> None:
         self.page = page
@@ -101,7 +101,7 @@ class Handler(SimpleHTTPRequestHandler):
         """Return whether a path is a folder, a record or a file of a report, within the folder and not hidden."""
         if "\0" in path:
             return False
-        found = Path(os.path.realpath(path))  # follows symbolic links; a loop is no error
+        found = Path(os.path.realpath(path))  # follows symbolic links; a loop of links does not raise an error
         if not found.is_relative_to(self.page.folder):
             return False
         hidden = any(part.startswith(".") for part in found.relative_to(self.page.folder).parts)
@@ -111,7 +111,7 @@ class Handler(SimpleHTTPRequestHandler):
         """Print nothing for a request."""
 
     def _allowed(self) -> bool:
-        """Return whether the Host header is this machine; else answer 403, as protection against DNS rebinding."""
+        """Return True if the Host header is this machine; else answer 403, as protection against DNS rebinding."""
         if self.headers.get("Host", "").partition(":")[0] in (ADDRESS, "localhost"):  # a tunnel may have another port
             return True
         self.send_error(HTTPStatus.FORBIDDEN, "open it as http://127.0.0.1")
@@ -142,8 +142,8 @@ def serve(folder: Path, port: int = 0) -> ThreadingHTTPServer:
     """Return a server of the live report of a folder, on 127.0.0.1; call its serve_forever().
 
     Args:
-        folder: the folder of a study or of runs; it may be empty, or made later.
-        port: the port, or 0 for a free one, which ``server.server_address[1]`` then holds.
+        folder: the folder of a study or of runs; it may be empty, or created later.
+        port: the port, or 0 for any free port; ``server.server_address[1]`` is the port in use.
     """
     page = Page(Path(folder).resolve())
     page.read()

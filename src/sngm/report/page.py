@@ -44,9 +44,9 @@ TRIALS = (
 def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
     """Write table.md, figures, tables and report.html into a folder that holds records.
 
-    The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg; every table is a CSV file, and all are
-    in report.json. If the runs are of several tasks, each file except the page has the task in its name. All files are
-    computed before the first one is replaced.
+    The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg. Every table is a CSV file, and
+    report.json holds all tables. If the runs are of several tasks, the name of each file except the page contains the
+    task. All files are computed before the first file is replaced.
 
     Args:
         folder: the folder of the records.
@@ -78,7 +78,7 @@ def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
 
 
 def figures_of(summary: Summary) -> dict[str, tuple[Callable[[Summary], Figure], str]]:
-    """Return the figures of a report, with the text below each; studies that searched settings have one more."""
+    """Return the figures of a report, with the text below each; a study with a search has one more figure."""
     searched = any(cell.search for cell in summary.cells.values())
     return {**FIGURES, "trials": TRIALS} if searched else FIGURES
 
@@ -88,9 +88,9 @@ def html(parts: Sequence[Summary], home: str = "", live: bool = False, answer: s
 
     Args:
         parts: a summary for each task.
-        home: the folder of the records, relative to that of the page, for links.
+        home: the folder of the records, relative to the folder of the page, for links.
         live: whether the browser loads the page again every few seconds, until all runs of a study have ended.
-        answer: the headline. Default: that of the summary.
+        answer: the headline. Default: the headline of the summary.
     """
     runs = [run for part in parts for run in part.records.runs]
     counts = {"task": len(parts)} if len(parts) > 1 else {}
@@ -112,7 +112,7 @@ def html(parts: Sequence[Summary], home: str = "", live: bool = False, answer: s
 
 
 def _part(summary: Summary) -> dict[str, Any]:
-    """Return what the template shows of one task."""
+    """Return the values that the template shows for one task."""
     runs, study = summary.records.runs, summary.records.study
     seconds = [run.seconds for run in runs if run.seconds is not None]
     goal = target(summary)
@@ -143,7 +143,7 @@ def _part(summary: Summary) -> dict[str, Any]:
 
 
 def _progress(parts: Sequence[Summary]) -> str:
-    """Return how many runs have ended and how far the others are; empty if all have ended."""
+    """Return how many runs have ended and how far the other runs are; empty if all have ended."""
     runs = [run for part in parts for run in part.records.runs]
     counts = Counter(run.status for run in runs)
     ended = sum(counts[status] for status in ("finished", "diverged", "failed"))

@@ -1,7 +1,7 @@
 """Read the records of studies and runs into dataclasses.
 
-Records may come from other machines, other versions and interrupted runs, so each is validated: an invalid one is named
-and left out, and characters that HTML and XML do not allow are removed from text.
+Records may come from other machines, other versions and interrupted runs, so each record is validated. An invalid
+record is named and left out, and characters that HTML and XML do not allow are removed from text.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Run:
     parameters: int | None
     training_seconds: float | None
     peak_memory: float | None
-    """Bytes allocated on the GPU at most; None on a CPU."""
+    """Most bytes allocated on the GPU at any time; None on a CPU."""
     error: str
     """Why the run failed; empty if it did not fail."""
 
@@ -83,9 +83,9 @@ class Choice:
     ranges: dict[str, tuple[float, float]]
     """The range of each setting of a search; empty for a grid of learning rates."""
     trials: list[dict[str, float]]
-    """The points of a search in the order of the trials, with their "score"; NaN where the run diverged."""
+    """The settings of each trial of a search, in order, with the "score", which is NaN if the run diverged."""
     chosen: dict[str, float]
-    """The chosen point of a search."""
+    """The settings that a search chose."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +227,7 @@ def _again(config: Mapping[str, Any]) -> str:
 
 
 def _curve(path: Path) -> list[dict[str, float]]:
-    """Return one entry for each epoch. An incomplete line, of a run that was killed while writing, is left out."""
+    """Return one entry for each epoch. A line that is incomplete, because the run was killed, is left out."""
     epochs: dict[float, dict[str, float]] = {}
     try:
         lines = path.read_text("utf-8", "replace").splitlines()
@@ -288,7 +288,7 @@ def _number(value: object) -> float:
         return math.nan
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError(f"a metric must be a number or null, got {value!r}")
-    return float(value) if abs(value) < 1e100 else math.nan  # larger squares overflow
+    return float(value) if abs(value) < 1e100 else math.nan  # the square of a larger value may overflow
 
 
 def _rate(value: object) -> float:

@@ -31,13 +31,13 @@ def difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.
 def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
     """Return the p-value of "the weighted sum of these means is zero", by Welch and Satterthwaite.
 
-    With weights 1 and -1 this is Welch's test. The result is None where no test is possible: a group has fewer than
-    two values, or no group has any spread.
+    With weights 1 and -1 this is Welch's test. The result is None if no test is possible, because a group has fewer
+    than two values, or all values within each group are equal.
 
     >>> round(contrast((1, [0.97, 0.98, 0.96]), (-1, [0.93, 0.95, 0.94])), 3)
     0.021
     """
-    from scipy.stats import t  # slow to import, and most commands do not need it
+    from scipy.stats import t  # imported here, because it is slow to import and most commands do not need it
 
     error, df = _standard_error(groups)
     return float(2 * t.sf(abs(sum(w * fmean(values) for w, values in groups)) / error, df)) if error else None

@@ -18,7 +18,7 @@ from .stats import contrast, half_width
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One method at one batch size: the chosen learning rate, and the results of the runs with it."""
+    """One method at one batch size: the chosen learning rate, and the results of the runs with this learning rate."""
 
     method: str
     batch: int
@@ -26,7 +26,7 @@ class Cell:
     runs: list[Run] = field(default_factory=list)
     """The full runs with this learning rate, one for each seed."""
     values: dict[int, float] = field(default_factory=dict)
-    """Seed -> the metric of its run, for finished runs."""
+    """Seed -> the metric of the run with this seed, for finished runs."""
     diverged: int = 0
     grid: list[float] = field(default_factory=list)
     extensions: int | None = None
@@ -35,7 +35,7 @@ class Cell:
     """Learning rate -> validation metric; NaN where the run diverged."""
     chosen_on_test: bool = False
     search: Choice | None = None
-    """Ranges, trials and chosen point, if settings were searched."""
+    """Ranges, trials and chosen settings, if settings were searched."""
 
     @property
     def n(self) -> int:
@@ -63,13 +63,13 @@ class Cell:
 
     @property
     def loss_rose(self) -> bool:
-        """Whether no run had a lower training loss after its first epoch, so that perhaps nothing was learnt."""
+        """Whether no run's training loss fell below that of its first epoch, so that perhaps nothing was learnt."""
         curves = [[entry["train_loss"] for entry in run.curve if "train_loss" in entry] for run in self.runs]
         return bool(curves) and all(len(losses) > 1 and min(losses[1:]) >= losses[0] for losses in curves)
 
     @property
     def only_diverged(self) -> bool:
-        """Whether every full run diverged, or every learning rate that was tried."""
+        """Whether every full run diverged; if there are no full runs, whether every trial run diverged."""
         if self.runs:
             return self.diverged == len(self.runs)
         return self.lr is None and bool(self.selection) and all(map(math.isnan, self.selection.values()))
@@ -116,7 +116,7 @@ class Summary:
         return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
     def answer(self) -> str:
-        """Return one or two sentences: the best method at the largest batch, and the one that lost least up to it."""
+        """Return a sentence or two: the best method at the largest batch, and the method that lost least up to it."""
         scored = {batch: self.ranking(batch) for batch in self.batches}
         reached = [batch for batch in self.batches if scored[batch]]
         if not reached:
@@ -139,9 +139,9 @@ class Summary:
         return sorted(cells, key=lambda cell: cell.mean or 0.0, reverse=self.higher_is_better)
 
     def leaders(self, batch: int) -> set[str]:
-        """Return the methods whose mean is the best at a batch size, or is not significantly different by Welch's test.
+        """Return the best method at a batch size, and those that do not differ significantly from it by Welch's test.
 
-        A mean that cannot be tested (a single seed, or no spread) is included only if it is the best.
+        A method that cannot be tested (a single seed, or all seeds equal) is included only if it is the best.
         """
         best, *others = self.ranking(batch) or [Cell("", batch)]
         same = [cell for cell in others if cell.mean == best.mean or (welch(best, cell) or 0.0) >= 0.05]
@@ -231,7 +231,7 @@ class Summary:
         return f"{head} {method} {first} ({self._size(least)}), then {other} ({also}{sure})."
 
     def gap(self, gap: float) -> str:
-        """Format a difference, in percentage points where the metric is a percentage."""
+        """Format a difference, in percentage points if the metric is a percentage."""
         if self.percent:
             gap *= 100
             return f"{gap:.{1 if gap >= 0.1 else 2}f} points"
@@ -242,7 +242,7 @@ class Summary:
 
 
 def welch(one: Cell, other: Cell) -> float | None:
-    """Return the p-value of Welch's test between two cells; None where no test is possible."""
+    """Return the p-value of Welch's test between two cells; None if no test is possible."""
     return contrast((1, list(one.values.values())), (-1, list(other.values.values())))
 
 
@@ -337,7 +337,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
     full = [run for run in runs if run.part != "select"]
     rates = sorted({run.lr for run in full})
     lr, on_test = choice.lr if choice else rates[0] if rates else None, False
-    if not choice and len(rates) > 1:  # the best on validation data; without it, on test data, which the report says
+    if not choice and len(rates) > 1:  # the best on validation data, else on test data, which the report marks
         on_test = not any(math.isfinite(selection.get(rate, math.nan)) for rate in rates)
         scores = {rate: [run.score(metric) for run in full if run.lr == rate] for rate in rates}
         test = {rate: fmean(math.nan if score is None else score for score in scores[rate]) for rate in rates}

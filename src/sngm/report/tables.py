@@ -16,10 +16,10 @@ from .targets import target, time_to
 
 
 class Table(NamedTuple):
-    """A table of numbers and text; None is a missing value, and a list several."""
+    """A table of numbers and text. In a row, None is a missing value, and a list holds several values."""
 
     name: str
-    """Of its files."""
+    """The name of the table's files."""
     head: list[str]
     rows: list[list[Any]]
 
@@ -28,7 +28,7 @@ class Table(NamedTuple):
         return [dict(zip(self.head, row, strict=True)) for row in self.rows]
 
     def csv(self) -> str:
-        """Return the table as CSV; a list as its values with spaces between."""
+        """Return the table as CSV. The values of a list are separated by spaces."""
         text = io.StringIO()
         lines = [[" ".join(map(str, v)) if isinstance(v, list) else v for v in row] for row in self.rows]
         csv.writer(text, lineterminator="\n").writerows([self.head, *lines])
@@ -99,7 +99,7 @@ def _runs(summary: Summary) -> Table:
 
 
 def _default(method: str, key: str) -> Any:
-    """Return a method's default value of a setting, for records without it; None if there is no numeric default."""
+    """Return a method's default value of a setting, for records that lack the setting; None if it is not a number."""
     from ..optim import registry  # imports torch
 
     try:
@@ -136,7 +136,7 @@ def details(cell: Cell) -> list[str]:
 
 
 def caption(summary: Summary) -> str:
-    """Return what the numbers are."""
+    """Return the caption of the results table, which says what the numbers are."""
     unit = " in %" if summary.percent else ""
     sense = "higher" if summary.higher_is_better else "lower"
     when = "at the epoch with the best validation score" if summary.of_best_epoch else "after the last epoch"
@@ -160,7 +160,7 @@ def footnotes(summary: Summary) -> list[str]:
 
 
 def table(summary: Summary, escape: bool = True) -> str:
-    """Return the table in Markdown, with its caption and footnotes; without escapes for a terminal."""
+    """Return the table in Markdown, with caption and footnotes; for a terminal, set `escape` to False."""
     show = _escape if escape else str
     head, *body = [[show(text) for text in row] for row in rows(summary)]
     lines = [head, ["---"] * len(head), *body]

@@ -1,4 +1,4 @@
-"""Time to accuracy: how soon each method reaches a score that the best method reaches at every batch size."""
+"""Time to accuracy: how soon each method reaches a target score, which the best method reaches at every batch size."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .summary import Summary
 
 
 class Reached(NamedTuple):
-    """How soon one method at one batch size reaches the target: means over the seeds that do."""
+    """How soon one method at one batch size reaches the target, averaged over the seeds that reach it."""
 
     method: str
     batch: int
@@ -23,13 +23,13 @@ class Reached(NamedTuple):
     steps: float | None
     samples: float | None
     seconds: float | None
-    """Seconds of training, in proportion to steps, without evaluation."""
+    """Seconds of training without evaluation, computed in proportion to the steps."""
 
 
 def target(summary: Summary) -> float | None:
     """Return the score that every seed of the best method reaches at each batch size, rounded to three digits.
 
-    The result is None if no run of the best methods has a curve, for example without metrics.jsonl.
+    The result is None if no run of the best methods has a curve, for example because metrics.jsonl is missing.
     """
     ranked = [ranking[0] for batch in summary.batches if (ranking := summary.ranking(batch))]
     worst, best = (min, max) if summary.higher_is_better else (max, min)

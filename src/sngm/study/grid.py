@@ -29,10 +29,10 @@ class StudyConfig:
         methods: names with settings, such as ``sngm(weight_decay=8e-4)``.
         lrs: learning rates to try, for all methods or by method; None for the task's grid of each method.
         settings: fields of the config of every run, such as workers or schedule.
-        extend: extend the grid if the best learning rate is at its edge.
+        extend: extend the grid if the best learning rate is the lowest or highest one.
         search: settings to search instead of a grid of learning rates, each with a range or None for the method's own
             range; see `sngm.study.search`.
-        trials: number of points of the search.
+        trials: number of points (combinations of settings) that the search tries.
     """
 
     task: str
@@ -71,7 +71,7 @@ class StudyConfig:
                 raise UsageError(f"`lrs` has learning rates for {others[0]}, which is not one of the methods compared")
 
     def cells(self) -> list[Cell]:
-        """Return one cell for each method at each batch size."""
+        """Return the cells of the study: one for each method at each batch size."""
         cells = []
         for text in self.methods:
             name, own = parse_call(text)
@@ -126,7 +126,7 @@ class StudyConfig:
         if own := {name: digest for name, digest in registered.items() if digest}:
             identity["method_sources"] = own
         del identity["seeds"]
-        if self.extend:  # older studies have no field "extend", and did extend their grids
+        if self.extend:  # left out if True, because older studies extended their grids and have no such field
             del identity["extend"]
         if not self.search:
             del identity["search"], identity["trials"]
@@ -172,11 +172,11 @@ class Cell:
         )  # fmt: skip
 
     def owns(self, config: RunConfig) -> bool:
-        """Return whether a run is of this cell."""
+        """Return whether a run belongs to this cell."""
         return config.batch == self.batch and self.config(config.lr, config.part, config.seed) == config
 
     def first_runs(self) -> list[RunConfig]:
-        """Return the runs that choose a learning rate; for a grid of one rate, the runs of all seeds."""
+        """Return the runs that choose a learning rate; for a grid of one learning rate, the runs of all seeds."""
         if len(self.grid) == 1:
             return self.choose(self.grid[0])
         return [self.config(lr, "select", 0) for lr in self.grid]
@@ -193,7 +193,7 @@ class Cell:
         self.scores[config.lr] = score
         if len(self.scores) < len(self.grid):
             return []
-        extends = self.study.extend and not self.study.search  # a search has the same trials for every method
+        extends = self.study.extend and not self.study.search  # all methods get equally many trials
         beyond = next_rate(self.scores, higher_is_better, len(self.grid)) if extends else None
         if beyond is not None:
             return [self.config(beyond, "select", 0)]
@@ -238,8 +238,8 @@ def run_name(config: RunConfig) -> str:
 def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the settings of the methods and those of the task.
 
-    Write ``method.key`` or ``task.key`` for a key that both have. The types of method settings are checked, also of
-    those in ``sngm(momentum=0.8)``.
+    Write ``method.key`` or ``task.key`` for a key that both have. The types of method settings are checked, including
+    settings in a method name such as ``sngm(momentum=0.8)``.
 
     Raises:
         UsageError: neither a method nor the task has the key, both have it, or a value has the wrong type.
@@ -267,7 +267,7 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
 
 
 def check_types(method: str, settings: dict[str, Any]) -> None:
-    """Raise UsageError if a setting has another type than its default: torch treats any string as True.
+    """Raise UsageError if a setting does not have the type of its default, because torch treats any string as True.
 
     >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
     """

@@ -50,7 +50,7 @@ class Progress:
     running: dict[str, Cell] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
     failed: list[tuple[RunConfig, Record]] = field(default_factory=list)
-    repeated: int = 0  # runs that were already finished
+    repeated: int = 0  # number of runs that were already finished
 
     @property
     def seconds_left(self) -> float | None:
@@ -73,8 +73,8 @@ def compare(
 ) -> Progress:
     """Train every unfinished run of a study, and keep study.json up to date.
 
-    `known` is a function that returns the record of a run if it was trained elsewhere, else None. `cluster` is where
-    runs are executed; by default in processes of this machine.
+    `known` is a function that returns the record of a run that was trained elsewhere, or None. `cluster` says where
+    runs are executed, by default in processes on this machine.
     """
     cluster = cluster or Cluster()
     check_jobs(jobs, cluster)
@@ -101,12 +101,12 @@ def check_jobs(jobs: int | None, cluster: Cluster | None = None) -> None:
 
 
 def load_data(study: StudyConfig, options: Options) -> Splits:
-    """Load the data of the task of a study."""
+    """Load the data of a study's task."""
     return tasks.build(study.task, study.task_settings, options.data_dir).data()
 
 
 def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Raise UsageError if any cell cannot be run; return a description of the data for each `part` of the runs."""
+    """Raise UsageError if a cell cannot be run; return a description of the data for each kind ("part") of run."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
@@ -125,7 +125,7 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         there = read_record(path).get("study")
         if not isinstance(there, dict):
             raise UsageError(f"{path} is not the record of a study; name another folder with `out`")
-    except (FileNotFoundError, BrokenRecord) as error:  # rewritten below if the runs are of this study
+    except (FileNotFoundError, BrokenRecord) as error:  # study.json is written again if the runs belong to this study
         if isinstance(error, BrokenRecord):
             if not (folder / "runs").is_dir():
                 raise UsageError(f"{path} is broken; name another folder with `out`") from None
@@ -136,11 +136,11 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         raise UsageError(
             f"{folder} holds another study; name another folder with `out`. They differ in\n  " + "\n  ".join(lines)
         )
-    _check_runs(folder, cells)  # a default of this version may differ from that of an older one
+    _check_runs(folder, cells)  # also for an equal study, because defaults of an older version may differ
 
 
 def _check_runs(folder: Path, cells: list[Cell]) -> None:
-    """Raise UsageError if the folder holds runs of another study: reports would include them."""
+    """Raise UsageError if the folder holds runs of another study, because reports would include them."""
     for file in sorted(folder.glob("runs/*/run.json")):
         try:
             config = config_of(RunFolder(file.parent).read(), file)
@@ -164,7 +164,7 @@ class _Launcher:
         known: Callable[[RunConfig], Record | None],
         cluster: Cluster,
     ) -> None:
-        # absolute: the working directory of worker processes may differ
+        # absolute, because the working directory of worker processes may differ
         self.study, self.folder, self.show, self.data = study, folder.absolute(), show, data
         self.options = cluster.there(replace(options, data_dir=options.data_dir and options.data_dir.absolute()))
         self.known = known
@@ -175,7 +175,7 @@ class _Launcher:
         self.executor: Executor | None = None  # opened for the first run that is not finished
         self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
         self.ended = False
-        self.elsewhere = 0  # runs that `known` returned: their folders are not here
+        self.elsewhere = 0  # number of runs that `known` returned; their folders are elsewhere
         self.checked = False  # whether all finished runs in the folder were found to belong to this study
 
     def run(self) -> Progress:
@@ -254,7 +254,7 @@ class _Launcher:
         }
 
     def _write(self) -> None:
-        if not self.checked:  # keep the record of a finished study on different data
+        if not self.checked:  # do not overwrite the record of a finished study on different data
             return
         better = self.task.higher_is_better
         study = {
@@ -283,7 +283,7 @@ def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
         return None
     try:
         record = folder.open(config)
-    except NothingLeft:  # safe to delete: the folder name has the hash of this run
+    except NothingLeft:  # safe to delete, because the folder name has the hash of this run
         folder.discard()
         return None
     folder.check_data(record, data)

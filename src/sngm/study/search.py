@@ -20,7 +20,7 @@ def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | No
     """Return the names to search, each with its given range, or with None for a method's own range.
 
     Args:
-        search: names, or a dict of names with (lowest, highest) or None. ``name[method]`` is for one method only.
+        search: names, or a dict from names to (lowest, highest) or None. ``name[method]`` is for one method only.
         trials: the number of trials of each method at each batch size.
 
     >>> check_search({"lr": (0.01, 1), "lr[adamw]": (1e-3, 0.1)}, 8)
@@ -99,20 +99,23 @@ def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
 def ranges_of(
     task: str, method: str, batch: int, epochs: int, search: Mapping[str, tuple[float, float] | None]
 ) -> Ranges:
-    """Return the range of each searched setting that a method has: its own if given, else that of all methods.
+    """Return the range of each searched setting that a method has: ``name[method]`` if given, else ``name``.
 
-    The default ranges are: for the learning rate, the method's grid and half a grid step beyond each end; for weight
-    decay, a tenth to ten times the method's usual value; for momentum, 0.7 to 0.99; for warm-up, 0 to a fifth of the
-    epochs.
+    The default ranges are:
+
+    - learning rate: the method's grid, and half a grid step beyond each end;
+    - weight decay: a tenth to ten times the method's usual value;
+    - momentum: 0.7 to 0.99;
+    - warm-up: 0 to a fifth of the epochs.
 
     >>> ranges_of("digits", "sngm", 512, 15, {"lr": None, "weight_decay": None})
     {'lr': (0.0164, 1.83), 'weight_decay': (1e-05, 0.001)}
     """
-    # momentum 0 is what makes a method such as "sngd"
+    # not searched, because momentum 0 defines a method such as "sngd"
     fixed = {name for name, value in registry.find(method).settings.items() if value == 0}
     known = {"lr", "warmup", *registry.settings_of(method)} - fixed
     if "betas" in known:
-        known.add("momentum")  # searched as the first of the betas
+        known.add("momentum")  # stands for the first of the betas
     rates = sorted(tasks.rates_of(task, method))
     step = math.sqrt(rates[1] / rates[0]) if len(rates) > 1 else math.sqrt(10.0)
     decay = registry.usual_decay(method, tasks.find(task).usual(batch)["weight_decay"]) or 1e-4
@@ -134,7 +137,7 @@ def rounded(value: float, digits: int = 3) -> float:
 
 
 def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
-    """Return the trials: a Sobol sequence over the ranges, whose first point is the middle of each.
+    """Return the trials: a Sobol sequence over the ranges, whose first point is the middle of every range.
 
     Learning rates, weight decays and 1 - momentum are spaced logarithmically, warm-up evenly. A search with
     more trials begins with the same points.
@@ -144,9 +147,9 @@ def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
     """
     from scipy.stats import qmc
 
-    engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # skip the first point, the corner of all ranges
-    rows = [engine.random(1)[0] for _ in range(trials)]  # one by one: many at once warn unless a power of 2
-    for digits in (3, 6):  # learning rates tell trials apart, so a narrow range needs more digits
+    engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # skip the first point, the lower end of all ranges
+    rows = [engine.random(1)[0] for _ in range(trials)]  # one by one: Sobol warns if a batch is not a power of 2
+    for digits in (3, 6):  # trials are identified by their learning rates, so a narrow range needs more digits
         found = [
             {
                 name: rounded(_between(name, *ranges[name], float(x)), digits)

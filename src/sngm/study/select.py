@@ -12,7 +12,9 @@ Scores = Mapping[float, tuple[float, float] | None]
 
 
 def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
-    """Return the learning rate with the best metric; ties: the lowest loss, then the lowest rate. None if all diverged.
+    """Return the learning rate with the best metric; None if all runs diverged.
+
+    Of learning rates with the same metric, return the one with the lowest loss, then the lowest one.
 
     >>> best_rate({0.1: (0.9, 0.5), 0.3: (0.9, 0.4), 1.0: None})
     0.3
@@ -25,13 +27,13 @@ def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
 
 
 def at_edge(scores: Scores, higher_is_better: bool = True) -> bool:
-    """Return whether the best learning rate is at an edge of those tried, or all diverged."""
+    """Return whether the best learning rate is the lowest or highest one tried, or all runs diverged."""
     best = best_rate(scores, higher_is_better)
     return len(scores) > 1 and (best is None or best in (min(scores), max(scores)))
 
 
 def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> float | None:
-    """Return the learning rate to try next, one grid step beyond the edge; None if the grid is not extended.
+    """Return the learning rate to try next, one grid step beyond the lowest or highest; None to try no more.
 
     Args:
         scores: scores of the learning rates tried so far.

@@ -35,7 +35,7 @@ def mask_signals(how: str, signals: Iterable[int]) -> set[Any]:
     return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
 
 
-_stop = _end = _steps = False  # stop the run; end the process; the run has made steps
+_stop = _end = _steps = False  # whether to stop the run, whether to end the process, whether the run has made steps
 
 
 def pack_local() -> bytes | None:
@@ -59,9 +59,9 @@ def warm_up(local: bytes | None = None) -> None:
         tasks.LOCAL.update(found)
         registry.METHODS.update(methods)
     threading.Thread(target=_exit_with_parent, daemon=True).start()
-    # the parent process has loaded the same data, and warned already
+    # the parent process has loaded the same data and given these warnings already
     warnings.filterwarnings("ignore", message=".*does not hold the official (records|words)")
-    torch.set_num_threads(1)  # independent of --jobs: the number of threads changes the last digits
+    torch.set_num_threads(1)  # whatever --jobs is, because the number of threads changes the last digits
     for number in stopping_signals():
         signal.signal(number, on_signal)
     mask_signals("SIG_UNBLOCK", INTERRUPTS)
@@ -76,7 +76,7 @@ def _exit_with_parent() -> None:
 
 
 def on_signal(number: int, _: Any) -> None:
-    """Handle signals: stop the run at its next step. On SIGTERM exit after that, or now if no step has been made."""
+    """Handle a signal by stopping the run at its next step. On SIGTERM also exit, at once if no step has been made."""
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
     if _end and not _steps:
@@ -90,7 +90,7 @@ def stop_runs_here(stop: bool) -> None:
 
 
 def _should_stop() -> bool:
-    """Return whether to stop the run; called after each step. Until its first call, SIGTERM exits immediately."""
+    """Return whether to stop the run. It is called after each step; before the first call, SIGTERM exits at once."""
     global _steps
     _steps = True
     return _stop
@@ -99,7 +99,7 @@ def _should_stop() -> bool:
 def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> dict[str, Any]:
     """Train one run; return its record, or a record with the status "interrupted" or "failed"."""
     global _steps
-    if commit is not None:  # the fork server may have an older environment
+    if commit is not None:  # the environment of the fork server may be older
         os.environ["SNGM_COMMIT"] = commit
     try:
         if _stop:
@@ -130,8 +130,8 @@ def make_elsewhere(
 ) -> dict[str, Any] | Exception:
     """Train one run in a process of a cluster; return its record, or an error that ends the study.
 
-    The output goes to log.txt in the run folder. If another process trains in that folder, as after a lost
-    connection, this process waits for it. `handlers` maps signals to handlers, in addition to those of `warm_up`.
+    The output goes to log.txt in the run folder. If another process still trains in that folder, for example after a
+    lost connection, this process waits for it. `handlers` maps signals to handlers, in addition to those of `warm_up`.
     """
     stop_runs_here(False)  # a process may train several runs
     warm_up(local)

@@ -1,4 +1,4 @@
-"""Registry of tasks: built-in ones by name, and the user's own classes."""
+"""Registry of tasks: built-in tasks by name, and the user's own classes."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LOCAL: dict[str, type[Task] | Task] = {}
 def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
     """Return the name and the settings of a task given by name, as a class or as an instance.
 
-    A task that cannot be imported by its name is kept in `LOCAL`.
+    A task that cannot be imported by its name is stored in `LOCAL`.
     """
     if isinstance(task, str):
         return task, {}
@@ -81,7 +81,7 @@ def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(task: Task) -> str:
-    """Return a checksum of the code of a task that is not in a file, and of its model's architecture."""
+    """Return a checksum of a task that is not in a file: of its code and its model's architecture."""
     with torch.random.fork_rng(devices=[]):
         model = task.model()
     if not isinstance(model, nn.Module):
@@ -100,9 +100,9 @@ def names() -> list[str]:
 
 
 def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | None = None) -> Task:
-    """Build a task by name; the user's own are named ``file.py:Class`` or ``package.module:Class``.
+    """Build a task by name; the user's own tasks are named ``file.py:Class`` or ``package.module:Class``.
 
-    A name of an instance in a file returns that instance, or with settings a new one of its class.
+    If the name is that of an instance in a file, return this instance, or, with settings, a new instance of its class.
 
     >>> build("digits", {"width": 8}).settings()
     {'width': 8}
@@ -111,7 +111,7 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
     if isinstance(found, Task) and not settings:
         if data_dir is None or data_dir == found.data_dir:
             return found
-        task = copy.copy(found)  # not to change the user's own
+        task = copy.copy(found)  # so that the user's instance is not changed
         task.data_dir = data_dir
         return task
     cls = _class_of(found)
@@ -122,7 +122,7 @@ def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | No
             known = ", ".join(parameters) or "none"
             raise UsageError(f"task {name} has no setting {key!r}; it has {known}")
         default = parameters[key].default
-        if isinstance(value, (list, tuple)):  # records hold tuples as lists
+        if isinstance(value, (list, tuple)):  # a record in JSON holds tuples as lists
             chosen[key] = value = list(value) if isinstance(default, list) else tuple(value)
         if default is not parameters[key].empty and default is not None and not _fits(value, default):
             wanted = type(default).__name__
@@ -175,7 +175,7 @@ def _load(name: str) -> type[Task] | Task:
         raise UsageError(f"no task at {name!r}: {error}") from error
     except SystemExit as left:
         raise UsageError(f"no task at {name!r}: the file calls sys.exit({left.code!r}) when it is loaded") from left
-    # an instance in a module would have no checksum
+    # an instance in a module is not allowed, because it would have no checksum
     if not _is_task(found) or (isinstance(found, Task) and not in_file):
         own = ", ".join(k for k, v in vars(module).items() if _is_task(v) and v is not Task) or "none"
         raise UsageError(
@@ -190,7 +190,7 @@ def _is_task(found: Any) -> bool:
 
 
 def _check_defaults(name: str, cls: type[Task]) -> None:
-    """Raise UsageError if defaults of a task are invalid; convert ranges and arrays to tuples."""
+    """Raise UsageError if a default of a task is invalid; convert ranges and arrays in the defaults to tuples."""
 
     def several(value: Any, kind: type) -> bool:
         return isinstance(value, Collection) and len(value) > 0 and all(isinstance(one, kind) for one in value)
@@ -207,7 +207,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
     for attribute, why in wrong.items():
         if why:
             raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
-    for attribute in ("batches", "usual_lrs"):  # an inherited value stays one: checksums cover a class's own values
+    for attribute in ("batches", "usual_lrs"):  # not set if unchanged: the checksum covers attributes of the class
         if (listed := as_list(value := getattr(cls, attribute))) is not value:
             setattr(cls, attribute, listed)
     if not all(isinstance(some, (list, tuple)) for some in cls.lrs.values()):
@@ -215,14 +215,14 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
 
 
 def as_list(numbers: Any) -> Any:
-    """Return ranges and arrays as tuples of Python numbers, for JSON; lists and tuples unchanged."""
+    """Return a range or an array as a tuple of Python numbers, for JSON; return a list or tuple of these unchanged."""
     if isinstance(numbers, (list, tuple)) and all(type(number) in (int, float) for number in numbers):
         return numbers
     return tuple(plain(numbers))
 
 
 def is_known(name: str) -> bool:
-    """Return whether the task of this name can be found in this process."""
+    """Return True if this process can find the task of this name."""
     place, _, attribute = name.rpartition(":")
     in_main = place == "__main__" and hasattr(sys.modules["__main__"], attribute)
     return name in LOCAL or name in TASKS or in_main or place not in ("", "__main__")
@@ -234,9 +234,9 @@ def settings_of(name: str) -> list[str]:
 
 
 def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
-    """Return a checksum of the user's own code, which distinguishes runs of an edited task from earlier ones.
+    """Return a checksum of the user's own code, which tells runs of an edited task from earlier runs.
 
-    The checksum of a file is taken when it is loaded. Tasks of installed packages have none.
+    The checksum of a file is computed when the file is loaded. Tasks of installed packages have no checksum.
     """
     if isinstance(LOCAL.get(name), Task):
         return name.rpartition("-")[2]
@@ -247,7 +247,7 @@ def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
 
 
 def rates_of(task: str, method: str) -> tuple[float, ...]:
-    """Return the learning rates to try: the task's for this method, else `usual_lrs` times the method's `lr_scale`.
+    """Return the learning rates to try: the task's `lrs` for this method, else `usual_lrs` times its `lr_scale`.
 
     >>> rates_of("digits", "sngm"), rates_of("digits", "schedule-free")
     ((0.03, 0.1, 0.3, 1.0), (0.001, 0.003, 0.01, 0.03))
@@ -260,6 +260,6 @@ def rates_of(task: str, method: str) -> tuple[float, ...]:
 
 
 def middle_rate(task: str, method: str) -> float:
-    """Return the middle learning rate of a task's grid for a method."""
+    """Return the middle one of the learning rates to try for a task and a method."""
     grid = rates_of(task, method)
     return float(sorted(grid)[len(grid) // 2])

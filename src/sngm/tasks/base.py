@@ -22,9 +22,9 @@ class Samples(Protocol):
     """Interface of samples: a length, and indexing by a 1-d tensor, which returns a tuple of tensors.
 
     Sequential samples, such as text, also have a method ``in_streams(batch)``, which returns the samples of an epoch in
-    reading order, step by step: sample i of a step continues sample i of the step before. Such tasks need both a
-    validation and a test split, which are already in that order; their attribute `streams` is the number of samples per
-    step.
+    reading order, step by step: sample i of a step continues sample i of the step before. A task with such samples
+    needs both a validation and a test split. These two splits are already in reading order, and their attribute
+    `streams` is the number of samples per step.
     """
 
     def __len__(self) -> int: ...
@@ -42,32 +42,33 @@ class Splits:
 
 
 class Task:
-    """Base class of tasks. Subclass it, define `data` and `model`, and name it ``file.py:Class`` on the command line.
+    """Base class of tasks. A subclass defines `data` and `model`; its name on the command line is ``file.py:Class``.
 
-    The arguments of a subclass's ``__init__`` are its settings, for ``--set key=value``. The default task is
-    classification: batches are (inputs, labels). Other tasks also define `loss` and `scores`.
+    The arguments of a subclass's ``__init__`` are its settings, for ``--set key=value``. The default `loss` and
+    `scores` are for classification, with batches of (inputs, labels). Other tasks also define `loss` and `scores`.
 
     Attributes:
         metric: the score by which learning rates are chosen, a key of the result of `scores`.
         higher_is_better: whether a higher metric is better.
         epochs, batches, weight_decay, schedule: defaults of the options of the same name.
-        lrs: learning rates to try, by method. Other methods use `usual_lrs`.
+        lrs: learning rates to try, by method. Methods that are not in `lrs` use `usual_lrs`.
         holdout: the fraction of the training set held out to choose learning rates, if there is no validation set.
-        dataset: name of the dataset that the task needs, if ``sngm data`` supports it: files are then checked without
-            being loaded.
+        dataset: name of the dataset that the task needs, if ``sngm data`` supports it. Its files can then be checked
+            without being loaded.
         data_dir: the folder of datasets, if the user named one.
 
     The following attributes are defaults of options, returned by `usual`; override `usual` if they depend on the batch:
 
     Attributes:
-        workers: virtual workers; under torchrun rounded up to a multiple of the number of processes.
-        micro: the most samples of a micro-batch. A worker's share of the batch is split into micro-batches of its
-            largest divisor up to this; None for one micro-batch.
+        workers: number of virtual workers; under torchrun rounded up to a multiple of the number of processes.
+        micro: the most samples of a micro-batch; None for one micro-batch per worker. The size of a micro-batch is the
+            largest divisor of a worker's share of the batch that is at most `micro`.
         warmup: epochs of linear warm-up of the learning rate.
-        clip: the norm that gradients are clipped to, or None; or a dict of norms by method.
-        decay_on: apply weight decay to "weights", without biases and normalisation layers, or to "all" parameters.
-        bias_lr: LARS and CLARS train biases and normalisation layers at a "scaled" or at the "full" learning rate.
-        running_stats: BatchNorm's running statistics: of the "first" worker, or the "mean" of all workers.
+        clip: the norm that gradients are clipped to, or a dict of norms by method; None for no clipping.
+        decay_on: "weights" for weight decay of all parameters except biases and normalisation layers, or "all".
+        bias_lr: with LARS and CLARS, biases and normalisation layers have a "scaled" or the "full" learning rate.
+        running_stats: "first" to evaluate with the running statistics of the first worker's BatchNorm, "mean" for the
+            mean over all workers.
         result_of: the epoch whose scores are the result: the "last", or the "best" by validation score.
         precision_on_gpu: "float32", "float64" or "bfloat16"; on a CPU the default is always float32.
 
@@ -78,7 +79,7 @@ class Task:
             the loss draws no random numbers, and GhostBatchNorm2d is the only layer in which samples of a batch affect
             each other. A pass then holds several BatchNorm groups, and steps may be captured as a CUDA graph.
         pass_size_on_cpu: the limit of `pass_size` on a CPU, where larger passes are no faster and take gigabytes.
-        loaders: number of processes that prepare batches ahead, if preparing them is slow; 0 for none.
+        loaders: number of processes that prepare batches ahead of time, if this is slow; 0 for none.
         step: the kind of steps on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
 
@@ -106,7 +107,7 @@ class Task:
     step: ClassVar[str] = "auto"
     dataset: ClassVar[str | None] = None
     data_dir: Path | None = None
-    label_smoothing: float = 0.0  # set for each run
+    label_smoothing: float = 0.0  # set by each run
 
     @property
     def smooths_labels(self) -> bool:
@@ -140,12 +141,13 @@ class Task:
         Args:
             model_fn: builds a new model, such as ``lambda: MLP(width=64)``; torch is seeded before it is called.
             train_dataset, test_dataset: any datasets with ``__len__`` and ``__getitem__``. Random transforms are
-                seeded by run, epoch and sample, so a resumed run sees the same samples.
+                seeded by run, epoch and sample, so a resumed run gets the same samples.
             validation_dataset: dataset to choose learning rates with. Default: a fifth of the training samples
                 (`holdout`).
             loss: function of (outputs, target) that returns the mean over the batch.
-            metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or their
-                mean. Its name is the name of the score. Pass ``higher_is_better=False`` for an error.
+            metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or the mean
+                of these values. The function's name is the name of the score. If lower values are better, pass
+                ``higher_is_better=False``.
             name: name of the task, for folders and tables. Default: the name of `model_fn`.
             defaults: attributes of the task, such as ``epochs=20, batches=(64, 1024), loaders=4``.
 
@@ -165,7 +167,7 @@ class Task:
         return [type(self)]
 
     def data(self) -> Splits:
-        """Return the samples; raise :class:`sngm.errors.DataMissing` if they are not found."""
+        """Return the samples; raise :class:`sngm.errors.DataMissing` if their files are missing."""
         raise UsageError(f"{type(self).__name__} must define data()")
 
     def facts(self) -> dict[str, Any]:
@@ -185,7 +187,7 @@ class Task:
     def start(self, model: nn.Module, batch: int) -> Batch:
         """Return the recurrent state at the start of an epoch: tensors with one row per sample of the batch.
 
-        Most tasks have none. Tasks with recurrent state define :meth:`follow` instead of :meth:`loss`.
+        Most tasks have no recurrent state. Tasks that have it define :meth:`follow` instead of :meth:`loss`.
         """
         return ()
 
@@ -194,21 +196,21 @@ class Task:
         return self.loss(model, batch), ()
 
     def scale(self, batch: int) -> float:
-        """Return the factor that multiplies the mean loss before backward; the batch size makes the loss a sum.
+        """Return the factor that multiplies the mean loss before backward; return the batch size for a summed loss.
 
-        The factor does not affect methods that divide by the gradient's norm, except for weight decay. Records hold the
-        mean loss.
+        Methods that divide by the gradient's norm depend on this factor only through weight decay. Recorded losses are
+        means, without this factor.
         """
         return 1.0
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
-        """Return values per sample, to be averaged over a split: at least "loss" and `metric`."""
+        """Return scores per sample, to be averaged over a split, with at least the keys "loss" and `metric`."""
         inputs, labels = batch
         outputs = model(inputs)
         return {"loss": cross_entropy(outputs, labels, reduction="none"), "accuracy": outputs.argmax(1) == labels}
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return training samples. Augmentation, by default none, must depend only on seed, epoch and sample."""
+        """Return training samples. Override it for augmentation, which must depend only on seed, epoch and sample."""
         return samples[indices]
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
@@ -226,7 +228,7 @@ class Task:
         return {"": torch.tensor(len(batch[0]), dtype=torch.float64), **sums}
 
     def settings(self) -> dict[str, Any]:
-        """Return the settings, for ``--set``, and their values."""
+        """Return the settings and their values, as for ``--set``."""
         import inspect
 
         names = list(inspect.signature(type(self).__init__).parameters)[1:]
@@ -234,7 +236,7 @@ class Task:
 
 
 def check_labels(labels: Tensor) -> None:
-    """Raise an error for labels that cross_entropy does not support; torch's own error does not name them."""
+    """Raise an error that names the labels which cross_entropy does not support; torch's own error does not."""
     probabilities = labels.is_floating_point() and labels.ndim > 1
     if labels.dtype not in (torch.int64, torch.uint8) and not probabilities:
         kind = str(labels.dtype).removeprefix("torch.")
@@ -247,6 +249,6 @@ def mean_scores(sums: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         return {}
     totals = {name: functools.reduce(torch.add, [batch[name] for batch in sums]) for name in sums[0]}
     count = totals.pop("").item()
-    # read once, at the end: each read synchronises with the device
+    # read all values at once, because each read synchronises with the device
     values = torch.stack(list(totals.values())).tolist() if totals else []
     return {name: value / count for name, value in zip(totals, values, strict=True)}

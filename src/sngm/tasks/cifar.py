@@ -14,14 +14,14 @@ from ..models.convnet import two_conv_net
 from ..models.resnet_cifar import resnet20
 from .base import Batch, Splits, Task, Tensors
 
-MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of the training images, by channel
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)  # of each channel of the training images
 
 
 class Cifar10(Task):
-    """CIFAR-10 without a model. Images stay uint8 on the device, and are augmented and normalised there.
+    """Base class of tasks on CIFAR-10. Images are stored on the device as uint8, and augmented and normalised there.
 
     Args:
-        augment: whether training images are cropped at random, after padding by 4 pixels, and flipped at random.
+        augment: crop training images at random, after padding by 4 pixels, and flip them at random.
     """
 
     dataset = "cifar10"
@@ -40,7 +40,7 @@ class Cifar10(Task):
 
     def data(self) -> Splits:
         train, test = load_cifar(self.data_dir)
-        # channels_last: the layout of the crops, and the one that convolutions prefer
+        # channels_last is the memory layout of the crops, and convolutions are fastest with it
         return Splits(*(Tensors(i.contiguous(memory_format=torch.channels_last), y) for i, y in (train, test)))
 
     def batch(self, samples: Any, indices: Tensor, *, seed: int, epoch: int) -> Batch:
@@ -67,13 +67,15 @@ class Cifar10ResNet20(Cifar10):
     """ResNet20 (option A, 269,722 parameters) on CIFAR-10: 160 epochs, cosine by epoch, no warm-up.
 
     The paper states these settings, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches of at
-    most 128, which are also BatchNorm's groups. It does not state the following, with our choice in brackets: the
-    learning rates (`lrs`); whether an incomplete last batch is used (dropped); whose running statistics are tested (the
-    first worker's, as in PyTorch's data parallelism); which parameters decay (all, as in the public code that the
-    authors probably used).
+    most 128, which are also BatchNorm's groups. The paper leaves the following open; our choice is in brackets:
+
+    - the learning rates (`lrs`)
+    - whether an incomplete last batch is used (no)
+    - whose running statistics are used in evaluation (the first worker's, as in PyTorch's data parallelism)
+    - which parameters have weight decay (all, as in the public code that the authors probably used)
     """
 
-    lrs = {  # noqa: RUF012  around the best ones at batch 8192 in trials with one seed
+    lrs = {  # noqa: RUF012  around the best learning rates at batch 8192 in trials with one seed
         "msgd": (0.05, 0.1, 0.2, 0.4),
         "adam": (0.001, 0.003, 0.01, 0.03),
         "adamw": (0.001, 0.003, 0.01, 0.03),
@@ -99,8 +101,8 @@ class Cifar10ResNet20(Cifar10):
 class Cifar10ConvNet(Cifar10):
     """The network of two convolutions of the paper's Figure 1 on CIFAR-10 (62,006 parameters).
 
-    The paper states no settings for that figure, so this task uses those of its ResNet20. Without BatchNorm, workers
-    and micro-batches affect only the speed.
+    The paper states no settings for that figure, so this task uses those of the paper's ResNet20. This network has no
+    BatchNorm, so workers and micro-batches affect only the speed.
     """
 
     lrs = {  # noqa: RUF012  guesses

@@ -15,27 +15,28 @@ from ..models.deepfm import DeepFM
 from .base import Batch, Splits, Task
 from .scores import auc, log_loss
 
-CHOICES = {"reduction": ("sum", "mean"), "integers": ("minmax", "log"), "init": ("small", "he")}  # of settings
+CHOICES = {"reduction": ("sum", "mean"), "integers": ("minmax", "log"), "init": ("small", "he")}  # values of settings
 
 
 class CriteoDeepFM(Task):
     """DeepFM on Criteo's click logs: 10 epochs at a constant learning rate, weight decay 1e-3, AUC.
 
-    The paper states these settings, the batches, momentum 0.9 and the learning rates to choose from, the same for all
-    methods. It names the library, DeepCTR-Torch, whose loss is the sum over a batch. The gradient of a sum grows with
-    the batch, which matters for MSGD and for every weight decay, so a sum is the default of this task too. The
-    library's own small penalty, 1e-5 times the squares of the embeddings, is left out: weight decay is a hundred times
-    as strong. The paper trained on 10 million rows of Criteo's terabyte dataset. The default of this task is a sample
-    of 80,000 rows of the older Kaggle dataset, so results cannot be compared with the paper's table.
+    The paper states these settings, the batches, momentum 0.9 and the learning rates to choose from, which are the same
+    for all methods. The paper names its library, DeepCTR-Torch, whose loss is the sum over a batch. The gradient of a
+    sum grows with the batch, which matters for MSGD and for every weight decay, so a sum is the default of this task
+    too. The library adds a small penalty, 1e-5 times the squares of the embeddings. This task does not, because the
+    weight decay is a hundred times as strong. The paper trained on 10 million rows of Criteo's terabyte dataset. The
+    default of this task is a sample of 80,000 rows of the older Kaggle dataset, so results cannot be compared with the
+    paper's table.
 
     Args:
         files: names of text files, separated by commas, in the folder criteo of the data folder, plain or gzip.
         reduction: "sum" or "mean" of the loss over a batch.
-        integers: "minmax" scales integers to [0, 1], as the library's example does; "log" takes log(1 + x - min) /
-            log(1 + max - min), with minimum and maximum of the training rows.
-        init: "small" for the library's initial weights of the perceptron, about 1e-4, or "he" for He et al.'s.
-        embedding_l2: additional weight decay of the embeddings alone: half of it times the squares of the embeddings is
-            added to the mean loss, for both reductions.
+        integers: "minmax" scales integers to [0, 1], as the library's example does; "log" scales them to log(1 + x -
+            min) / log(1 + max - min), with minimum and maximum of the training rows.
+        init: initial weights of the perceptron: "small" for the library's, about 1e-4, or "he" for those of He et al.
+        embedding_l2: additional weight decay of the embeddings alone: ``embedding_l2 / 2`` times the sum of the squared
+            embeddings is added to the mean loss, for both reductions.
     """
 
     dataset = "criteo"
@@ -48,7 +49,7 @@ class CriteoDeepFM(Task):
     bias_lr = "full"
     usual_lrs = (0.001, 0.01, 0.1)
     pass_size = 65536
-    pass_size_on_cpu = 8192  # not smaller: every pass reads and writes all tables
+    pass_size_on_cpu = 8192  # not smaller, because every pass reads and writes all tables
 
     def __init__(
         self,

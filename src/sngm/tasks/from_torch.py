@@ -62,7 +62,7 @@ class seeded:
 
     def __enter__(self) -> None:
         self.states = torch.random.get_rng_state(), np.random.get_state(), random.getstate()  # noqa: NPY002
-        torch.default_generator.manual_seed(self.seed)  # CPU only: datasets are read there
+        torch.default_generator.manual_seed(self.seed)  # only the CPU's generator: datasets are read on the CPU
         np.random.seed(self.seed)  # noqa: NPY002
         random.seed(self.seed)
 
@@ -108,12 +108,12 @@ class TorchTask(Task):
                     f"metric must return one number, or one for each of {len(target)} samples, "
                     f"got a tensor of shape {tuple(values.shape)}"
                 )
-            # weight a mean over the batch by the number of its samples
+            # a mean over the batch counts once for each sample of the batch
             scores[self.metric] = values if values.ndim and len(values) == len(target) else values.expand(len(target))
         return scores
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return training samples; random transforms depend on seed, epoch and sample only."""
+        """Return training samples; random transforms depend only on seed, epoch and sample."""
         whole: Any = samples
         rows = indices
         while hasattr(whole, "indices"):  # a `Part`
@@ -143,7 +143,7 @@ def as_samples(name: str, dataset: Any) -> Tensors | DatasetSamples:
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return for each sample whether its largest output is at the index of its class."""
+    """Return for each sample whether its largest output is that of its class."""
     return outputs.argmax(1) == target
 
 

@@ -22,7 +22,7 @@ class ImageNetResNet50(Task):
 
     The paper states the epochs, "warm-up and polynomial learning rate strategy", the batches of 1,024 and 32,768 and,
     for all its experiments on images, weight decay 1e-4. The other settings follow the code from which the paper took
-    LARS, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, learning rate decay of power 2, and for LARS
+    LARS, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, learning rate decay of power 2, and, for LARS:
 
     =======  =======  ===============
     batch    lr       warm-up, epochs
@@ -35,13 +35,14 @@ class ImageNetResNet50(Task):
     32,768   2^5      14
     =======  =======  ===============
 
-    These warm-ups are this task's defaults at their batches. There are two differences: that code decays the learning
-    rate over the epochs after the warm-up, this task over all epochs; and that code's first step has a learning rate of
-    0, while no step of this task has. At batch 32,768 that code's BatchNorm is over 64 samples: use ``--bn-group 64``.
+    At these batches, the warm-ups of the table are the defaults of this task. There are two differences: that code
+    decays the learning rate over the epochs after the warm-up, this task over all epochs; and the first step of that
+    code has a learning rate of 0, but no step of this task. At batch 32,768 that code has BatchNorm groups of 64
+    samples: use ``--bn-group 64``.
 
     Label smoothing follows that code too: the target of the true class is 1 - smoothing, and the other classes share
-    `smoothing`. In torch the true class also gets an equal share of it, so that torch's 0.1 corresponds to 0.0999 in
-    this task. Test losses have no label smoothing.
+    `smoothing`. In torch the true class also gets an equal share of the smoothing, so that torch's 0.1 corresponds to
+    0.0999 in this task. Test losses have no label smoothing.
 
     Args:
         size: width and height of the model's input in pixels.
@@ -61,14 +62,14 @@ class ImageNetResNet50(Task):
     pass_size = 128
     loaders = 8
     holdout = 0.04  # 51,000 images, about as many as the test set has
-    lrs = {  # noqa: RUF012  LARS: the table. "Recalled": from memory of the papers, not verified
-        "msgd": (0.4, 0.8, 1.6, 3.2),  # recalled, of Goyal et al.: 0.1 per 256 samples, up to batch 8,192
+    lrs = {  # noqa: RUF012  LARS: from the table. "Recalled": from memory of a paper, not verified
+        "msgd": (0.4, 0.8, 1.6, 3.2),  # recalled, Goyal et al.: 0.1 per 256 samples, up to batch 8,192
         "lars": (4.0, 8.0, 16.0, 32.0),
         "lars-unscaled": (4.0, 8.0, 16.0, 32.0),
-        "lars-momentum": (0.004, 0.008, 0.016, 0.032),  # its trust coefficient is 1, not 0.001
-        "lamb": (0.005, 0.01, 0.02, 0.04),  # recalled, of its paper, batch 512 to 32,768
+        "lars-momentum": (0.004, 0.008, 0.016, 0.032),  # this method's trust coefficient is 1, not 0.001
+        "lamb": (0.005, 0.01, 0.02, 0.04),  # recalled, the LAMB paper: batches from 512 to 32,768
         # The rest are guesses. SNGM: the good range of ResNet-20, 0.3 to 1.6, times the ratio of the initial weight
-        # norms, 268 / 46; block-sngm: that divided by the square root of the number of tensors, 161.
+        # norms, 268 / 46; block-sngm: SNGM's divided by the square root of the number of tensors, 161.
         "sngm": (1.0, 2.0, 4.0, 8.0),
         "block-sngm": (0.08, 0.16, 0.32, 0.64),
         "sngd": (4.0, 8.0, 16.0, 32.0),
@@ -91,7 +92,7 @@ class ImageNetResNet50(Task):
         return {**super().usual(batch), "warmup": 14.0 if batch >= 32768 else 10 * batch / 32768}
 
     def data(self) -> Splits:
-        need_pillow()  # here, not first in a worker process
+        need_pillow()  # raises here instead of in a worker process
         train, test = (
             ImageFolder(self.data_dir, split, size=self.size, resize=self.resize) for split in ("train", "val")
         )
@@ -115,7 +116,7 @@ class ImageNetResNet50(Task):
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         outputs = model(self._inputs(model, batch))
-        # torch's targets for smoothing s are s/K for the K - 1 other classes, which is smoothing/(K - 1) each
+        # with smoothing s, torch's target of each of the K - 1 other classes is s/K; here it is smoothing/(K - 1)
         smoothing = self.smoothing * self.classes / (self.classes - 1)
         return cross_entropy(outputs, batch[1], label_smoothing=smoothing)
 
@@ -126,13 +127,13 @@ class ImageNetResNet50(Task):
         return {"loss": loss, "accuracy": first[:, 0], "top5": first.any(1)}
 
     def _inputs(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Normalise images on the model's device; until then they are uint8, a quarter of the memory and bandwidth."""
+        """Normalise uint8 images on the model's device; copying them as uint8 takes a quarter of the bandwidth."""
         like = next(model.parameters())
         mean, std = _mean_and_std(like.device, like.dtype)
         return (batch[0].to(like.dtype) - mean) / std
 
 
-@functools.cache  # a copy to the device would synchronise with it
+@functools.cache  # because a copy to the device synchronises with it
 def _mean_and_std(device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     mean, std = (255 * torch.tensor(values, dtype=torch.float64).view(3, 1, 1) for values in (MEAN, STD))
     return mean.to(device, dtype), std.to(device, dtype)

@@ -1,7 +1,7 @@
 """Learning rate schedules: functions from the step to a factor that multiplies the base learning rate.
 
 `plateau` also depends on the recorded validation scores. Schedules have no other state, so a resumed run has the same
-learning rates.
+learning rates as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def plateau(at: Moment, factor: float = 4.0, patience: int = 0) -> float:
     best, waited, value = -math.inf, 0, 1.0
     for score in at.history:
         score = score if at.higher_is_better else -score
-        if score > best:  # NaN is no improvement
+        if score > best:  # False if the score is NaN
             best, waited = score, 0
         else:
             waited += 1

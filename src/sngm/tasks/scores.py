@@ -6,11 +6,10 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 
 
 def auc(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the area under the ROC curve: how often a sample of label 1 scores higher than one of label 0.
+    """Return the area under the ROC curve: how often a sample of label 1 scores higher than a sample of label 0.
 
     A tie counts half. The result equals scikit-learn's ``roc_auc_score``. Pairs are counted in integers, so the order
-    of the samples does not matter. It is NaN if the area is undefined: all labels are equal, or a score is NaN, as of a
-    diverged model.
+    of the samples does not matter. The area is NaN if all labels are equal or a score is NaN, as for a diverged model.
 
     Args:
         scores: logits or probabilities, of shape (n,).
@@ -25,14 +24,15 @@ def auc(scores: Tensor, labels: Tensor) -> Tensor:
     _check_shapes(scores, labels)
     scores, positive = scores.detach(), labels.to(scores.device) == 1
     ones, zeros = scores[positive], scores[~positive].sort().values
-    # twice the number of correctly ordered pairs: pairs below the score, plus pairs below or equal to it
+    # Twice the number of correctly ordered pairs: those with a lower score of label 0, plus those with a lower or equal
+    # score of label 0.
     twice = torch.searchsorted(zeros, ones).sum() + torch.searchsorted(zeros, ones, right=True).sum()
-    area = twice.double() / (2 * len(ones) * len(zeros))  # 0 / 0 with one class
+    area = twice.double() / (2 * len(ones) * len(zeros))  # 0 / 0 = NaN if all labels are equal
     return torch.where(scores.isnan().any(), torch.nan, area)
 
 
 def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """Return the mean of -log of the probability given to the right label, in float64; NaN without samples.
+    """Return the mean of -log p, where p is the probability of the true label, in float64; NaN without samples.
 
     >>> round(log_loss(torch.tensor([0.0, 0.0]), torch.tensor([0, 1])).item(), 4)
     0.6931

@@ -27,10 +27,10 @@ class CifarViT(Task):
 
     The paper states these settings and the batches, and names the model and the framework, Hugging Face's transformers.
     Learning rates, weight decay and clipping are our choice. The framework clips gradients to a norm of 1 by default,
-    so the paper's MSGD was probably clipped; use ``--clip 1`` for that. The framework's script holds out 15 % of a
-    dataset that has no validation set; this task trains on all 50,000 images.
+    so the paper's MSGD probably had clipped gradients; ``--clip 1`` does the same. The framework's script holds out
+    15 % of a dataset that has no validation set; this task trains on all 50,000 images.
 
-    Images are stored as uint8 of 32 x 32 pixels. They are scaled up on the model's device, and not rounded again.
+    Images are stored as uint8 of 32 x 32 pixels. They are scaled up on the model's device, without rounding to uint8.
 
     Args:
         model: a folder, or a name on the Hugging Face hub.
@@ -47,12 +47,12 @@ class CifarViT(Task):
     micro = 128
     precision_on_gpu = "bfloat16"
     pass_size = 128
-    step = "eager"  # as a CUDA graph, ViT-B/16 takes nearly twice as long: see docs/speed.md
+    step = "eager"  # steps captured as a CUDA graph take nearly twice as long with ViT-B/16: see docs/speed.md
     holdout = 0.1
     lrs = {  # noqa: RUF012
         "msgd": (0.003, 0.01, 0.03, 0.1),  # recalled, not verified: 0.001 to 0.03 at batch 512 in the ViT paper
         "adam": (1e-5, 3e-5, 1e-4, 3e-4),  # the framework's default is 5e-5, at batch 8
-        # The rest are guesses. SNGM: as MSGD, which assumes gradient norms of about 1; block-sngm: that divided by the
+        # The rest are guesses. SNGM: as for MSGD, assuming gradient norms of about 1; block-sngm: SNGM's divided by the
         # square root of the number of tensors, 200; LARS and LAMB: so that a tensor changes by 0.03 to 1 % per step.
         "sngm": (0.003, 0.01, 0.03, 0.1),
         "block-sngm": (0.0003, 0.001, 0.003, 0.01),
@@ -88,7 +88,7 @@ class CifarViT(Task):
         return model
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return images and labels unchanged, and a random number for each image, which determines its crop."""
+        """Return unchanged images and labels, and for each image a random number that determines its crop."""
         images, labels = samples[indices]
         return images, labels, random_bits(seed, epoch, indices.to(images.device))
 
@@ -105,7 +105,7 @@ class CifarViT(Task):
         return super().scores(model, (self._inputs(model, images), labels))
 
     def _inputs(self, model: nn.Module, images: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return pixels in [0, 1], cropped and flipped as determined by `numbers`, of the model's size."""
+        """Return images with pixels in [0, 1], scaled to the model's size, and cropped and flipped by `numbers`."""
         pixels = images.to(next(model.parameters()).dtype) / 255
         if numbers is None:
             numbers = torch.zeros(1, dtype=torch.int64, device=images.device)
@@ -133,14 +133,14 @@ class Cifar100ViT(CifarViT):
 
 
 def whole(numbers: Tensor) -> Tensor:
-    """Return the box of a whole image for each number."""
+    """Return the box of the whole image, once for each number."""
     return numbers.new_tensor([0, 0, SIDE, SIDE]).expand(len(numbers), -1)
 
 
 def random_boxes(numbers: Tensor) -> Tensor:
-    """Return top, left, height and width of a crop for each number, as torchvision's ``RandomResizedCrop``.
+    """Return top, left, height and width of a crop for each number, by the rule of torchvision's RandomResizedCrop.
 
-    All computations are on integers, so that every device gives the same boxes.
+    All computations are in integers, so that every device gives the same boxes.
     """
     sizes = crop_sizes(numbers.device)
     size = sizes[random_bits(numbers, 0) % len(sizes)].long()
@@ -151,9 +151,10 @@ def random_boxes(numbers: Tensor) -> Tensor:
 
 @functools.cache
 def crop_sizes(device: torch.device) -> Tensor:
-    """Return equally likely heights and widths, with uniform areas and log-uniform aspect ratios.
+    """Return a list of equally likely heights and widths, with uniform areas and log-uniform aspect ratios.
 
-    Sizes that exceed the image are left out. torchvision draws again in that case, up to ten times, to the same effect.
+    Sizes that exceed the image are left out. torchvision draws again in that case, up to ten times, which has the same
+    effect.
     """
     at = (torch.arange(GRID, dtype=torch.float64) + 0.5) / GRID
     area = SIDE**2 * (SCALE[0] + (SCALE[1] - SCALE[0]) * at)[:, None]
@@ -166,8 +167,8 @@ def crop_sizes(device: torch.device) -> Tensor:
 def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:
     """Return the content of each box (top, left, height, width), scaled up bilinearly to `size` x `size`, and flipped.
 
-    Each direction is scaled by multiplying each image by a matrix, whose rows hold the interpolation weights of two
-    neighbouring pixels. A single box applies to all images.
+    Each direction is scaled by multiplying each image by a matrix. Each row of the matrix holds the interpolation
+    weights of two neighbouring pixels. A single box applies to all images.
     """
     top, left, height, width = boxes.unbind(1)
     down = _weights(top, height, size, pixels)
@@ -178,9 +179,9 @@ def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor
 
 
 def _weights(start: Tensor, length: Tensor, size: int, pixels: Tensor) -> Tensor:
-    """Return interpolation weights: of each image pixel in each of `size` pixels that cover `length` from `start`."""
+    """Return the weight of each image pixel in each of `size` output pixels that cover `length` from `start`."""
     centre = 2 * torch.arange(size, device=pixels.device) + 1
-    at = (centre * length[:, None] - size).to(pixels.dtype) / (2 * size)  # the centre of each pixel, in the box
+    at = (centre * length[:, None] - size).to(pixels.dtype) / (2 * size)  # the centre of each output pixel in the box
     at = start[:, None] + torch.minimum(at.clamp(min=0), length[:, None] - 1)
     apart = (at[..., None] - torch.arange(pixels.shape[-1], device=pixels.device)).abs()
     return (1 - apart).clamp(min=0)

@@ -14,20 +14,22 @@ from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
 
 TEST_STREAMS = 10  # as in word_language_model
-TEST_WINDOW = 350  # tokens per window in evaluation; recurrent state is kept, so scores do not depend on it
+TEST_WINDOW = 350  # tokens per window in evaluation; the recurrent state is kept, so scores do not depend on this
 
 
 class WikiText2LSTM(Task):
     """A two-layer LSTM on WikiText-2: 40 epochs, test perplexity of the epoch with the best validation perplexity.
 
     The paper states the data, the network (200 units, 200 dimensions, dropout 0.2), the epochs, the batches, and that
-    gradients are clipped for MSGD. These are the defaults of pytorch/examples' word_language_model, so this task takes
-    the other settings from that program: windows of 35 words, untied weights, clipping to 0.25, a learning rate that is
-    divided by 4 when an epoch does not improve the validation perplexity, and no weight decay. That program uses no
-    momentum and lr 20, which corresponds to lr 2 with momentum 0.9. The batch size is the number of parallel streams of
-    text. From batch 1000 on, the learning rate would be divided after too few steps, so it decays linearly instead: at
-    batch 2000 this was the best of three schedules for SNGM and MSGD, and nearly the best for LARS. The learning rates
-    to try are around the best ones at that batch.
+    gradients are clipped for MSGD. These settings are the defaults of pytorch/examples' word_language_model, so this
+    task takes the other settings from that program: windows of 35 words, untied weights, clipping to 0.25, a learning
+    rate that is divided by 4 when an epoch does not improve the validation perplexity, and no weight decay. That
+    program uses no momentum and lr 20, which corresponds to lr 2 with momentum 0.9. The batch size is the number of
+    parallel streams of text.
+
+    From batch 1000 on, the learning rate would be divided after too few steps, so it decays linearly instead. At batch
+    2000 the linear schedule was the best of three for SNGM and MSGD, and nearly the best for LARS. The learning rates
+    to try are around the best learning rates at batch 2000.
 
     Args:
         bptt: number of words of a window.
@@ -90,7 +92,7 @@ class WikiText2LSTM(Task):
         return model.loss(features, batch[1]), after
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return the mean loss over the words of a whole text, and its exponential."""
+        """Return the mean loss over the words of a whole text, and the perplexity, its exponential."""
         model = cast(WordLSTM, model)
         carried: Batch = ()
         sums: list[Tensor] = []
@@ -104,7 +106,7 @@ class WikiText2LSTM(Task):
 
 
 def _read(model: WordLSTM, inputs: Tensor, carried: Batch) -> tuple[Tensor, Batch]:
-    """Return features and the recurrent state after them, transposed: streams first instead of layers first."""
+    """Return the features and the new recurrent state, transposed: streams first instead of layers first."""
     outputs, cells = (t.transpose(0, 1).contiguous() for t in carried)
     features, after = model(inputs, (outputs, cells))
     return features, tuple(t.transpose(0, 1) for t in after)

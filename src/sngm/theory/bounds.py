@@ -2,10 +2,10 @@
 
 All functions take these arguments, by position or keyword, as floats or arrays that broadcast:
 
-- ``gap``: F(w_0) - F(w*), how far the loss at the start is above its minimum
+- ``gap``: F(w_0) - F(w*), the loss at the start minus its minimum
 - ``eta``: the learning rate, constant over the run
-- ``steps``, ``batch``: T and B
-- ``L``, ``lam``: smoothness. The Hessian's norm is at most ``L + lam * ||grad F||``
+- ``steps``, ``batch``: T, the number of steps, and B, the batch size
+- ``L``, ``lam``: constants of smoothness: the Hessian's norm is at most ``L + lam * ||grad F||``
 - ``sigma``: E||grad f_i - grad F||^2 <= sigma^2 for a random sample i
 - ``beta``: momentum
 - ``blocks``: S, the number of blocks (tensors)
@@ -13,12 +13,12 @@ All functions take these arguments, by position or keyword, as floats or arrays 
 - ``gamma_l``, ``gamma_u``: the lower and upper limit of LARS's phi
 
 A bound is an upper limit of the mean of E||grad F(w_t)|| over t = 0 ... T-1 (for MSGD, of E||grad F(w_t)||^2).
-Floats give a float, arrays an array. If eta violates the condition of a theorem, ValueError is raised with the largest
-admissible eta; conditions have a relative tolerance of 1e-12.
+The result is a float if all arguments are floats, else an array. If eta violates the condition of a theorem, ValueError
+is raised with the largest admissible eta; conditions have a relative tolerance of 1e-12.
 
 Each function ``*_best`` returns ``Best(eta, bound)``: the admissible eta with the lowest bound, and that bound. If the
-bound has no minimum, it returns the limit: eta is 0 if gap = 0, and the largest admissible eta (infinite without a
-condition) if no term grows with eta (L = 0; for MSGD also sigma = 0).
+bound has no minimum, the function returns a limit: eta is 0 if gap = 0. If no term grows with eta (L = 0; for MSGD also
+sigma = 0), eta is the largest admissible value, which is infinite without a condition.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def kappa(beta: Floats) -> Number:
     190.0
     """
     (beta,) = validate(beta=beta)
-    return as_number((1 + beta) / np.square(1 - beta))  # ** 2 rounds differently for arrays
+    return as_number((1 + beta) / np.square(1 - beta))  # ** 2 would round differently for arrays
 
 
 def smooth_bound(
@@ -46,8 +46,8 @@ def smooth_bound(
 ) -> Number:
     """Return the bound of Theorem 1: SNGM on an L-smooth function, with any learning rate.
 
-    ``(1-beta) gap / (eta T) + L kappa eta / 2 + 2 sigma / sqrt(B)``. The theorem assumes that the gradient of
-    F is L-Lipschitz and that single-sample gradients have a variance of at most sigma^2.
+    The bound is ``(1-beta) gap / (eta T) + L kappa eta / 2 + 2 sigma / sqrt(B)``. The theorem assumes that the gradient
+    of F is L-Lipschitz and that single-sample gradients have a variance of at most sigma^2.
 
     >>> smooth_bound(gap=1, eta=0.1, steps=100, batch=16, L=1, sigma=1, beta=0)
     0.65
@@ -76,9 +76,8 @@ def relaxed_bound(
 ) -> Number:
     """Return the bound of Theorem 2: SNGM on an (L, lam)-smooth function, if ``8 eta kappa lam <= 1``.
 
-    ``2 (1-beta) gap / (eta T) + 8 L kappa eta + 4 sigma / sqrt(B)``. The theorem assumes that the
-    norm of the Hessian is at most ``L + lam ||grad F||`` and that single-sample gradients have a variance of at most
-    sigma^2.
+    The bound is ``2 (1-beta) gap / (eta T) + 8 L kappa eta + 4 sigma / sqrt(B)``. The theorem assumes that the norm of
+    the Hessian is at most ``L + lam ||grad F||`` and that single-sample gradients have a variance of at most sigma^2.
 
     >>> relaxed_bound(gap=1, eta=0.125, steps=100, batch=16, L=1, sigma=1, beta=0, lam=1)
     2.16
@@ -116,8 +115,8 @@ def msgd_bound(
     """Return the bound of Section 3 on the SQUARED gradient norm of momentum SGD on an L-smooth function.
 
     ``2 (1-beta) gap / (eta T) + L eta sigma^2 / ((1-beta)^2 B) + 4 L^2 eta^2 sigma^2 / (1-beta)^2`` bounds the mean of
-    E||grad F||^2, if ``eta <= (1-beta)^2 / ((1+beta) L)``; its square root bounds the mean of E||grad F||. The
-    assumptions are those of Theorem 1.
+    E||grad F||^2, if ``eta <= (1-beta)^2 / ((1+beta) L)``; the square root of the bound is a bound on the mean of
+    E||grad F||. The assumptions are those of Theorem 1.
 
     >>> msgd_bound(gap=1, eta=0.1, steps=100, batch=10, L=1, sigma=1, beta=0)
     0.25
@@ -128,8 +127,8 @@ def msgd_bound(
 def msgd_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
     """Return the learning rate with the lowest `msgd_bound`, and that bound.
 
-    The learning rate is the root of a cubic, or the limit ``(1-beta)^2 / ((1+beta) L)`` of the condition if that is
-    smaller or there is no noise (sigma = 0). It is infinite if L = 0.
+    The learning rate is the root of a cubic. It is ``(1-beta)^2 / ((1+beta) L)``, the limit of the condition, if this
+    limit is smaller than the root or there is no noise (sigma = 0). It is infinite if L = 0.
 
     >>> msgd_best(gap=1, steps=100, batch=1, L=0.5, sigma=0, beta=0)
     Best(eta=2.0, bound=0.01)
@@ -155,10 +154,10 @@ def block_bound(
 ) -> Number:  # fmt: skip
     """Return the bound of Theorem 3: block-wise SNGM with S blocks, each divided by its own norm.
 
-    If ``8 eta kappa lam rho S <= 1``:
-    ``2 rho (1-beta) gap / (eta T) + 8 L kappa rho S eta + 2 sigma (1 + rho sqrt(S)) / sqrt(B)``. The assumptions
-    are those of Theorem 2, and that rho is at least ``||g|| / sum of the norms of its blocks`` for every gradient g of
-    the run, so ``1/sqrt(S) <= rho <= 1``. With one block and rho = 1 this is Theorem 2.
+    If ``8 eta kappa lam rho S <= 1``, the bound is
+    ``2 rho (1-beta) gap / (eta T) + 8 L kappa rho S eta + 2 sigma (1 + rho sqrt(S)) / sqrt(B)``. The theorem makes the
+    assumptions of Theorem 2. It also assumes that rho is at least ``||g|| / sum of the norms of the blocks of g`` for
+    every gradient g of the run, so ``1/sqrt(S) <= rho <= 1``. With one block and rho = 1 this is Theorem 2.
 
     >>> block_bound(gap=1, eta=0.0625, steps=100, batch=16, L=1, sigma=1, beta=0, lam=1, blocks=4, rho=0.5)
     2.16
@@ -172,8 +171,8 @@ def block_best(
 ) -> Best:  # fmt: skip
     """Return the best learning rate of Theorem 3, and its bound.
 
-    The learning rate is the smaller of Theorem 2's ``sqrt((1-beta) gap / (4 L kappa T))`` divided by sqrt(S), and
-    ``1 / (8 kappa lam rho S)``. The bound is never below that of `relaxed_best`, and equal to it if
+    The learning rate is the smaller of ``sqrt((1-beta) gap / (4 L kappa T))``, as in Theorem 2, divided by sqrt(S), and
+    ``1 / (8 kappa lam rho S)``. The bound is never below the bound of `relaxed_best`, and both are equal if
     ``rho = 1/sqrt(S)`` (Section 6).
 
     >>> block_best(gap=2, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5, blocks=4, rho=1)
@@ -192,12 +191,12 @@ def lars_bound(
 ) -> Number:  # fmt: skip
     """Return the bound of the remark on Theorem 3: LARS with ``gamma_l <= phi(||w||) <= gamma_u``.
 
-    If ``8 eta kappa lam rho S gamma_u^2 / gamma_l <= 1``:
+    If ``8 eta kappa lam rho S gamma_u^2 / gamma_l <= 1``, the bound is
     ``2 rho (1-beta) gap / (gamma_l eta T) + 8 L kappa rho S eta gamma_u^2 / gamma_l
-    + 2 sigma (1 + rho sqrt(S) gamma_u / gamma_l) / sqrt(B)``. The remark prints no formula: this one follows its
-    instructions, to replace every +eta in the proof by eta gamma_u and every -eta by -eta gamma_l. The assumptions are
-    those of Theorem 3, with momentum on phi g / ||g||. With gamma_l = gamma_u = gamma it is Theorem 3 at learning rate
-    ``gamma eta``.
+    + 2 sigma (1 + rho sqrt(S) gamma_u / gamma_l) / sqrt(B)``. The remark has no formula. This formula follows the
+    instructions of the remark, which are to replace every +eta in the proof by eta gamma_u and every -eta by
+    -eta gamma_l. The assumptions are those of Theorem 3, with momentum on phi g / ||g||. With gamma_l = gamma_u = gamma
+    the bound is that of Theorem 3 at learning rate ``gamma eta``.
 
     >>> lars_bound(1, 0.03125, 100, 16, 1, 1, 0, 1, 4, 0.5, gamma_l=2, gamma_u=2)
     2.16
@@ -241,10 +240,11 @@ def _lars(
 
 
 def rho(norms: ArrayLike) -> Number:
-    """Return ||g|| over the sum of its blocks' norms (Theorem 3); the last axis of `norms` holds the blocks.
+    """Return ||g|| divided by the sum of the norms of g's blocks (Theorem 3).
 
-    The ratio is 1/sqrt(S) for S blocks of equal norms, and 1 if one block has all of the gradient. The theorem's
-    constant is the maximum over a run: ``rho(norms).max()``, with a row for each step.
+    The last axis of `norms` holds the blocks. The ratio is 1/sqrt(S) for S blocks of equal norms, and 1 if all other
+    blocks are zero. The constant rho of the theorem is the maximum over a run: ``rho(norms).max()``, with a row of
+    `norms` for each step.
 
     >>> rho([3.0, 4.0])
     0.7142857142857143
@@ -265,8 +265,8 @@ def rho(norms: ArrayLike) -> Number:
 def cos_angle(norms: ArrayLike) -> Number:
     """Return the cosine between g and the block-wise direction n = (g_s / ||g_s||), from the norms of g's blocks.
 
-    By Section 6 it is ``sum of norms / (sqrt(S) ||g||)``, that is ``1 / (sqrt(S) rho(norms))``: 1 for equal norms, and
-    1/sqrt(S) if one block has all of the gradient. As in the paper, S also counts blocks of norm 0.
+    By Section 6 the cosine is ``sum of norms / (sqrt(S) ||g||)``, that is ``1 / (sqrt(S) rho(norms))``: 1 for equal
+    norms, and 1/sqrt(S) if all blocks but one are zero. As in the paper, S also counts blocks of norm 0.
 
     >>> round(cos_angle([3.0, 4.0]), 4)
     0.9899

@@ -1,4 +1,4 @@
-"""Batch size and learning rate for C single-sample gradients: Corollaries 1 and 2, Table 1, order of EXTRAP-SGD."""
+"""Batch size and learning rate for C single-sample gradients: Corollaries 1 and 2, Table 1, and EXTRAP-SGD's order."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from .terms import ROUNDING, Floats, Number, as_number, check_condition, largest
 class Plan(NamedTuple):
     """Batch size, learning rate and steps for a budget (a number of single-sample gradients), and their bound.
 
-    `batch` is a real number, as in the paper; `whole_batch` and `whole_steps` are for a run. `bound` is for the mean of
-    E||grad F||, also for MSGD.
+    `batch` is a real number, as in the paper; use `whole_batch` and `whole_steps` for a run. `bound` is a bound on the
+    mean of E||grad F||, also for MSGD.
     """
 
     batch: Number
     lr: Number
     steps: Number
-    """ceil(gradients / batch), as in the corollaries: this may exceed the budget by up to one batch."""
+    """ceil(gradients / batch), as in the corollaries, which may exceed the budget by up to one batch."""
     bound: Number
     least_gradients: Number
     """The smallest budget at which lr satisfies the condition of the bound; 0 if lr satisfies it at every budget."""
@@ -49,11 +49,12 @@ def plan(
 ) -> Plan:  # fmt: skip
     """Return batch size, learning rate and bound of Table 1, for C gradients and the method "msgd" or "sngm".
 
-    - "sngm": ``batch = sqrt(C)``, ``lr = sqrt(batch / C) = C^(-1/4)``, and the bound of Corollary 1. If lam > 0, the
-      bound of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises ValueError.
-    - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))``, ``lr = batch / sqrt(C)``, and the square root of `msgd_bound` at
-      this batch and lr. Table 1 gives only orders; their constants are taken as 1. Then lr violates the condition of
-      the bound, ``eta <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; see `proved`.
+    - "sngm": ``batch = sqrt(C)`` and ``lr = sqrt(batch / C) = C^(-1/4)``, with the bound of Corollary 1. If lam > 0,
+      the bound is that of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises
+      ValueError.
+    - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))`` and ``lr = batch / sqrt(C)``; the bound is the square root of
+      `msgd_bound` at this batch and lr. Table 1 gives only orders, whose constants are taken as 1. So lr violates the
+      condition of the bound, ``eta <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; see `Plan.proved`.
 
     The assumptions are those of the corresponding theorems; for "msgd" they include lam = 0.
 
@@ -65,7 +66,7 @@ def plan(
     """
     gradients, gap, L, sigma, beta, lam = validate(gradients=gradients, gap=gap, L=L, sigma=sigma, beta=beta, lam=lam)
     root = np.sqrt(gradients)
-    fourth = np.sqrt(root)  # ** 0.25 is inexact for whole numbers
+    fourth = np.sqrt(root)  # ** 0.25 would be inexact for whole numbers
     if method.lower() == "sngm":
         batch, lr = root, 1 / fourth
         least = least_gradients(beta, lam)
@@ -86,7 +87,7 @@ def plan(
         bound = np.sqrt(2 * (1 - beta) * gap / root + noise / np.square(1 - beta))
     else:
         raise ValueError(f"method must be 'msgd' or 'sngm', got {method!r}")
-    steps = np.ceil(gradients / batch * (1 - ROUNDING))  # no extra step because of rounding
+    steps = np.ceil(gradients / batch * (1 - ROUNDING))  # so that a rounding error does not add a step
     return Plan(*map(as_number, (batch, lr, steps, bound, least, gradients)))
 
 
@@ -103,9 +104,9 @@ def least_gradients(beta: Floats, lam: Floats) -> Number:
 def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Number:
     """Return the order that Section 3 states for EXTRAP-SGD, ``B / (eta C) + (eta + eta^2) / B`` if ``eta <= 1 / L``.
 
-    This is the order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, also that
-    of the condition. With eta = B / sqrt(C) it is of order 1 / sqrt(C), for batches up to sqrt(C) / L, where eta
-    reaches the limit of the condition.
+    This is the order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, and so is
+    the constant of the condition. With eta = B / sqrt(C) the result is of order 1 / sqrt(C) for batches up to
+    sqrt(C) / L, where eta reaches the limit of the condition.
 
     >>> extrap_order(gradients=10_000, eta=0.1, batch=10, L=1)
     0.021
@@ -116,7 +117,7 @@ def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Nu
 
 
 def _fourth_power(x: Number) -> Number:
-    return np.square(np.square(x))  # ** 4 rounds differently for arrays
+    return np.square(np.square(x))  # ** 4 would round differently for arrays
 
 
 def _whole(value: Number) -> Any:

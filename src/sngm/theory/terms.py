@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Floats: TypeAlias = float | NDArray[Any]
-Number: TypeAlias = Any  # a float if every argument was one, otherwise an array
+Number: TypeAlias = Any  # a float if every argument was a float, otherwise an array
 
 ROUNDING = 1e-12  # relative tolerance: equality in a condition must not fail because of rounding
 
@@ -19,7 +19,7 @@ _ABOVE_0 = ("a finite number above 0", lambda x: (x > 0) & (x < math.inf))
 RANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     **dict.fromkeys(("gap", "L", "sigma", "lam"), _AT_LEAST_0),
     **dict.fromkeys(("steps", "batch", "gradients", "gamma_l", "gamma_u"), _ABOVE_0),
-    "eta": ("above 0", lambda x: x > 0),  # inf is allowed: it is the best eta where no term grows with eta
+    "eta": ("above 0", lambda x: x > 0),  # inf is allowed, because it is the best eta if no term grows with eta
     "beta": ("at least 0 and less than 1", lambda x: (x >= 0) & (x < 1)),
     "blocks": ("a finite number of at least 1", lambda x: (x >= 1) & (x < math.inf)),
     "rho": ("above 0 and at most 1", lambda x: (x > 0) & (x <= 1 + ROUNDING)),
@@ -27,7 +27,7 @@ RANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 def validate(**arguments: Floats) -> list[Any]:
-    """Return the arguments as float64 arrays of one shape.
+    """Return the arguments as float64 arrays, broadcast to one shape.
 
     Raises:
         ValueError: an argument is outside its range.
@@ -52,7 +52,7 @@ def largest_eta(slope: Number) -> Number:
 
 
 def check_condition(eta: Number, limit: Number, condition: str) -> None:
-    """Raise ValueError, with the condition and the largest admissible eta, if eta is above its limit."""
+    """Raise ValueError if eta is above its limit; the message has the condition and the largest admissible eta."""
     above = np.greater(eta, limit * (1 + ROUNDING))
     if not np.any(above):
         return
@@ -98,12 +98,12 @@ class Terms(NamedTuple):
         """Return the admissible eta with the lowest bound, in closed form.
 
         The derivative is zero where ``2 * square * eta**3 + linear * eta**2 == inverse``. For x = 1/eta this is the
-        cubic ``x**3 == 3 * p * x + 2 * p**1.5 * t`` with 3 * p = linear / inverse, and its one positive root is
-        ``x = 2 * sqrt(p) * cos(arccos(t) / 3)`` (Viète), with cosh for t above 1. If square = 0, t is 0 and eta is
-        sqrt(inverse / linear).
+        cubic ``x**3 == 3 * p * x + 2 * p**1.5 * t`` with 3 * p = linear / inverse. Its only positive root is
+        ``x = 2 * sqrt(p) * cos(arccos(t) / 3)`` (Viète); for t above 1, cosh and arcosh replace cos and arccos. If
+        square = 0, t is 0 and eta is sqrt(inverse / linear).
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            root = np.sqrt(self.inverse) / np.sqrt(self.linear)  # sqrt of the ratio could overflow
+            root = np.sqrt(self.inverse) / np.sqrt(self.linear)  # the ratio itself could overflow
             t = math.sqrt(27) * self.square / self.linear * root
             third = np.where(t <= 1, np.cos(np.arccos(np.minimum(t, 1)) / 3), np.cosh(np.arccosh(np.maximum(t, 1)) / 3))
             stationary = root * np.where(t > 0, math.sqrt(0.75) / third, 1.0)
@@ -113,7 +113,7 @@ class Terms(NamedTuple):
 
     def _value(self, eta: Number) -> Number:
         def term(factor: Number, value: Number) -> Number:
-            return np.where(np.equal(factor, 0), 0.0, value)  # 0 also in the limits eta = 0 and eta = inf
+            return np.where(np.equal(factor, 0), 0.0, value)  # 0 even if eta is 0 or inf
 
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             grows = term(self.linear, self.linear * eta) + term(self.square, self.square * eta * eta)

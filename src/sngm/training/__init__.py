@@ -33,7 +33,7 @@ def load_model(
 ) -> nn.Module:
     """Return the trained model of a run folder, in evaluation mode. This runs the code of the task.
 
-    The model is that of the last epoch, or of the best epoch if the task has ``result_of = "best"``.
+    The model has the weights of the last epoch, or of the best epoch if the task has ``result_of = "best"``.
 
     Args:
         folder: the folder of the run, written by ``sngm train`` or ``sngm compare``.
@@ -91,7 +91,7 @@ def load_model_and_config(
         else:
             weights = state.get("best_model") or state["model"]
         model.load_state_dict(weights)
-    except RuntimeError as error:  # one line for each tensor that does not fit
+    except RuntimeError as error:  # its message has one line for each tensor that does not fit
         why = str(error).splitlines()[-1].strip()
         raise UsageError(
             f"{folder}: the task builds another model now than was trained, perhaps from other data: {why}"
@@ -100,5 +100,5 @@ def load_model_and_config(
 
 
 def _remedy(record: dict[str, Any]) -> str:
-    """Return what to do about a run without a usable model, to append to an error message."""
+    """Return what the user can do about a run without a usable model, as the end of an error message."""
     return "; train it again with `restart`" if record["status"] in FINISHED else "; finish it first"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 
-MOST_SAMPLES = 10**12  # per batch
+MOST_SAMPLES = 10**12  # limit per batch
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,11 +17,11 @@ class BatchPlan:
 
     Attributes:
         batch: number of samples of the global batch, over all workers.
-        workers: number of data-parallel workers, real or virtual. Each has a contiguous part of the batch.
-        micro: number of samples of a micro-batch.
-        bn_group: number of samples that BatchNorm normalises together. A pass through the model is one such group, or
-            several if the task sets `pass_size`.
-        ranks: number of processes. Each computes ``workers / ranks`` consecutive workers, one after another.
+        workers: number of data-parallel workers. Each has a contiguous part of the batch.
+        micro: number of samples in a micro-batch.
+        bn_group: number of samples that BatchNorm normalises together. A pass (one forward and backward) processes one
+            such group, or several if the task sets `pass_size`.
+        ranks: number of processes. Each process computes ``workers / ranks`` consecutive workers, one after another.
 
     >>> plan = BatchPlan.of(batch=1024, workers=8, micro=64)
     >>> plan.share, plan.bn_group, len(plan.pieces(0)), plan.pieces(1)[0]
@@ -43,7 +43,7 @@ class BatchPlan:
         bn_group: int | None = None,
         ranks: int = 1,
     ) -> BatchPlan:
-        """Return the plan for these arguments; raise UsageError if they do not divide each other."""
+        """Return the plan for these arguments; raise UsageError if the batch cannot be divided evenly."""
         workers = ranks if workers is None else workers
         given = {"batch": batch, "workers": workers, "micro": micro, "bn_group": bn_group}
         for name, value in given.items():
@@ -75,9 +75,9 @@ class BatchPlan:
     def for_rest(self, count: int) -> BatchPlan | None:
         """Return the plan of an epoch's last, smaller batch of at most `count` samples; None if `count` is too small.
 
-        The plan has the same workers. The micro-batch size stays the same if a worker's part has as many samples; else
-        the part is one micro-batch. BatchNorm groups keep their size unless they are whole micro-batches. Samples that
-        do not fill a micro-batch are left out.
+        The plan has the same workers. The micro-batch size stays the same if a worker's part has at least that many
+        samples; else the part is one micro-batch. BatchNorm groups keep their size unless they are whole micro-batches.
+        Samples that do not fill a micro-batch are left out.
 
         >>> plan = BatchPlan.of(batch=32768, workers=8, micro=128)
         >>> plan.for_rest(50000 - 32768).describe()
@@ -101,14 +101,14 @@ class BatchPlan:
         return range(rank * each, (rank + 1) * each)
 
     def pieces(self, worker: int) -> list[slice]:
-        """Return a worker's passes in order, as slices of the global batch: one BatchNorm group per pass."""
+        """Return a worker's passes in order, as slices of the global batch; each pass has one BatchNorm group."""
         start = worker * self.share
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
 
     def merged(self, workers: range, most: int) -> list[slice]:
         """Return the passes of consecutive workers, merged into as few passes of at most `most` samples as possible.
 
-        Passes hold whole BatchNorm groups and are of nearly equal size. A single group may exceed `most`.
+        Passes hold whole BatchNorm groups and have nearly equal sizes. A group above `most` is a pass of its own.
 
         >>> BatchPlan.of(batch=64, workers=2, micro=4).merged(range(2), 24)
         [slice(0, 20, None), slice(20, 40, None), slice(40, 64, None)]

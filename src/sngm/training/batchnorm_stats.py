@@ -18,7 +18,7 @@ from .batch_plan import BatchPlan
 
 
 def may_merge(task: Task, model: nn.Module) -> bool:
-    """Return whether a pass may hold several BatchNorm groups: `pass_size` is set, and no layer mixes groups."""
+    """Return True if a pass may hold several BatchNorm groups, because `pass_size` is set and no layer mixes groups."""
     if task.pass_size is None or draws(task, model):
         return False
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]
@@ -26,16 +26,16 @@ def may_merge(task: Task, model: nn.Module) -> bool:
 
 
 def draws(task: Task, model: nn.Module) -> bool:
-    """Return whether the loss may draw random numbers.
+    """Return True if the loss may draw random numbers.
 
-    It may if the task sets no `pass_size`, or if the model has active dropout or an attribute `draws` that is true.
+    This is so if the task sets no `pass_size`, or if the model has active dropout or an attribute `draws` that is true.
     """
     dropout = any(isinstance(m, _DropoutNd) and m.p > 0 and m.training for m in model.modules())
     return task.pass_size is None or dropout or bool(getattr(model, "draws", False))
 
 
 class PerGroupStatistics:
-    """Running statistics of BatchNorm with one group per pass: every worker starts from the same statistics."""
+    """Running statistics of BatchNorm with one group per pass. In a step, every worker starts from the same values."""
 
     def __init__(self, model: nn.Module, plan: BatchPlan, policy: str) -> None:
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -49,7 +49,7 @@ class PerGroupStatistics:
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Within the ``with`` block, update statistics if this worker's are kept. None: do not update them."""
+        """Within the ``with`` block, update statistics if those of this worker are kept; never if `worker` is None."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
         track(self.norms, worker is not None if self.mean else worker == 0)
@@ -61,7 +61,7 @@ class PerGroupStatistics:
             self.kept.append(self._copies())
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch that the next pass processes. Do nothing: these statistics do not need it."""
+        """Set the part of the batch that the next pass processes. These statistics do not need it, so do nothing."""
 
     def end(self) -> None:
         """End a step: with the policy "mean", set the statistics to their mean over workers."""
@@ -82,7 +82,7 @@ class PerGroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a pass updates running statistics, see :class:`GhostBatchNorm2d`; not at all if `weights` is None."""
+    """How a pass updates running statistics, see :class:`GhostBatchNorm2d`. If `weights` is None, it does not."""
 
     weights: Tensor | None
     keep: float = 1.0
@@ -90,7 +90,7 @@ class Share:
 
 
 class GhostStatistics:
-    """Running statistics of GhostBatchNorm2d with several groups per pass; the result equals `PerGroupStatistics`.
+    """Running statistics of GhostBatchNorm2d with several groups per pass; they equal those of `PerGroupStatistics`.
 
     With momentum m, a worker whose groups 1..n have statistics s_i updates the running statistics r to
     (1-m)^n r + sum_i m (1-m)^(n-i) s_i, so each group has a fixed weight. With
@@ -115,10 +115,10 @@ class GhostStatistics:
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Share]:
-        """Return the share of each pass, by its start. Only the first with a non-zero weight decays old statistics."""
+        """Return the share of each pass, by its start. Only the first pass with a non-zero weight decays old values."""
         each = self.plan.share // self.plan.bn_group  # groups per worker
         weights, keep = one_after_another(each, momentum)
-        if self.mean:  # over the workers of this process; `end` averages over processes
+        if self.mean:  # mean over the workers of this process; `end` averages over processes
             weights = weights.repeat(self.plan.workers) / len(self.plan.workers_of(rank))
         else:
             weights = torch.cat([weights, torch.zeros(each * (self.plan.workers - 1), dtype=weights.dtype)])
@@ -134,7 +134,7 @@ class GhostStatistics:
         return shares
 
     def begin(self) -> None:
-        """Start a step. Do nothing: these statistics need no preparation."""
+        """Start a step. These statistics need no preparation, so do nothing."""
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:

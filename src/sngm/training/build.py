@@ -1,4 +1,4 @@
-"""Preparation of a run: everything before its first step. Invalid runs raise here, before any file is written."""
+"""Prepare a run: everything before its first step. Invalid runs raise an error here, before any file is written."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ from .recurrent_state import RecurrentState
 from .step import Stepper, pieces_of, worker_passes_of
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
-CHECKED: set[tuple[str, str | None]] = set()  # methods of the user's whose `state_dict` has been checked
-FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # those of torch with fused steps on CUDA
+CHECKED: set[tuple[str, str | None]] = set()  # user-defined methods whose `state_dict` has been checked
+FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # torch's optimizers with fused steps on CUDA
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A prepared run. `training` are the samples to train on, `held_out` those to score, by name."""
+    """A prepared run. `training` holds the samples to train on, `held_out` the samples to score, by name."""
 
     task: Task
     training: Samples
     held_out: HeldOut
-    data: dict[str, Any]  # their description in the record
-    per_epoch: int  # steps
+    data: dict[str, Any]  # description of the samples in the record
+    per_epoch: int  # number of steps
     steps: int
     schedule: Schedule
     plan: BatchPlan
@@ -57,7 +57,7 @@ class Setup:
     data_source: Resident | Streamed
     recurrent_state: RecurrentState
     stepper: Stepper | CapturedStepper
-    rest: int = 0  # samples of the last, smaller batch of an epoch; 0 if it is dropped
+    rest: int = 0  # samples in the last, smaller batch of an epoch; 0 if this batch is dropped
     rest_stepper: Stepper | CapturedStepper | None = None
 
 
@@ -82,7 +82,7 @@ def prepare(
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
-    shards = execution.shard and processes.ranks > 1 and dist.is_initialized()  # not in a plan
+    shards = execution.shard and processes.ranks > 1 and dist.is_initialized()  # a plan has no process group
     model = build_model(config, task, torch.device("cpu") if shards else processes.device)
     if shards:
         sharding.shard(model, processes.device, processes.ranks)
@@ -143,11 +143,11 @@ def prepare(
     )  # fmt: skip
 
 
-TRAINED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # by id
+TRAINED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # of earlier runs, by id
 
 
 def check_new(config: RunConfig, model: nn.Module) -> None:
-    """Raise UsageError if an earlier run trained a parameter: its end would be the start of this run."""
+    """Raise UsageError if an earlier run trained a parameter, because this run would start from trained weights."""
     params = [p for p in model.parameters() if p.requires_grad]
     if any(TRAINED.get(id(p)) is p for p in params):
         raise UsageError(
@@ -165,7 +165,7 @@ def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Modul
         raise UsageError(f"task {config.task}: model() must return a torch.nn.Module, got {model!r}")
     limit.check(model)
     model = model.to(device, config.dtype)
-    if device.type == "cuda" and config.precision == "bfloat16":  # the layout that tensor cores use
+    if device.type == "cuda" and config.precision == "bfloat16":  # channels-last, the layout that tensor cores use
         model = model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return model
 
@@ -180,7 +180,7 @@ def why_not_on_gpu(samples: Samples, streams: bool, device: torch.device) -> str
 
 
 def largest_pass_size(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
-    """Return the most samples of a pass of several BatchNorm groups; None for one group per pass."""
+    """Return the most samples in a pass with several BatchNorm groups; None if each pass has one group."""
     if may_merge(task, model):
         usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)
         return usual if asked is None else asked
@@ -196,21 +196,21 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     """Build the optimizer of a run, with its parameter groups.
 
     LARS and CLARS multiply the learning rate of weights by a trust ratio, often about 0.001. Biases and normalisation
-    layers have no trust ratio and would diverge at the full rate, so they train at ``trust_coefficient * lr``, unless
-    the config has ``bias_lr="full"``.
+    layers have no trust ratio and would diverge at the full learning rate. So they train at ``trust_coefficient * lr``,
+    unless the config has ``bias_lr="full"``.
 
     Args:
         config: the config of the run.
         model: the model, on the device it is trained on.
         tensor_rates: keep learning rates in tensors on the device, which :func:`set_rates` fills, so that each replay
-            of a CUDA graph reads the current values. Checkpoints do not depend on it.
+            of a CUDA graph reads the current values. Checkpoints are the same in both cases.
     """
     settings = dict(config.method_settings)
     try:
         groups = decay_groups(model, settings.get("weight_decay", 0.0))
         if config.decay_on == "all":
             groups = [{**group, "weight_decay": settings.get("weight_decay", 0.0)} for group in groups]
-        if not any(group["weight_decay"] for group in groups):  # a model of vectors only
+        if not any(group["weight_decay"] for group in groups):  # the model has only vectors
             settings |= dict.fromkeys(settings.keys() & {"weight_decay"}, 0.0)
         if "weight_decay" not in settings:
             groups = [{"params": group["params"]} for group in groups]
@@ -244,7 +244,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
 def _check_function(
     config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, build: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    """Raise UsageError or warn if the user's own optimizer has other parameters than the model, or ignores the lr."""
+    """Raise UsageError or warn if the user's own optimizer ignores lr, or does not have the model's parameters."""
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if theirs - {id(p) for p in model.parameters()}:
         raise UsageError(f"{config.method}: the optimizer has parameters that it was not given")
@@ -254,7 +254,7 @@ def _check_function(
         warnings.warn(f"{config.label}: {said}", stacklevel=2)
     try:
         smaller = build([nn.Parameter(torch.ones(2, 2))], lr=config.lr / 2)
-    except Exception:  # of the user's code, which may need the model's own parameters: nothing is compared
+    except Exception:  # the user's code may need the model's own parameters; then nothing is compared
         return
     rates = [{group.get("lr") for group in one.param_groups} for one in (optimizer, smaller)]
     if rates[0] == rates[1] != {None}:
@@ -277,7 +277,7 @@ def _scale_vectors(optimizer: LARS | CLARS) -> None:
 
 def can_capture(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether a CUDA graph can capture this optimizer's step, given learning rates in tensors."""
-    # not subclasses of a user's, whose Python code a replayed graph would skip
+    # not a user's subclass, because a replayed graph would skip its Python code
     own = isinstance(optimizer, LargeBatchOptimizer) and type(optimizer).__module__.startswith("sngm.")
     return own or type(optimizer) in FUSED
 
@@ -309,8 +309,8 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
     how = [{key: group[key] for key in EXECUTION_FLAGS if key in group} for group in optimizer.param_groups]
 
     def keep(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep `fused`, `foreach` and the like when a checkpoint of another device is loaded."""
-        if len(state["param_groups"]) != len(how):  # torch raises ValueError
+        """Keep `fused`, `foreach` and similar flags when a checkpoint from another device is loaded."""
+        if len(state["param_groups"]) != len(how):  # torch itself raises ValueError
             return state
         return {**state, "param_groups": [g | own for g, own in zip(state["param_groups"], how, strict=True)]}
 

@@ -1,4 +1,4 @@
-"""Checkpoints with checksums. The last two are kept: if one is broken, the one before it is used."""
+"""Checkpoints with checksums. The last two are kept; if the last one is broken, the one before it is used."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     content = buffer.getvalue()
     path = folder / f"checkpoint-{step:08d}.pt"
     write_atomically(path, content)
-    # drop later ones: they are broken, and the run resumed from before them
+    # drop later checkpoints, which are broken; the run resumed from an earlier one
     before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
     kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
@@ -63,9 +63,9 @@ def discard(folder: Path) -> None:
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
-    """Return the newest intact checkpoint, or None; warn of broken ones."""
+    """Return the newest intact checkpoint, or None; warn of broken checkpoints."""
     for content in _whole(folder):
-        # weights_only: a checkpoint must not be able to run code
+        # weights_only, because a checkpoint must not be able to run code
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
         if "shards" not in state or sizes_of(folder / state["shards"]) == state["shard_sizes"]:
             return state
@@ -76,14 +76,14 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
 def whole(folder: Path) -> bool:
     """Return whether any checkpoint is intact."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # `load` warns of broken ones
+        warnings.simplefilter("ignore")  # `load` warns of broken checkpoints
         return any(True for _ in _whole(folder))
 
 
 def is_broken(folder: Path) -> bool:
-    """Return whether the last checkpoint is corrupt, or missing while the one before it is there.
+    """Return whether the last checkpoint is corrupt, or is missing although the one before it exists.
 
-    If all were deleted, the result is False: a finished run does not need them.
+    If all checkpoints were deleted, the result is False, because a finished run does not need them.
     """
     index = _index(folder)
     last = max([*index, *(path.name for path in _files(folder))], default=None)
@@ -91,7 +91,7 @@ def is_broken(folder: Path) -> bool:
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """Yield the contents of whole checkpoints, newest first; if none matches the index, of those that can be loaded."""
+    """Yield the contents of intact checkpoints, newest first; if none matches the index, of all that can be loaded."""
     index, found = _index(folder), False
     for name in sorted({*index, *(path.name for path in _files(folder))}, reverse=True):
         content = _read(folder / name, index)
@@ -109,7 +109,7 @@ def _whole(folder: Path) -> Iterator[bytes]:
 
 
 def _read(path: Path, index: dict[str, str]) -> bytes | None:
-    """Return the content of a checkpoint if it is whole.
+    """Return the content of a checkpoint if it is intact, else None.
 
     If the run was killed before the file was added to the index, the file is checked by its own CRC-32 checksums.
     """
@@ -142,10 +142,10 @@ def _loads(content: bytes, step: int) -> bool:
     """Return whether the content is a checkpoint of this step, with all parts matching their CRC-32."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
-            if parts.testzip() is not None:  # torch.load checks no CRC
+            if parts.testzip() is not None:  # torch.load does not check the CRC
                 return False
         state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
         parts_are_dicts = all(isinstance(state[key], dict) for key in ("run", "model", "optimizer"))
         return parts_are_dicts and isinstance(state["run"]["history"], list) and bool(state["run"]["step"] == step)
-    except Exception:  # the content may be anything
+    except Exception:  # broken content can raise any error
         return False

@@ -15,7 +15,7 @@ from .config import RunConfig
 from .data_loading import to_device
 
 BACKEND = "inductor"
-RECOMPILE_LIMIT = 64  # recompilations allowed per process: for shapes, models and BatchNorm tracking
+RECOMPILE_LIMIT = 64  # recompilations allowed per process, for new shapes, models and BatchNorm tracking
 
 
 class NotCompiled(Exception):
@@ -66,7 +66,8 @@ def in_one_line(error: Exception) -> str:
 def _number(name: str, value: int, device: torch.device) -> Tensor:
     """Return an epoch or a seed as a cached tensor.
 
-    `name` keeps them distinct tensors: code compiled for two tensors is not valid if both are the same object.
+    `name` keeps epoch and seed distinct tensors, because code compiled for two tensors is not valid if both are the
+    same object.
     """
     return torch.tensor(value, device=device)
 

@@ -42,10 +42,10 @@ ADDED_LATER = {
     "bn_samples": None,
     "label_smoothing": 0.0,
     "last_batch": "drop",
-}  # fields that older records lack, with their former behaviour
+}  # fields that older records lack, with values that give the former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
-BN_SAMPLES = 10_000  # default number of samples that estimate the statistics of averaged weights
-INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr: linear scaling for one of eight workers
+BN_SAMPLES = 10_000  # default number of samples to estimate BatchNorm statistics for averaged weights
+INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr, by linear scaling for one of eight workers
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,10 @@ class RunConfig:
         method, method_settings, method_source: the optimizer, its settings, and a checksum of its code if it is the
             user's own.
         part: "full" trains on the whole training set and tests; "select" holds out a validation set and scores it.
-        running_stats: BatchNorm's running statistics: of the "first" worker, as in DDP, or the "mean" of all workers.
-        precision: dtype of weights and arithmetic. "bfloat16" is autocast: convolutions and matrix products in
-            bfloat16; weights, norms and optimizer state in float32.
+        running_stats: keep BatchNorm's running statistics of the "first" worker, as DDP does, or their "mean" over all
+            workers.
+        precision: dtype of weights and arithmetic. "bfloat16" is autocast: convolutions and matrix products are in
+            bfloat16; weights, norms and optimizer state are in float32.
         decay_on: apply weight decay to "weights", without biases and normalisation layers, or to "all" parameters.
         bias_lr: learning rate of biases and normalisation layers with LARS and CLARS: "scaled" for
             ``trust_coefficient * lr``, "full" for ``lr``, as in the published code.
@@ -104,11 +105,11 @@ class RunConfig:
         for name, allowed in CHOICES.items():
             if getattr(self, name) not in allowed:
                 raise UsageError(f"`{name}` must be one of {', '.join(allowed)}, got {getattr(self, name)!r}")
-        largest = torch.finfo(self.dtype).max  # torch's optimizers fail beyond it
+        largest = torch.finfo(self.dtype).max  # torch's optimizers fail for larger numbers
         for name, value in {"lr": self.lr, **self.method_settings}.items():
             for number in value if isinstance(value, (tuple, list)) else (value,):
                 shown = "`lr`" if name == "lr" else f"setting {name}"
-                if isinstance(number, int) and abs(number) >= 2**63:  # torch has no integer as large
+                if isinstance(number, int) and abs(number) >= 2**63:  # too large for torch's integers
                     raise UsageError(f"{shown} must be below 2**63, or written as a float, got {short(number)}")
                 if isinstance(number, float) and largest < abs(number) < math.inf:
                     limit = f"at most {largest:.2g}, the largest number of {self.precision}"
@@ -116,7 +117,7 @@ class RunConfig:
         for name, value in {**self.method_settings, **self.task_settings}.items():
             try:
                 json.dumps(value, allow_nan=False)
-            except ValueError:  # JSON would hold null, the same for different configs
+            except ValueError:  # JSON would store null, so that different configs look the same
                 raise UsageError(f"setting {name} must be finite, got {short(value)}") from None
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"`clip` must be a finite number > 0, got {self.clip!r}")
@@ -153,7 +154,7 @@ class RunConfig:
             return contextlib.nullcontext()
         if device.type == "cpu":  # a CPU without bfloat16 warns, but computes correctly
             warnings.filterwarnings("ignore", "mkldnn_matmul failed")
-        # no cache: a CUDA graph would reuse casts of weights from before the last update
+        # no cache, because a CUDA graph would reuse casts of weights from before the last update
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False)
 
     @property
@@ -178,7 +179,7 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> RunConfig:
-        """Build a config from the dict of :meth:`as_dict` or of older records. Lists, such as betas, become tuples."""
+        """Build a config from the result of :meth:`as_dict` or an older record. Lists, such as betas, become tuples."""
         values = completed(values)
         missing = {f.name for f in dataclasses.fields(cls)} ^ values.keys()
         if missing:
@@ -189,7 +190,7 @@ class RunConfig:
         return cls(**{**values, "method_settings": settings})
 
     def check_source(self) -> None:
-        """Raise UsageError if the code of the task has changed since this run began, or is unknown here."""
+        """Raise UsageError if the code of the task has changed since this run began, or cannot be found here."""
         if not tasks.is_known(self.task):
             raise UsageError(
                 f"task {self.task} was made in another process; make it again and pass it, as "
@@ -229,7 +230,7 @@ def resolve(
     processes: int = 1,
     **given: Any,
 ) -> RunConfig:
-    """Return the config given by arguments and the defaults of the task. None stands for the default.
+    """Return the config that follows from arguments and the task's defaults. None stands for the default.
 
     Args:
         task, method: names of the task and the method.
@@ -254,7 +255,7 @@ def resolve(
     settings.setdefault("bn_samples", recipe.get("bn_samples", BN_SAMPLES) if averaged else None)
     clip = usual["clip"]
     settings.setdefault("clip", clip.get(method) if isinstance(clip, Mapping) else clip)
-    if settings["clip"] == math.inf:  # how to turn off clipping that the task has by default
+    if settings["clip"] == math.inf:  # the user turns off clipping that the task has by default
         settings["clip"] = None
     settings.setdefault("precision", usual_precision(task, settings["batch"], device))
     chosen = dict(method_settings or {})

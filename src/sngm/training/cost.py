@@ -19,19 +19,19 @@ from .config import RunConfig
 from .data_loading import loaders_of, size_of, to_device, to_device_if_fits
 from .distributed import set_numerics
 
-MOST_ON_CPU = 128  # samples of the measured pass on a CPU
+MOST_ON_CPU = 128  # most samples in the measured pass on a CPU
 SECONDS = 8.0  # time limit of the whole measurement on a CPU
-TIMES = 4  # number of passes: the first measures memory, the others time
-PROBE = 8  # samples of the warm-up pass, whose time sets the size of the measured pass
+TIMES = 4  # number of passes; the first measures memory, the others measure time
+PROBE = 8  # samples in the warm-up pass, whose time decides the size of the measured pass
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """Measured time and memory of a pass, for this process.
+    """Measured time and memory of a pass (one forward and backward) in this process.
 
     Attributes:
-        samples: number of samples of the measured pass.
-        largest: number of samples of the run's largest pass.
+        samples: number of samples in the measured pass.
+        largest: number of samples in the run's largest pass.
         sample_seconds: seconds of the forward and backward pass per sample.
         step_seconds: seconds of an optimizer step.
         memory: peak memory in bytes, by purpose.
@@ -83,7 +83,7 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
         samples -= samples % group if samples > group else 0
     optimizer.zero_grad()
     activations = _activations(lambda: take(samples), model, device)
-    if samples < largest:  # extrapolate linearly: some activations do not grow with the samples
+    if samples < largest:  # extrapolate linearly, not in proportion: some activations do not grow with the samples
         few = max(1, samples // 2)
         of_few = _activations(lambda: take(few), model, device)
         activations += round((activations - of_few) / max(1, samples - few) * (largest - samples))
@@ -110,7 +110,7 @@ def _largest_pass(setup: Setup) -> int:
 
 
 def _activations(take: Callable[[], float], model: nn.Module, device: torch.device) -> int:
-    """Return the bytes that a pass saves for backward; on a GPU the peak of all allocations."""
+    """Return the bytes that a pass saves for backward; on a GPU, the peak of all allocated memory."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)

@@ -15,7 +15,7 @@ from .batchnorm_stats import draws
 from .compiled_step import in_one_line
 from .step import Stepper
 
-WARM_UP = 3  # eager steps before capture, which create optimizer state, pointer tables and compiled code
+WARM_UP = 3  # number of eager steps before capture; they create optimizer state, pointer tables and compiled code
 
 
 def choose(
@@ -27,7 +27,7 @@ def choose(
         asked: the mode that the user chose, one of `sngm.options.STEPS`.
         task, model, device, ranks: task, model, device and number of processes of the run.
         not_on_gpu: why the samples are not in GPU memory, as text; empty if they are.
-        passes: the number of passes of a step if BatchNorm groups are not merged.
+        passes: the number of passes in a step if each pass has one BatchNorm group.
 
     Raises:
         UsageError: `asked` names a captured mode that this run does not support.
@@ -90,7 +90,7 @@ class CapturedStepper:
 
     @property
     def mode(self) -> str:
-        """The mode in use, after any fallback."""
+        """The mode in use, which is another than the chosen one after a fallback."""
         return without_capture(self.stepper.mode) if self.capture_failed else self.stepper.mode
 
     def __call__(self, indices: Tensor, *, epoch: int, step: int) -> Tensor:
@@ -113,11 +113,11 @@ class CapturedStepper:
         graph = torch.cuda.CUDAGraph()
         current = torch.cuda.current_stream(self.device)
         try:
-            # on the stream of the warm-up steps, to which autograd's AccumulateGrad nodes are bound
+            # on the stream of the warm-up steps, because autograd's AccumulateGrad nodes are bound to this stream
             with torch.cuda.graph(graph, stream=self.stream):
                 self.loss = self.stepper(self.indices, epoch=self.epoch, step=step)
         except RuntimeError as error:
-            torch.cuda.set_stream(current)  # a failed capture does not restore it
+            torch.cuda.set_stream(current)  # a failed capture does not restore the stream
             reason = in_one_line(error)
             if self.stepper.asked:
                 raise Failed(f"`step` {self.stepper.mode}: a step of this run cannot be captured: {reason}") from error

@@ -1,8 +1,8 @@
 """Data loading: samples in device memory, or batches prepared ahead by worker processes.
 
 ``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a pass. `indices` is an int64 tensor on the device of
-the samples; worker processes make batches on the host. `seed` and `epoch` are ints in eager steps. Captured steps
-pass `epoch`, and compiled steps pass both, as 0-d int64 tensors, because an int would be a constant of the graph.
+the samples; worker processes make batches on the host. In eager steps, `seed` and `epoch` are ints. In captured steps,
+`epoch` is a 0-d int64 tensor, and in compiled steps both are, because an int would be a constant of the graph.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OWN_ERRORS = {kind.__name__: kind for kind in (DataMissing, Failed, UsageError)}
 
 
 def to_device_if_fits(samples: Samples, device: torch.device) -> Samples:
-    """Return the samples, moved to a GPU if they are tensors in memory and fit there."""
+    """Return the samples, moved to a GPU if they are tensors in memory and fit into its memory."""
     move = getattr(samples, "to", None)
     if move is None or device.type != "cuda" or not fits(samples, device):
         return samples
@@ -46,7 +46,7 @@ def fits(samples: Samples, device: torch.device) -> bool:
 
 
 def size_of(samples: Any) -> int:
-    """Return the size in bytes of samples that are tensors in memory, or that a `Part` of them refers to; else 0."""
+    """Return the size in bytes of samples that are tensors in memory, or of those that a `Part` refers to; else 0."""
     held = getattr(samples, "samples", samples)
     return sum(t.nbytes for t in getattr(held, "tensors", ()))
 
@@ -57,7 +57,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 class Resident:
-    """Samples held in device memory if they fit, else in host memory; each pass gathers its batch."""
+    """Samples held in device memory if they fit, else in host memory. Each pass gathers its batch from them."""
 
     streams = False
 
@@ -67,22 +67,22 @@ class Resident:
         self.pinned: Tensor | None = None
 
     def begin(self, order: Tensor, epoch: int, first: int) -> Tensor:
-        """Start an epoch at its step `first`; return its order on the device of the samples."""
+        """Start an epoch at its step `first`; return `order` on the device of the samples."""
         if not self.moved:
             self.samples, self.moved = to_device_if_fits(self.samples, self.device), True
             self.on_gpu = getattr(getattr(self.samples, "device", None), "type", "cpu") == "cuda"
         if not self.on_gpu:
             return order
-        if self.pinned is None:  # pinned once: pinning is slow. Copies from it finish in their epoch
+        if self.pinned is None:  # pin only once, because it is slow; copies finish within an epoch
             self.pinned = torch.empty_like(order, pin_memory=True)
         return self.pinned.copy_(order).to(self.device, non_blocking=True)
 
     def take(self, indices: Tensor) -> Tensor | Batch:
-        """Return the indices; the pass gathers the samples."""
+        """Return the indices unchanged, because the pass itself gathers the samples."""
         return indices
 
     def close(self) -> None:
-        """Do nothing: there are no worker processes."""
+        """Do nothing, because there are no worker processes."""
 
 
 class Streamed:
@@ -116,7 +116,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Callable that takes (epoch, indices) and returns the batch."""
+    """Callable that takes a pair (epoch, indices) and returns the batch."""
 
     task: Task
     samples: Samples
@@ -138,7 +138,7 @@ class Fetch:
 
 
 class Loader:
-    """DataLoader that calls `fetch` on each item, in order: in this process, or ahead in `loaders` worker processes.
+    """DataLoader that calls `fetch` on each item in order, in this process or ahead of time in `loaders` processes.
 
     Workers start with the first call of `over` and run until `close`. Results do not depend on their number.
     """
@@ -153,8 +153,8 @@ class Loader:
             collate_fn=_identity,
             pin_memory=device.type == "cuda",
             worker_init_fn=_ignore_sigint,
-            multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,  # no pickling of tasks
-            generator=torch.Generator(),  # the default generator is the model's
+            multiprocessing_context="fork" if loaders and sys.platform == "linux" else None,  # tasks are not pickled
+            generator=torch.Generator(),  # not the default generator, which the model uses
             persistent_workers=loaders > 0,
             prefetch_factor=PREFETCH if loaders else None,
         )
@@ -163,7 +163,7 @@ class Loader:
     def over(self, items: list[Any]) -> Iterator[Batch]:
         """Start the workers on these items and return an iterator over the batches."""
         self.items[:] = items
-        # A forked process must not garbage-collect inherited objects: freeing a CUDA tensor there crashes.
+        # A forked process must not garbage-collect inherited objects, because freeing a CUDA tensor in it crashes.
         gc.collect()
         gc.freeze()
         try:
@@ -179,7 +179,7 @@ class Loader:
                     found.reraise()
                 yield tuple(found)
         except RuntimeError as error:
-            if "DataLoader worker" in str(error):  # killed, usually for lack of memory
+            if "DataLoader worker" in str(error):  # the worker was killed, usually for lack of memory
                 raise Failed(f"a process that loads data ended: {str(error).splitlines()[0]}") from error
             raise
 
@@ -233,5 +233,5 @@ def _identity(found: Any) -> Any:
 
 
 def _ignore_sigint(worker: int) -> None:
-    """Ignore Ctrl-C, which the terminal sends to all processes: the main process stops the workers."""
+    """Ignore Ctrl-C, which the terminal sends to all processes, because the main process stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

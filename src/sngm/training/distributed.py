@@ -18,7 +18,7 @@ from ..errors import Failed, UsageError
 from .heartbeat import Heartbeat
 
 EXCHANGE_EVERY = 10  # steps between exchanges of flags
-LONGEST_WAIT = timedelta(hours=2)  # the others may wait while the first one evaluates; `Heartbeat` finds who hangs
+LONGEST_WAIT = timedelta(hours=2)  # others wait while the first process evaluates; `Heartbeat` detects hangs
 
 
 def cores() -> int:
@@ -75,7 +75,7 @@ class Processes:
                 dist.broadcast(tensor, src=0)
 
     def any(self, flag: bool, step: int) -> bool:
-        """Return whether `flag` is set in any process. Several processes communicate at every 10th step; else False."""
+        """Return whether `flag` is set in any process. With several processes, only every 10th step can return True."""
         if self.ranks == 1:
             return flag
         if step % EXCHANGE_EVERY:
@@ -128,24 +128,25 @@ def join(device: str | None = None, hang_timeout: float = 1800.0) -> Iterator[Pr
 
 
 def _restarts_here(ranks: int) -> bool:
-    """Return whether torchrun's agent started all processes, on this machine, and would restart them."""
+    """Return whether one torchrun agent started all processes, on this machine, and would restart them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.local_ranks() == ranks
 
 
 def _open_store(name: str, timeout: timedelta) -> Any:
-    """Return a new connection to the launcher's store, with keys of its own for each restart of the job.
+    """Return a new connection to the launcher's store, with separate keys for each restart of the job.
 
-    torchrun keeps its store when it restarts a job; in it, gloo and NCCL would find addresses of ended processes.
+    torchrun keeps its store when it restarts a job. With the same keys, gloo and NCCL would find addresses of ended
+    processes in the store.
     """
-    stores: Any = dist  # whose stubs lack the classes
+    stores: Any = dist  # Any, because the type stubs lack the classes
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # on several machines each has its own count
+    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # each machine has its own count
     prefix = f"sngm/{name}/{restart if _restarts_here(environment.ranks()) else ''}"
     return stores.PrefixStore(prefix, stores.TCPStore(address, port, is_master=False, timeout=timeout))
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device of this name; for None the GPU if there is one, else the CPU."""
+    """Return the device of this name; for None, the GPU if there is one, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

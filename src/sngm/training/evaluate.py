@@ -99,7 +99,7 @@ def check_samples(name: str, samples: Any) -> None:
 
 
 def in_streams(samples: Samples, batch: int) -> Samples:
-    """Return sequential samples, such as text, as streams for this batch size; others unchanged."""
+    """Return sequential samples, such as text, as streams for this batch size; return other samples unchanged."""
     cut = getattr(samples, "in_streams", None)
     return samples if cut is None else cut(batch)
 
@@ -155,12 +155,12 @@ def evaluate(
 ) -> dict[str, float]:
     """Return all scores, such as ``test_accuracy``. Each layer keeps its training or evaluation mode.
 
-    All `processes` must call it. They share the batches of each split, and the scores are bit for bit those of one
-    process. A task with its own `evaluate` is evaluated by the first process, which sends the scores to the others.
+    All `processes` must call it. They share the batches of each split, and the scores are bit for bit the same as with
+    one process. If a task overrides `evaluate`, only the first process evaluates, and sends the scores to the others.
     """
     device = next(model.parameters()).device
     size = EVAL_BATCH
-    if device.type == "cuda":  # small batches would leave it idle
+    if device.type == "cuda":  # small batches would not keep a GPU busy
         size = max(size, 1 << (task.pass_size or 1).bit_length() - 1)
     size = size if pass_size is None else min(size, pass_size)
     count = loaders_of(task, loaders) if task.loaders or loaders else 0
@@ -174,7 +174,7 @@ def evaluate(
             with config.autocast(device):
                 if processes is None or processes.ranks == 1:
                     found = task.evaluate(model, batches(samples, *how))
-                elif sharded and not shared:  # by all processes: every forward is a collective
+                elif sharded and not shared:  # in all processes, because every forward is a collective
                     found = task.evaluate(model, _alive(batches(samples, *how), processes))
                 elif shared:
                     found = _evaluate_together(task, model, samples, how, processes)
@@ -187,7 +187,7 @@ def evaluate(
                 raise UsageError(
                     f"task {config.task}: scores() gives {', '.join(found)} but not its metric {task.metric}"
                 )
-            # floats: torch.load(weights_only=True) rejects other types
+            # floats, because torch.load(weights_only=True) rejects other types
             scores |= {f"{name}_{key}": float(value) for key, value in found.items()}
         return scores
     finally:
@@ -203,19 +203,19 @@ def _evaluate_together(
     mine = [task.score_sums(model, batch) for batch in _alive(own, processes)]
     total = len(batch_indices(samples, how[2], how[3]))
     if is_sharded(model) and len(mine) < -(-total // processes.ranks):
-        for batch in batches(samples, *how, 0, total):  # the others have one batch more, whose forward is a collective
+        for batch in batches(samples, *how, 0, total):  # for the forward, a collective, of the others' last batch
             task.score_sums(model, batch)
     processes.heartbeat.advance()
     names: list[str] = processes.broadcast(list(mine[0]) if mine else [])  # the first process has the first batch
     sums = torch.zeros(total, len(names), dtype=torch.float64, device=processes.device)
     for i, found in enumerate(mine):
         sums[processes.rank + i * processes.ranks] = torch.stack([found[name].to(sums.device) for name in names])
-    dist.all_reduce(sums)  # exact: all but one process add zero
+    dist.all_reduce(sums)  # exact, because all but one process add zero
     return mean_scores([dict(zip(names, row, strict=True)) for row in sums])
 
 
 def _alive(found: Iterator[Batch], processes: Processes) -> Iterator[Batch]:
-    """Yield batches, and tell the other processes that this one is at work."""
+    """Yield batches, and tell the other processes after each batch that this process is active."""
     for batch in found:
         processes.heartbeat.act()
         yield batch
@@ -226,7 +226,7 @@ def batch_indices(samples: Samples, size: int, loaders: int) -> Sequence[Tensor]
     own_device = getattr(samples, "device", None)
     size = getattr(samples, "streams", size)  # streams have a fixed batch size
     if loaders and own_device is None:
-        size = min(size, LOADED_BATCH)  # small batches: each process holds several
+        size = min(size, LOADED_BATCH)  # small, because each loader process holds several batches
     return torch.split(torch.arange(len(samples), device=own_device), size)
 
 
@@ -239,9 +239,9 @@ def batches(
     first: int = 0,
     stride: int = 1,
 ) -> Iterator[Batch]:
-    """Yield samples in order, in batches on a device: all, or every `stride`-th batch from the `first`.
+    """Yield samples in order, in batches on a device: all batches, or every `stride`-th batch from the `first` on.
 
-    `loaders` processes load them ahead, unless they are in memory.
+    Unless the samples are in memory, `loaders` processes load them ahead of time.
     """
     pieces = list(batch_indices(samples, size, loaders)[first::stride])
     if not loaders or getattr(samples, "device", None) is not None:

@@ -16,18 +16,18 @@ BUCKET = 1 << 23  # elements
 
 
 class GradientSum:
-    """Sum gradients over processes in buckets, each as soon as its last gradient is there.
+    """Sum gradients over processes in buckets, each as soon as its last gradient is computed.
 
-    All processes must start the all-reduces in the same order: from the last bucket, whose gradients come first, to
-    the first. A bucket with gradients that come late, or never, is summed in `finish`, with those after it.
+    All processes must start the all-reduces in the same order: from the last bucket, whose gradients are computed
+    first, to the first bucket. If a gradient is missing, its bucket and all later buckets are summed in `finish`.
     """
 
     def __init__(self, params: Sequence[Tensor], ranks: int, elements: int = BUCKET) -> None:
         self.all_params, self.ranks, self.elements = list(params), ranks, elements
         self.params: list[Tensor] = []
         self.hooked: set[Tensor] = set()
-        self.awaited: list[set[Tensor]] = []  # parameters whose gradients are yet to come, by bucket
-        self.begun: list[tuple[Tensor, Any]] = []  # the flat copies of the first buckets, and handles to wait for
+        self.awaited: list[set[Tensor]] = []  # parameters of each bucket whose gradients are not yet computed
+        self.begun: list[tuple[Tensor, Any]] = []  # flat copies of the started buckets, and handles to wait for
         self.first = self.overlaps = True
         self.active = self.changed = False
         self._find_params()
@@ -46,7 +46,7 @@ class GradientSum:
                 p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Start to sum: call it before the last backward pass of a step."""
+        """Start to sum. Call this before the last backward pass of a step."""
         self._find_params()
         self.awaited = [set(bucket) for bucket in self.buckets]
         self.active = self.overlaps
@@ -55,7 +55,7 @@ class GradientSum:
         if not self.active:
             return
         number = self.bucket_of[p]
-        self.changed |= number < len(self.begun)  # again, as in reentrant activation checkpointing
+        self.changed |= number < len(self.begun)  # a second gradient, as in reentrant activation checkpointing
         self.awaited[number].discard(p)
         while len(self.begun) < len(self.buckets) and not self.awaited[len(self.begun)]:
             self._start()
@@ -66,7 +66,7 @@ class GradientSum:
         self.begun.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def finish(self, loss: Tensor) -> None:
-        """Sum what is left, and the loss; set each ``p.grad`` to its sum, or to None if no process has it."""
+        """Sum the remaining buckets and the loss; set each ``p.grad`` to its sum, or to None if no process has one."""
         self.active = False
         if not self.begun:  # CLARS sums after its passes, without `begin`
             self._find_params()
@@ -80,7 +80,7 @@ class GradientSum:
         sums = torch.cat([loss.reshape(1), flags])
         dist.all_reduce(sums)
         loss.copy_(sums[0])
-        if self.first:  # only once: reading a value synchronises with the device
+        if self.first:  # only once, because reading a value synchronises with the device
             self.first = False
             if sums[-1].item():  # sum again, and from now on after the last pass
                 self.overlaps, self.changed, self.begun = False, False, []

@@ -16,7 +16,7 @@ EVERY = 5.0  # seconds between exchanges, at most
 
 @dataclass(slots=True)
 class Sign:
-    """The last counts that a process published, and when they changed last."""
+    """The last counts that a process published, and the time of their last change."""
 
     progress: int = 0
     activity: int = 0
@@ -25,16 +25,16 @@ class Sign:
 
 
 class Heartbeat:
-    """Counts the progress of this process, and ends the job if another makes none for `timeout` seconds.
+    """Counts the progress of this process, and ends the job if another process makes none for `timeout` seconds.
 
-    Every process publishes its counts in the store of the launcher. The first process watches all others, and the
-    second one watches the first. A process hangs if its counts stay the same while its progress is behind that of
-    others, which wait for it.
+    Every process publishes its counts in the launcher's store. The first process checks all other processes, and the
+    second process checks the first. A process hangs if its counts do not change although other processes are ahead of
+    it and wait.
     """
 
     def __init__(self, rank: int = 0, ranks: int = 1, timeout: float = 0.0, store: Any = None) -> None:
         self.rank, self.ranks, self.timeout, self.store = rank, ranks, timeout, store
-        self.progress = 0  # passes and other things that all processes do equally often
+        self.progress = 0  # number of passes and other events that happen equally often in all processes
         self.activity = 0  # anything else, such as batches evaluated by one process
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
@@ -50,7 +50,7 @@ class Heartbeat:
         self.activity += 1
 
     def end(self) -> None:
-        """Stop the watching thread. If it used the store while Python exits, Python would crash."""
+        """Stop the thread, because Python would crash if the thread used the store while Python exits."""
         self.ended.set()
         if self.store is not None:
             self.thread.join(2 * EVERY)
@@ -58,7 +58,7 @@ class Heartbeat:
     def _run(self) -> None:
         try:
             self._watch()
-        except RuntimeError:  # the store is gone: the job is ending
+        except RuntimeError:  # the store is closed, because the job is ending
             return
 
     def _watch(self) -> None:

@@ -44,9 +44,9 @@ class Options(Execution):
 
     checkpoint_every: int | None = None  # steps; None: about once a minute
     track: str | None = None  # the name of a tracker
-    group: str | None = None  # the study, for the tracker
+    group: str | None = None  # the name of the study, for the tracker
     restart: bool = False  # delete the run in the folder and train from the start
-    wait: bool = False  # for another process that trains in the folder, instead of an error
+    wait: bool = False  # wait for another process that trains in the folder, instead of raising an error
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
     should_stop: Callable[[], bool] = lambda: False
 
@@ -62,10 +62,10 @@ class State:
     """Progress of a run: what a checkpoint holds besides model, optimizer and recurrent state."""
 
     step: int = 0
-    loss_sum: float = 0.0  # over the steps of the current epoch
-    seconds: Record = field(default_factory=dict)  # of `Clock.pack`
+    loss_sum: float = 0.0  # sum over the steps of the current epoch
+    seconds: Record = field(default_factory=dict)  # the result of `Clock.pack`
     history: list[Record] = field(default_factory=list)
-    best_model: dict[str, Tensor] | None = None  # that of the result, where it is not the trained model after all steps
+    best_model: dict[str, Tensor] | None = None  # model of the result, if it is not the final model
 
     def scores(self, task: Task) -> list[float]:
         """Return the validation score of each epoch; empty without a validation set."""
@@ -83,7 +83,7 @@ class State:
         self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor], folder: Path, first: bool
     ) -> Record:
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
-        # JSON types only: torch.load(weights_only=True) rejects others
+        # only JSON types, because torch.load(weights_only=True) rejects others
         whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
         packed: Record = {"run": own, "carried": carried, "averages": averages, **whose}
         if not sharding.is_sharded(setup.model):
@@ -96,7 +96,7 @@ class State:
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup, folder: Path) -> State:
-        """Load a checkpoint into `setup` and return the progress of the run; without a checkpoint, of its start."""
+        """Load a checkpoint, if there is one, into `setup`; return the progress of the run."""
         if packed is None:
             return cls()
         setup.recurrent_state.load(packed["carried"])
@@ -130,7 +130,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         setup = prepare(config, processes, options)
         check_new(config, setup.model)
         processes.heartbeat.advance()
-        processes.any(False, step=0)  # wait for all: if one failed, create no folder
+        processes.any(False, step=0)  # wait for all processes, so that no folder is created if one has failed
         with contextlib.ExitStack() as stack:
             processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
             return _run(config, setup, folder, options, processes, restart)
@@ -159,7 +159,7 @@ def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, 
 
 
 def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) -> tuple[Record, Record | None]:
-    """Return the record and the checkpoint to resume from. Call it with the lock of the folder held."""
+    """Return the record and the checkpoint to resume from. The caller must hold the lock of the folder."""
     record, state = folder.open(config, restart), checkpoint.load(folder.path)
     if state is not None and ("config" in state or not restart):
         folder.check_checkpoint(state, record, config)
@@ -169,7 +169,7 @@ def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) ->
         return {}, None
     for there in (record, state or {}):
         folder.check_data(there, setup.data)
-    remove_leftovers(folder.path)  # not before: a folder of another run is left as it is
+    remove_leftovers(folder.path)  # not earlier, so that a folder of another run is not changed
     if not record and folder.file.exists():
         warnings.warn(f"{folder.file} is broken, or was changed since written; it is written anew", stacklevel=2)
     return record or {key: state[key] for key in RESUMED if state and key in state}, state
@@ -206,7 +206,7 @@ def _run(
         state.seconds = clock.pack()
         carried = setup.recurrent_state.gather()
         if sharding.is_sharded(model):
-            processes.broadcast_buffers(model)  # any process may write them
+            processes.broadcast_buffers(model)  # any process may write the buffers
         if processes.first or sharding.is_sharded(model):
             packed = state.pack(record, setup, carried, scored.averages, folder.path, processes.first)
             if processes.first:
@@ -214,7 +214,7 @@ def _run(
         clock.wrote()
 
     def due() -> bool:
-        """Return whether to write a checkpoint, the same in all processes although their clocks differ."""
+        """Return whether to write a checkpoint. All processes get the same answer, although their clocks differ."""
         mine = clock.due(options.checkpoint_every, state.step)
         return mine if options.checkpoint_every else processes.any(mine, state.step)
 
@@ -246,7 +246,7 @@ def _run(
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
                     processes.heartbeat.advance()
-                    processes.broadcast_buffers(model)  # BatchNorm's statistics, those of the first worker
+                    processes.broadcast_buffers(model)  # BatchNorm's statistics of the first worker
                     tested = scored.prepare(epoch)
                     if tested is not model:
                         processes.broadcast_buffers(tested)
@@ -293,7 +293,7 @@ def steps_of_epoch(
 
     Args:
         config: the config of the run.
-        setup: what `prepare` built for it.
+        setup: the result of `prepare` for this run.
         order: the order of the samples in this epoch.
         epoch: the epoch, counted from 0.
         first: the number of batches of this epoch that a resumed run has already seen.

@@ -32,7 +32,7 @@ class RecurrentState:
         self.load(self.initial)
 
     def rows_of(self, piece: slice) -> Batch:
-        """Return copies of the rows of a part of the batch: the rows are overwritten before the backward pass."""
+        """Return copies of the rows of a part of the batch, because the rows are overwritten before backward."""
         return tuple(t[piece].clone() for t in self.rows)
 
     @torch.no_grad()

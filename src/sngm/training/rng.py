@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-ORDER, DROPOUT, MODEL, HOLDOUT = range(4)  # the purpose of random numbers, which is a part of their seed
+ORDER, DROPOUT, MODEL, HOLDOUT = range(4)  # purposes of random numbers; the purpose is a part of the seed
 MASK = (1 << 64) - 1
 
 
@@ -32,6 +32,6 @@ def permutation(n: int, *key: int) -> Tensor:
 def seed_torch(*key: int) -> None:
     """Seed torch's generators of the CPU and of all GPUs in use."""
     seed = fold(*key)
-    torch.default_generator.manual_seed(seed)  # torch.manual_seed seeds every backend: 30x slower
+    torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds other backends, which is 30 times slower
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.manual_seed_all(seed)

@@ -44,7 +44,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
 
     def open(self, config: RunConfig, restart: bool = False) -> dict[str, Any]:
-        """Return the record of this run; {} if there is none, or if it is broken and a checkpoint can replace it.
+        """Return the record of this run; {} if there is no record, or if a checkpoint can replace a broken record.
 
         Raises:
             UsageError: the folder belongs to another run, or its record is broken and no checkpoint can replace it.
@@ -72,7 +72,7 @@ class RunFolder:
     def check_checkpoint(self, state: dict[str, Any], record: dict[str, Any], config: RunConfig) -> None:
         """Raise UsageError if a checkpoint belongs to another run.
 
-        Checkpoints of older versions hold no config; for these, the config of `record` is compared.
+        Checkpoints of older versions hold no config; in this case the config of `record` is compared.
         """
         there = state.get("config", record.get("config"))
         if there is None:
@@ -83,7 +83,7 @@ class RunFolder:
         self._check_same("another run", completed(there), config.as_dict())
 
     def check_data(self, record: dict[str, Any], data: dict[str, Any]) -> None:
-        """Raise UsageError if a record or checkpoint was made with different data. Older ones are not checked."""
+        """Raise UsageError if a record or checkpoint was made with different data; older records are not checked."""
         self._check_same("a run on other data", record.get("data", data), data)
 
     def _check_same(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -122,7 +122,7 @@ class RunFolder:
         self.write(record)
 
     def repair_metrics(self, record: dict[str, Any], state: dict[str, Any] | None) -> None:
-        """Write the metrics of a finished run again from its checkpoint, if they were lost or changed."""
+        """Write metrics.jsonl of a finished run again from its checkpoint, if the file was lost or changed."""
         if self.metrics.exists() and not metrics_changed(self.path, record):
             return
         history = state["run"]["history"] if state else []
@@ -179,7 +179,7 @@ def describe(
     }
 
 
-RESUMED = ("started", "commit", "hardware", "versions", "made_before")  # fields of a record that `resumed_fields` needs
+RESUMED = ("started", "commit", "hardware", "versions", "made_before")  # fields that `resumed_fields` reads
 
 
 def resumed_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
@@ -239,14 +239,14 @@ def commit() -> str | None:
     given = os.environ.get("SNGM_COMMIT")
     if given:
         return given
-    here = Path(__file__).parent.parent  # the package
+    here = Path(__file__).parent.parent  # the folder of the package
 
     def git(*arguments: str) -> str:
         done = subprocess.run(["git", *arguments], cwd=here, capture_output=True, text=True, check=True, timeout=10)
         return done.stdout.strip()
 
     try:
-        if not git("ls-files", __file__):  # installed inside another repository
+        if not git("ls-files", __file__):  # the package is installed inside another repository
             return None
         return git("rev-parse", "--short=12", "HEAD") + ("+" if git("status", "--porcelain", "--", str(here)) else "")
     except (OSError, subprocess.SubprocessError):

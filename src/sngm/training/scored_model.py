@@ -19,7 +19,7 @@ from .evaluate import order_of
 
 
 class ScoredModel:
-    """The trained model itself, or a copy with averaged weights (`ema`) or new BatchNorm statistics (`bn_samples`)."""
+    """The trained model, or a copy with averaged weights (`ema`) or new BatchNorm statistics (`bn_samples`)."""
 
     def __init__(self, config: RunConfig, setup: Setup) -> None:
         self.config, self.setup, self.trained = config, setup, setup.model
@@ -62,7 +62,7 @@ class ScoredModel:
     def _estimate_statistics(self, model: nn.Module, count: int, epoch: int) -> None:
         """Set BatchNorm's running statistics to the mean statistics of training batches of one BatchNorm group each."""
         pairs = zip(model.modules(), self.trained.modules(), strict=True)
-        # not the layers that the task keeps in evaluation mode
+        # without the layers that the task keeps in evaluation mode
         norms: list[Any] = [m for m, t in pairs if isinstance(m, _BatchNorm) and m.track_running_stats and t.training]
         if not norms:
             return
@@ -79,7 +79,7 @@ class ScoredModel:
         order = order_of(setup.training, config.seed, rng.ORDER, epoch)[: max(count, size)]
         for i, indices in enumerate(torch.split(order, size)[: len(order) // size]):
             for norm in norms:
-                norm.momentum = 1.0 / (i + 1)  # the mean so far
+                norm.momentum = 1.0 / (i + 1)  # so that the running statistics are the mean so far
             indices = indices.to(getattr(samples, "device", None) or "cpu")
             batch = setup.task.batch(samples, indices, seed=config.seed, epoch=epoch)
             with config.autocast(device):

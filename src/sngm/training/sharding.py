@@ -18,13 +18,13 @@ from .config import RunConfig
 
 
 def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
-    """Shard a model over all processes, on their devices: each entry of a ModuleList or Sequential, then the rest."""
+    """Shard a model over all processes and their devices: each entry of a ModuleList or Sequential, then the rest."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh(device.type, (ranks,))
     blocks = [m for parent in model.modules() if isinstance(parent, (nn.ModuleList, nn.Sequential)) for m in parent]
-    for block in reversed(list(dict.fromkeys(blocks))):  # inner blocks before those that hold them
+    for block in reversed(list(dict.fromkeys(blocks))):  # inner blocks before the blocks that contain them
         if any(True for _ in block.parameters()) and not isinstance(block, (nn.ModuleList, nn.ModuleDict)):
             fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -32,7 +32,7 @@ def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     """Return whether the parameters of a model are sharded over processes."""
-    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # imported by `shard`: that takes a while
+    fsdp: Any = sys.modules.get("torch.distributed.fsdp")  # not imported here, because that is slow; `shard` imports it
     return fsdp is not None and isinstance(model, fsdp.FSDPModule)
 
 
@@ -47,9 +47,9 @@ def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
 def save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best_model: dict[str, Tensor] | None, first: bool
 ) -> None:
-    """Write model and optimizer to a folder: each process writes its own shards. All processes must call it."""
+    """Write model and optimizer to a folder. All processes must call this; each process writes its own shards."""
     if first:
-        shutil.rmtree(path, ignore_errors=True)  # of a process that was killed while it wrote
+        shutil.rmtree(path, ignore_errors=True)  # left by a process that was killed while it wrote
     torch.distributed.barrier()
     dcp, states = _checkpoints()
     weights, state = states.get_state_dict(model, optimizer)
@@ -72,7 +72,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best: b
 
 
 def load_weights(path: Path, model: nn.Module, best: bool) -> dict[str, Any]:
-    """Return the weights in a checkpoint, of the best epoch if it holds them, for a model in one process."""
+    """Return the weights in a checkpoint for a model in one process; those of the best epoch if `best`."""
     dcp, states = _checkpoints()
     weights: dict[str, Any] = states.get_model_state_dict(model)
     _read(dcp, {"best_model" if best else "model": weights}, path)

@@ -27,7 +27,7 @@ from .sharding import is_sharded
 
 @dataclass(frozen=True, slots=True)
 class WorkerPasses:
-    """Consecutive passes of one worker, or of all workers of a process; `worker` is the first of them."""
+    """Consecutive passes of one worker, or of all workers of a process; `worker` is the first of these workers."""
 
     worker: int
     passes: list[slice]
@@ -36,13 +36,14 @@ class WorkerPasses:
 def worker_passes_of(
     plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None
 ) -> list[WorkerPasses]:
-    """Return the passes of a process in one step.
+    """Return the passes of a process in one step. A pass is one forward and backward through the model.
 
     Args:
-        plan, rank, optimizer: of the run and of this process.
-        most: the most samples of a pass that holds several BatchNorm groups; None for one group per pass.
+        plan, rank, optimizer: the batch plan of the run, the rank of this process, and the optimizer.
+        most: the most samples in a pass with several BatchNorm groups; None for one group per pass.
 
-    CLARS needs the gradient of each micro-batch and EXTRAP-SGD that of each worker, so their passes are not merged.
+    CLARS needs the gradient of each micro-batch and EXTRAP-SGD the gradient of each worker, so their passes are not
+    merged.
     """
     mine = plan.workers_of(rank)
     if most is None or isinstance(optimizer, CLARS):
@@ -53,7 +54,7 @@ def worker_passes_of(
 
 
 def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
-    """Return the parts of the batch of all passes, in order."""
+    """Return the part of the batch that each pass processes, in order."""
     return [piece for own in worker_passes for piece in own.passes]
 
 
@@ -83,10 +84,10 @@ class Stepper:
         self.optimizer, self.plan, self.device = optimizer, plan, device
         self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
         self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
-        self.heartbeat = Heartbeat()  # `prepare` sets that of the processes
+        self.heartbeat = Heartbeat()  # `prepare` replaces it by the heartbeat of the processes
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.sharded = is_sharded(model)
-        several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)  # which sum themselves
+        several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)  # these sum over ranks
         self.gradient_sum = GradientSum(self.params, plan.ranks) if several else None
         self.draws = draws(task, model)
         self.scale = task.scale(config.batch)  # scales the gradients, not the recorded loss
@@ -167,7 +168,7 @@ class Stepper:
         key: tuple[int, int, int],
         update_state: bool = True,
     ) -> Tensor:
-        """Return the mean loss of the pass over `piece` of the batch; `key` is (step, worker, pass), to seed by."""
+        """Return the mean loss of the pass over `piece` of the batch; `key`, (step, worker, pass), gives the seed."""
         self.statistics.set_pass(piece)
         with self.config.autocast(self.device):
             loss, after = self._forward(inputs, self.recurrent_state.rows_of(piece), epoch, key)
@@ -195,7 +196,7 @@ class Stepper:
         return self.task.follow(self.model, to_device(inputs, self.device, self.config.dtype), carried)
 
     def seed(self, step: int, worker: int, number: int = 0) -> None:
-        """Seed the random numbers of a pass. During capture this does nothing: the caller seeds before each replay."""
+        """Seed the random numbers of a pass. Do nothing during capture, because the caller seeds before each replay."""
         if self.draws and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             rng.seed_torch(self.config.seed, rng.DROPOUT, step, worker, number)
 
@@ -218,7 +219,7 @@ class Stepper:
 
 
 class _MicroBatchGradients:
-    """Accumulator for CLARS: the weighted sum of micro-batch gradients, and the mean of each tensor's norm."""
+    """Accumulator for CLARS: the weighted sum of micro-batch gradients, and the mean gradient norm of each tensor."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params

@@ -27,12 +27,12 @@ class Clock:
         before = {"all": 0.0, "training": 0.0, "evaluation": 0.0, "epochs": [], **before}
         self.start = now - before["all"]
         self.training, self.evaluation = before["training"], before["evaluation"]
-        self.epochs: list[float] = list(before["epochs"])  # training seconds of epochs that were not interrupted
-        self.epoch: float | None = None  # seconds of the current epoch; None if resumed within it
+        self.epochs: list[float] = list(before["epochs"])  # training seconds of each epoch that was not interrupted
+        self.epoch: float | None = None  # seconds of the current epoch; None if the run was resumed within this epoch
         self.mark = self.saved = now
 
     def begin_epoch(self, whole: bool) -> None:
-        """Start timing an epoch; `whole` is whether it starts at its first step."""
+        """Start timing an epoch; `whole` is whether the epoch starts at its first step."""
         self._lap()
         self.epoch = 0.0 if whole else None
 

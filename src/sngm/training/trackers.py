@@ -43,7 +43,7 @@ class Wandb:
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any], group: str | None = None) -> None:
         wandb = _import("wandb")
-        own = name if group is None else f"{group}-{name}"  # two studies may hold the same run
+        own = name if group is None else f"{group}-{name}"  # two studies may contain the same run
         where: dict[str, Any] = {"project": "sngm", "group": group, "dir": str(folder)}
         self.run = wandb.init(**where, name=name, id=own, resume="allow", config=config)
 
@@ -68,7 +68,7 @@ class MLflow:
         try:
             self.mlflow.start_run(run_id=kept.read_text())
             self.mlflow.log_params(config)
-        except self.mlflow.exceptions.MlflowException as error:  # deleted, of another run, or at another URI
+        except self.mlflow.exceptions.MlflowException as error:  # the run was deleted, or belongs to another URI
             raise UsageError(f"MLflow cannot resume ({error}); delete {kept} to begin a new run there") from error
 
     def log(self, metrics: dict[str, Any]) -> None:
@@ -104,11 +104,11 @@ def open_tracker(
 
 
 def prepare_group(tracker: str | None, group: str) -> None:
-    """Check that a tracker is installed, and create the shared MLflow experiment, before several runs start at once."""
+    """Check that a tracker is installed, and create the shared MLflow experiment before several runs start at once."""
     check_tracker(tracker)
     if tracker is not None:
         module = _import(tracker)
-        if tracker == "mlflow":  # which creates its database with the first experiment
+        if tracker == "mlflow":  # MLflow creates its database together with the first experiment
             module.set_experiment(_experiment(group))
 
 

@@ -54,7 +54,7 @@ def config_of(record: dict[str, Any], file: Path) -> RunConfig:
     try:
         return RunConfig.from_dict(record["config"])
     except UsageError as error:
-        text = str(error).replace("`", "")  # fields of the record, not arguments
+        text = str(error).replace("`", "")  # the names are fields of the record, not arguments
         raise UsageError(f"{file}: {text}") from error
 
 

@@ -25,7 +25,7 @@ def neighbours(
     x, p, pixels, down, right,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Load TAPS neighbours of some pixels in one row of the image, which are contiguous in memory."""
+    """Load TAPS neighbours of each of some pixels, in one row of the image, where they are contiguous in memory."""
     k = tl.arange(0, K)
     row, column = p // W % H + down, (p % W)[:, None] + (right + k // C)[None, :]
     there = ((row >= 0) & (row < H) & (p < pixels))[:, None] & (column >= 0) & (column < W) & (k < TAPS * C)[None, :]
@@ -37,7 +37,7 @@ def convolve(
     x, w, y, pixels, by_out, by_in, by_row, by_column,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs of some pixels; BACK: the gradient of the input, a convolution with the taps reversed."""
+    """Compute outputs of some pixels; with BACK, the gradient of the input, a convolution with reversed taps."""
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i, o = tl.arange(0, CIN)[:, None], tl.arange(0, COUT)[None, :]
     total = tl.zeros((BLOCK, COUT), tl.float32)
@@ -88,7 +88,7 @@ def add_parts(
     partial, out, parts, by_out, by_in, by_row, by_column,
     CIN: tl.constexpr, COUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over parts, and write in the layout of the weights. A column is (tap, input channel, output channel)."""
+    """Sum over parts, and write the sums in the layout of the weights; a column is (tap, input and output channel)."""
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     size = 9 * CIN * COUT
     known = column < size
@@ -104,7 +104,7 @@ def add_parts(
 
 @triton.jit
 def taps_of(x, p, pixels, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
-    """Load all nine neighbours of some pixels as columns: for inputs of fewer channels than a product needs."""
+    """Load all nine neighbours of some pixels as columns, for inputs of fewer channels than a matrix product needs."""
     k = tl.arange(0, K)
     down, right, c = k // (3 * C) - 1, k // C % 3 - 1, k % C
     row, column = (p // W % H)[:, None] + down[None, :], (p % W)[:, None] + right[None, :]
@@ -117,7 +117,7 @@ def convolve_few(
     x, w, y, pixels, by_out, by_in, by_row, by_column,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as `convolve`, for images: inputs of few channels."""
+    """Compute the same as `convolve`, for images (inputs of few channels)."""
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     k, o = tl.arange(0, K), tl.arange(0, COUT)
     a = taps_of(x, p, pixels, H, W, CIN, K)
@@ -146,8 +146,8 @@ def correlate_few(
 
 FORWARD = {16: (256, 4), 32: (128, 4)}  # channels -> pixels per program, warps
 WEIGHTS = {16: (64, 4, 3), 32: (64, 4, 1), 64: (64, 4, 1)}  # channels -> pixels at once, warps, rows of taps
-PROGRAMS = 528  # for the gradient of the weights: four per multiprocessor of a large GPU
-MANY = 1 << 18  # with 32 channels, cuDNN is faster from this many pixels on; with 64, always
+PROGRAMS = 528  # programs for the gradient of the weights: four per multiprocessor of a large GPU
+MANY = 1 << 18  # with 32 channels, cuDNN is faster from this number of pixels on; with 64 channels, it always is
 
 
 def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
@@ -218,7 +218,7 @@ def _columns(taps: int, channels: int) -> int:
 
 
 class Convolve(torch.autograd.Function):
-    """A 3 x 3 convolution with stride 1, padding 1 and no bias; each part by the faster of cuDNN and our kernel."""
+    """A 3 x 3 convolution with stride 1, padding 1 and no bias, computed by cuDNN or by our kernels."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -226,7 +226,7 @@ class Convolve(torch.autograd.Function):
         by_library = channels == 64 or (channels == 32 and pixels >= MANY)
         used = weight.to(x.dtype) if by_library else weight
         ctx.save_for_backward(x, used)
-        ctx.by_library, ctx.weight = by_library, weight  # the parameter, only for its memory layout
+        ctx.by_library, ctx.weight = by_library, weight  # the weight is used only for its memory layout
         return forward(x, used, by_library)
 
     @staticmethod

@@ -1,12 +1,13 @@
 """One LSTM layer in one kernel launch forward and one backward, for any number of time steps.
 
-Streams (samples of the batch) are independent, so a program processes some streams through all time steps. It reads the
-recurrent weights from the GPU's cache at each step; outputs go through memory, from which a product reads them in
-blocks. What does not depend on the preceding step - the inputs' part of the gates, the gradients of the weights - is
-computed by torch, for all steps at once.
+Streams (samples of the batch) are independent, so a program processes some streams through all time steps. The program
+reads the recurrent weights from the GPU's cache at each step, and writes outputs to memory, from which the matrix
+product of the next step reads them in blocks. torch computes everything that does not depend on the preceding step for
+all steps at once: the inputs' part of the gates, and the gradients of the weights.
 
-Few streams would leave most of a GPU idle. In that case several programs share the same streams: each computes some of
-the hidden units, keeps their weights, and waits at each step until the others have stored their outputs.
+With few streams, most of a GPU would be idle. In that case several programs share the same streams: each program
+computes some of the hidden units, keeps the weights of these units, and waits at each step until the other programs
+have stored their outputs.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -23,34 +24,34 @@ from torch.autograd.function import once_differentiable
 from ...triton_support import LARGEST, ONE_ROUNDING
 from ..vocabulary_loss import wide_product
 
-WIDEST = 256  # most hidden units: all their gates must fit into the registers
+WIDEST = 256  # the most hidden units, because all their gates must fit into the registers
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Cut(NamedTuple):
     """Block sizes of a launch."""
 
-    rows: int  # streams per program; a product needs at least 16
-    depth: int  # inner dimension of the blocks that a product is accumulated over
+    rows: int  # streams per program; a matrix product needs at least 16
+    depth: int  # inner dimension of the blocks over which a product is accumulated
     warps: int
     stages: int  # number of blocks that are prefetched
 
 
 # Block sizes for elements of 2 and 4 bytes. In the forward pass, a block of weights has depth x 1024 elements, and four
-# sums of 16 x 256 take 64 registers of each thread of 8 warps. In the backward pass there is one sum, and a block of
-# weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched if each thread has >= 4 bytes of it.
+# sums of 16 x 256 take 64 registers per thread, with 8 warps. In the backward pass there is one sum, and a block of
+# weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched if it has >= 4 bytes per thread.
 FORWARD = {2: Cut(16, 32, 8, 3), 4: Cut(16, 16, 8, 2)}
 BACKWARD = {2: Cut(16, 64, 8, 4), 4: Cut(16, 16, 8, 4)}
-PRECISION = "ieee"  # of float32 products; other dtypes ignore it
-UNITS, WARPS = 32, 4  # per program if programs share streams: 8 units of each gate per warp
+PRECISION = "ieee"  # precision of float32 products; other dtypes ignore it
+UNITS, WARPS = 32, 4  # hidden units and warps per program if programs share streams: 8 units of each gate per warp
 
 
 @triton.jit
 def tanh(x):
-    """Return tanh to the precision of float32, also near zero, where the formula for large numbers loses digits."""
+    """Return tanh to the precision of float32; near zero by a series, because the other formula loses digits there."""
     size = tl.abs(x)
     z = tl.minimum(x * x, 1.0)
-    series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1  # of Cephes
+    series = ((-5.70498872745e-3 * z + 2.06390887954e-2) * z - 5.37397155531e-2) * z + 1.33314422036e-1  # from Cephes
     near = x + x * z * (series * z - 3.33332819422e-1)
     falling = tl.exp(-2.0 * size)
     far = (1.0 - falling) / (1.0 + falling)
@@ -67,10 +68,10 @@ def four(gates, inside, H: tl.constexpr):
 
 @triton.jit
 def plus(total, x, PRECISION: tl.constexpr):
-    """Return the sum of a product and of values from memory, whose layouts over threads differ.
+    """Return the sum of a matrix product and of values from memory, whose layouts over threads differ.
 
     Values of 16 bits are multiplied by the identity matrix to get the product's layout, which is exact for finite
-    values: converting the layout would synchronise threads more often.
+    values. Triton's own conversion of the layout would synchronise threads more often.
     """
     if x.dtype == tl.float32:
         return total + x
@@ -85,7 +86,7 @@ def run_forward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and cells of all steps; row 0 holds those before the first step.
+    """Compute outputs and cells of all steps; row 0 holds the outputs and cells before the first step.
 
     `gates`, of shape (steps, streams, 4 H), holds the inputs' part of the gates; `weight` is (H, 4 H); `outputs` and
     `cells` are (steps + 1, streams, H). HP is H, padded.
@@ -106,7 +107,7 @@ def run_forward(
         before = outputs + t * streams * H + row[:, None] * H
         for start in tl.range(0, H, K, num_stages=STAGES):
             unit = start + k
-            # bypass the L1 cache: other threads of this program have just written it
+            # bypass the L1 cache, because other threads of this program have just written these values
             h = tl.load(before + unit[None, :], mask=there & (unit < H)[None, :], other=0.0, cache_modifier=".cg")
             wi, wf, wg, wo = four(weight + unit[:, None] * (4 * H) + n[None, :], (unit < H)[:, None] & known, H)
             i = tl.dot(h, wi, i, input_precision=PRECISION)
@@ -126,7 +127,7 @@ def run_backward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite `gates` by their gradients before sigmoid or tanh; compute the gradients of the first output and cell.
+    """Overwrite `gates` with gradients before sigmoid or tanh; compute the gradients of the first output and cell.
 
     `grad` is the gradient of the outputs, `weight` is (4 H, H), and `of_cell` initially holds the last cell's gradient.
     """
@@ -175,8 +176,8 @@ def run_backward(
 
 @triton.jit
 def wait_for_all(counter, arrivals):
-    """Count this program, and wait until the programs that share a counter were counted `arrivals` times."""
-    tl.debug_barrier()  # the stores of all threads must be visible before the count is
+    """Add 1 to a counter that programs share, and wait until the counter has reached `arrivals`."""
+    tl.debug_barrier()  # the stores of all threads must be visible before the new count
     seen = tl.atomic_add(counter, 1, sem="acq_rel") + 1
     while seen < arrivals:
         seen = tl.atomic_add(counter, 0, sem="acquire")
@@ -253,16 +254,16 @@ def run_backward_shared(
 
 
 def fits(x: Tensor, width: int, dtype: torch.dtype) -> bool:
-    """Return whether the kernels support a layer of this width on inputs of (time, streams, features) in this dtype."""
+    """Return True if the kernels support a layer of this width on inputs of (time, streams, features) in this dtype."""
     if dtype not in DTYPES or not x.numel() or width > WIDEST or (len(x) + 1) * x.shape[1] * 4 * width >= LARGEST:
         return False
     if x.is_cuda:
         return _memory(width, dtype) <= torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin
-    return dtype != torch.bfloat16  # the interpreter has no products of bfloat16
+    return dtype != torch.bfloat16  # Triton's interpreter does not support matrix products in bfloat16
 
 
 def _memory(width: int, dtype: torch.dtype) -> int:
-    """Return the shared memory in bytes that a program needs at most: for prefetched blocks and layout conversions."""
+    """Return the most bytes of shared memory that a program needs, for prefetched blocks and layout conversions."""
     units, most = _padded(width), 0
     for cuts, sums in ((FORWARD, 4), (BACKWARD, 1)):
         cut = cuts[dtype.itemsize]
@@ -301,7 +302,7 @@ class Recur(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
         x, of_input, turned, gates, outputs, cells = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):  # cheap: for all steps at once
+        with torch.autocast(x.device.type, enabled=False):  # cheap, because it is for all steps at once
             of_gates = torch.addmm(gates, outputs[:-1].flatten(0, 1), turned)
         of_h, of_c = torch.empty_like(cells[0]), grad_cell.clone(memory_format=torch.contiguous_format)
         _launch(
@@ -326,7 +327,7 @@ class Recur(torch.autograd.Function):
 def _launch(
     kernels: tuple[Any, Any], cuts: dict[int, Cut], gates: Tensor, *tensors: Tensor, shape: tuple[int, int, int]
 ) -> None:
-    """Launch the first of two kernels, or the second if all its programs can run at the same time."""
+    """Launch the second of two kernels if all its programs can run at the same time, else the first."""
     steps, streams, width = shape
     alone, shared = kernels
     cut = cuts[gates.element_size()]
@@ -346,9 +347,10 @@ def _launch(
 
 
 def _concurrent(x: Tensor) -> int:
-    """Return the number of programs that may wait for each other: one per multiprocessor on a quarter of them.
+    """Return the largest number of programs that may wait for each other: a quarter of the multiprocessors.
 
-    All programs that wait for each other must run at the same time. The rest of the GPU is left to other processes that
-    do the same, under NVIDIA's Multi-Process Service. Triton's interpreter runs one program after another.
+    All programs that wait for each other must run at the same time, one per multiprocessor. The rest of the GPU is left
+    for such programs of other processes, under NVIDIA's Multi-Process Service. Triton's interpreter runs one program
+    after another.
     """
     return torch.cuda.get_device_properties(x.device).multi_processor_count // 4 if x.is_cuda else 1

@@ -1,7 +1,7 @@
 """Ghost BatchNorm with shortcut and ReLU in four launches: two forward, two backward.
 
 An activation is (groups, rows, channels) in memory. In each direction, the first launch sums over parts of the
-rows, in a fixed order, and its last program computes the sums over all groups; the second launch computes the elements.
+rows, in a fixed order, and its last program computes the sums over all groups; the second launch is elementwise.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -20,15 +20,15 @@ from ...triton_support import ONE_ROUNDING
 
 @triton.jit
 def rows_of(part, parts, rows):
-    """Return where a part of the rows begins and ends."""
+    """Return the first row of a part of the rows, and the end of the part."""
     size = tl.cdiv(rows, parts)
     return part * size, tl.minimum(part * size + size, rows)
 
 
 @triton.jit
 def is_last(counter, of):
-    """Return whether this program is the last of `of` to arrive; it can then read the stores of the others."""
-    tl.debug_barrier()  # all threads have stored before one of them counts
+    """Return whether this program is the last of `of` programs; the last can read what the others have stored."""
+    tl.debug_barrier()  # all threads store before one of them increases the counter
     last = tl.atomic_add(counter, 1, sem="acq_rel") == of - 1
     if last:
         tl.store(counter, 0)  # ready for the next launch
@@ -38,7 +38,7 @@ def is_last(counter, of):
 
 @triton.jit
 def totals(partial, group, C: tl.constexpr, PARTS: tl.constexpr, c):
-    """Return the two sums of a group over all its parts, bypassing the L1 cache, which misses the stores of others."""
+    """Return the two sums of a group over all its parts; bypass the L1 cache, which lacks stores of other programs."""
     part = tl.arange(0, PARTS)
     at = partial + ((group * PARTS + part) * 2 * C)[:, None] + c[None, :]
     return tl.sum(tl.load(at, cache_modifier=".cg"), 0), tl.sum(tl.load(at + C, cache_modifier=".cg"), 0)
@@ -53,7 +53,7 @@ def sum_rows(
     """Compute mean, 1 / standard deviation and variance of each group, and update the running statistics.
 
     The sums are over differences from a group's first row, so that a mean far from zero loses no precision. The last
-    program of a group sums its parts, and the last of all programs sums over the groups.
+    program of a group adds up the parts of the group, and the last of all programs sums over the groups.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -193,7 +193,7 @@ def differentiate(
         at = base + row[:, None] * C + c[None, :]
         g = tl.load(grad + at, mask=inside, other=0.0).to(tl.float32)
         normal = (tl.load(x + at, mask=inside, other=0.0).to(tl.float32) - mean) * scale
-        if RELU:  # only without a shortcut: with one, `sum_gradients` has applied the ReLU's mask
+        if RELU:  # only without a shortcut: if there is a shortcut, `sum_gradients` has applied the ReLU's mask
             g = tl.where(normal * slope + shift > 0, g, 0.0)
         value = (g - one - normal * two) * (scale * slope)
         tl.store(out + at, value.to(out.dtype.element_ty), mask=inside)
@@ -208,7 +208,7 @@ class Plan:
         block_channels = triton.next_power_of_2(channels) if channels <= 64 else 64
         self.shape = {"C": channels, "CB": block_channels, "BLOCK": 2048 // block_channels}
         columns = channels // block_channels
-        # enough programs for a GPU of some hundred multiprocessors, each with enough rows to be worth its launch
+        # enough programs for a GPU of some hundred multiprocessors, and enough rows for each program to be efficient
         most = max(1, self.rows // (2 * self.shape["BLOCK"]))
         self.parts = min(128, power_below(most), power_below(max(1, 1024 // (groups * columns))))
         self.tiles = min(128, power_below(most), power_below(max(1, 4096 // (groups * columns))))
@@ -216,7 +216,7 @@ class Plan:
 
     @staticmethod
     def fits(channels: int) -> bool:
-        """Return whether the kernels support this number of channels."""
+        """Return True if the kernels support this number of channels."""
         return channels % 64 == 0 or (channels < 64 and channels & (channels - 1) == 0)
 
 
@@ -228,7 +228,8 @@ def power_below(n: int) -> int:
 class Normalise(torch.autograd.Function):
     """`GhostBatchNorm2d` in training, on channels_last activations.
 
-    `counters` are zeros, (groups + 1) per 64 channels, owned by the layer: no two launches may use them at once.
+    `counters` are zeros, (groups + 1) per 64 channels. They belong to the layer, and no two launches may use them at
+    the same time.
     """
 
     @staticmethod

@@ -19,7 +19,7 @@ def subsample(
     x, y, elements,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Write every other pixel of `x` to `y`; BACK: write the gradient of `x`, (H, W, C), given that of `y`."""
+    """Write every other pixel of `x` to `y`; with BACK, write the gradient of `x`, (H, W, C), given that of `y`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     before: tl.constexpr = (OUT - C) // 2

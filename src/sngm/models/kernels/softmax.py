@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits, which the kernel reads twice and overwrites by their gradients once."""
+"""Cross entropy of rows of logits. The kernel reads the logits twice, and overwrites them with their gradients."""
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
@@ -9,33 +9,34 @@ from torch import Tensor
 
 from ...triton_support import ONE_ROUNDING
 
-BLOCK = 4096  # logits at once: 32 bytes per thread in bfloat16
+BLOCK = 4096  # logits loaded at once: 32 bytes per thread in bfloat16
 WARPS = 8
 
 
 @triton.jit(do_not_specialize=["words"])
 def differentiate(logits, targets, losses, words, STRIDE: tl.constexpr, BLOCK: tl.constexpr, SLOPES: tl.constexpr):
-    """Compute the loss of one row; SLOPES: overwrite the logits by its gradient, which is p, minus 1 at the target.
+    """Compute the loss of one row; with SLOPES, overwrite the logits with its gradient: p, and p - 1 at the target.
 
-    The first pass reads the logits from memory, the second from the cache, which holds those of all running programs.
+    The first pass reads the logits from memory, the second from the cache, which is large enough for the rows of all
+    running programs.
     """
     row = tl.program_id(0)
     logits += row.to(tl.int64) * STRIDE
     target = tl.load(targets + row)
-    if target < 0:  # ignored
+    if target < 0:  # the row is ignored
         tl.store(losses + row, 0.0)
         if SLOPES:
             for start in range(0, STRIDE, BLOCK):
                 n = start + tl.arange(0, BLOCK)
                 tl.store(logits + n, tl.zeros((BLOCK,), logits.dtype.element_ty), mask=n < STRIDE)
     else:
-        # a target beyond the vocabulary would be read from outside the row: its loss is NaN
+        # the loss is NaN for a target beyond the vocabulary, whose logit would be outside the row
         chosen = tl.load(logits + target, mask=target < words, other=float("nan")).to(tl.float32)
-        # The sum excludes the target, so p - 1 = -others / all keeps all its digits where p is close to 1.
+        # The sum excludes the target, so p - 1 = -others / all loses no digits if p is close to 1.
         largest, others = tl.maximum(chosen, -3e38), 0.0
         for start in range(0, STRIDE, BLOCK):
             n = start + tl.arange(0, BLOCK)
-            # the mask covers whole vectors, so loads stay wide
+            # the mask is true for whole vectors, so that loads stay vectorised
             value = tl.load(logits + n, mask=n < STRIDE, other=0.0).to(tl.float32)
             value = tl.where((n < words) & (n != target), value, float("-inf"))
             larger = tl.maximum(largest, tl.max(value, 0))
@@ -54,7 +55,7 @@ def differentiate(logits, targets, losses, words, STRIDE: tl.constexpr, BLOCK: t
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, losses: Tensor, words: int, slopes: bool) -> None:
-    """Write the loss of each row to `losses`, and with `slopes` its gradient to the logits.
+    """Write the loss of each row to `losses`; with `slopes`, overwrite the logits with the gradient.
 
     Rows may be padded beyond the number of words: the gradients of the padding are 0. Rows with a negative target
     have no loss.

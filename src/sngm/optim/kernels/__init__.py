@@ -10,9 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Triton's interpreter runs the kernels on the CPU, slowly, for tests
+# Triton's interpreter runs the kernels on the CPU; it is slow and used only in tests
 DEVICES: tuple[str, ...] = ("cuda", "cpu") if os.environ.get("TRITON_INTERPRET") == "1" else ("cuda",)
-# always round a * b + c once: if this followed Triton's default, a new Triton could change a resumed run's results
+# always round a * b + c once: with Triton's default, a new version of Triton could change the results of a resumed run
 ONE_ROUNDING = {"enable_fp_fusion": True}
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
 
@@ -28,7 +28,7 @@ def installed() -> bool:
 
 
 def support(tensors: Iterable[Tensor]) -> bool:
-    """Return whether the kernels support all of these devices and dtypes; a step must be on one device."""
+    """Return True if all tensors are on one device, and the kernels support this device and the dtypes."""
     kinds = {(t.device, t.dtype) for t in tensors}
     devices = {device for device, _ in kinds}
     return (

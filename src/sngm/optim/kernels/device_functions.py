@@ -3,7 +3,7 @@
 A WHOLE chunk is processed without masks; only the last chunk of a tensor needs them.
 """
 
-# Triton compiles these functions: they have no types, and names in capitals are compile-time constants.
+# Triton compiles these functions. They have no type annotations; names in capitals are compile-time constants.
 # mypy: ignore-errors
 # ruff: noqa: SIM108
 
@@ -13,7 +13,7 @@ import triton.language as tl
 
 @triton.jit
 def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address as a pointer; ALIGNED addresses are multiples of 16 bytes, for wide loads."""
+    """Return the address as a pointer. If ALIGNED, it is a multiple of 16 bytes, which allows wide loads."""
     there = address.to(tl.pointer_type(dtype))
     if ALIGNED:
         there = tl.multiple_of(there, 16)
@@ -23,7 +23,7 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 @triton.jit
 def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
     """Load elements and convert them to the dtype WIDE; return zeros past the end of the tensor."""
-    # a whole chunk has no mask: a mask of unknown alignment would prevent wide loads
+    # a whole chunk has no mask, because a mask of unknown alignment would prevent wide loads
     if WHOLE:
         values = tl.load(there + at)
     else:
@@ -50,7 +50,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTIC: tl.constexpr, stochastic):
-    """Round to `dtype`: to nearest, or for bfloat16, if `stochastic`, at random such that the mean is exact."""
+    """Round to the nearest value of `dtype`; for bfloat16, if `stochastic`, at random so that the mean is exact."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         finite = (bits & 0x7F800000) != 0x7F800000
@@ -110,7 +110,7 @@ def lamb_moments(
         store(v, at, second, left, WHOLE)
         q = lamb_direction(first, second, x, correction1, correction2, eps, decay)
         param_square += x * x
-        direction_square += q * q  # past the end all of q's terms are 0
+        direction_square += q * q  # past the end of the tensor, q is 0
     return tl.sum(param_square.to(tl.float64)), tl.sum(direction_square.to(tl.float64))
 
 

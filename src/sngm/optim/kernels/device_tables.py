@@ -1,8 +1,8 @@
 """The host side of a step: look up the tensors' addresses, copy them to the device as a table, launch the kernels.
 
-Addresses are looked up at every step. A `Layout` is kept from step to step: scratch memory, and the assignment of
-Triton programs to tensors. It is reused only while the addresses of parameters and state, and all shapes and dtypes,
-stay the same.
+Addresses are looked up at every step. A `Layout`, which holds scratch memory and the assignment of Triton programs to
+tensors, is kept from step to step. It is reused only while the addresses of parameters and state, and all shapes and
+dtypes, stay the same.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from . import triton_kernels as kernels
 from .table_schema import FIELDS, SETTINGS, SQUARES, VARIANTS
 
 Rows = list[list[int]]
-BLOCK = 1024  # elements that a program works on at a time
-WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of it get their own launch
+BLOCK = 1024  # number of elements that a program processes at a time
+WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of this are launched separately
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
 TRITON_DTYPES = {
     torch.float16: tl.float16,
@@ -47,12 +47,12 @@ class KernelStep:
     """Inputs of the kernels for one step of an optimizer."""
 
     method: str  # "lamb", or a branch of `triton_kernels.coefficients`
-    scope: str  # what a norm of SNGM spans
+    scope: str  # scope of SNGM's norm
     home: torch.device
-    params: list[Any]  # of all groups, in order
+    params: list[Any]  # parameters of all groups, in order
     grads: list[Any]  # None for a parameter without a gradient
     states: list[dict[str, Any]]
-    keys: list[tuple[str, ...]]  # for each group: names of its buffers and counts in `states`
+    keys: list[tuple[str, ...]]  # for each group, the names of its buffers and counts in `states`
     lengths: list[int]  # number of parameters of each group
     settings: Sequence[Mapping[str, float | Tensor]]  # for each group, named as in table_schema.SETTINGS
     adapt: list[bool | None]  # for each group
@@ -62,7 +62,7 @@ class KernelStep:
     scale: Tensor | None
     found_inf: Tensor | None
     rounding: Tensor | None  # counter of steps, if a group rounds stochastically
-    mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS: for each parameter
+    mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS only: one mean norm for each parameter
     whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only a part of it
     captured: bool  # whether the step is captured in a CUDA graph
     held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
@@ -76,8 +76,8 @@ def take_step(
     Args:
         step: the step.
         layout: the layout that the last step returned, or None.
-        gather: checks all tensors and makes missing state; called if the layout cannot be reused.
-        adapts: for each tensor of a bucket, whether a ratio of norms scales its step.
+        gather: function that checks all tensors and creates missing state; called if the layout cannot be reused.
+        adapts: function that returns, for each tensor of a bucket, whether a ratio of norms scales its step.
 
     Raises:
         Unsupported: a tensor is not dense or has no storage.
@@ -86,8 +86,8 @@ def take_step(
     if layout is None or facts is None or facts != layout.facts:
         with torch.no_grad():
             layout = Layout(step, gather(), adapts)
-        rows, again = layout.rows, look_up(step)  # after missing state was made
-        layout.facts = again[1] if again[0] == rows else None  # else some gradients had to be copied
+        rows, again = layout.rows, look_up(step)  # again, because missing state has been created
+        layout.facts = again[1] if again[0] == rows else None  # if the rows differ, some gradients had to be copied
     values = {
         "words": send(step, rows if layout.order is None else [[row[i] for i in layout.order] for row in rows]),
         "norm": step.grad_norm,
@@ -98,7 +98,7 @@ def take_step(
     on_other = step.home.type == "cuda" and step.home.index != torch.cuda.current_device()
     with torch.cuda.device(step.home) if on_other else contextlib.nullcontext():
         launch(step, constants(step), values, layout)
-    # as torch's own in-place operations do, so that autograd rejects graphs from before the step
+    # torch's own in-place operations do this too, so that autograd rejects graphs from before the step
     torch.autograd.graph.increment_version(list(compress(step.params, [grad is not None for grad in step.grads])))
     step.held += [values, layout.copies]
     layout.copies = []
@@ -106,9 +106,9 @@ def take_step(
 
 
 def look_up(step: KernelStep) -> tuple[Rows, Any]:
-    """Return the addresses of all tensors, and facts that must be equal for a layout to be used again.
+    """Return the addresses of all tensors, and facts about them; a layout can be reused while the facts are equal.
 
-    The facts are None if `gather` must prepare the tensors first, such as for missing state or sparse gradients.
+    The facts are None if `gather` must prepare the tensors first, for example create state or densify gradients.
     """
     params, states, grads = step.params, step.states, step.grads
     has = [grad is not None for grad in grads]
@@ -119,7 +119,7 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
         if step.shards.sharded:
             pairs = [pair for pair in zip(params, grads, strict=True) if is_dtensor(pair[0])]
             if any(p.placements != getattr(grad, "placements", None) for p, grad in pairs):
-                return [], None  # `gather` redistributes them
+                return [], None  # `gather` redistributes these gradients
             params, grads = list(map(local, params)), list(map(local, grads))
             state = [list(map(local, column)) for column in state]
         columns = [params, grads, *state]
@@ -128,9 +128,9 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
         dense = all(all(map(is_contiguous, column)) for column in columns)
         strides = None if dense else [list(map(Tensor.stride, column)) for column in columns]
         dtypes = [list(map(dtype_of, column)) for column in columns]
-    except (KeyError, RuntimeError, TypeError, AttributeError):  # missing state, not a tensor, or one without memory
+    except (KeyError, RuntimeError, TypeError, AttributeError):  # missing state, not a tensor, or no memory
         return [], None
-    # with one element, a lazy negation may have the strides of any other gradient
+    # a lazily negated gradient of one element may have the same strides as any other gradient
     lazy = any(grad.is_neg() for grad, n in zip(grads, numels[0], strict=True) if n == 1)
     if lazy or {*map(type, grads)} != {Tensor} or len({*step.keys}) > 1 or any(d.is_complex for d in {*dtypes[0]}):
         return [], None
@@ -162,7 +162,7 @@ class Kind(NamedTuple):
 
 
 class Layout:
-    """The assignment of Triton programs to tensors, and scratch memory: kept from step to step."""
+    """The assignment of Triton programs to tensors, and scratch memory; both are kept from step to step."""
 
     def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
         if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
@@ -254,7 +254,10 @@ def constants(step: KernelStep) -> dict[str, Any]:
 
 
 def send(step: KernelStep, rows: Rows) -> Tensor:
-    """Copy settings and addresses to the device in one transfer of 8-byte words; device tensors are copied there."""
+    """Copy settings and addresses to the device in one transfer of 8-byte words.
+
+    Settings that are tensors on the device are copied within the device.
+    """
     numbers: list[Any] = [1.0 if step.scale is None else step.scale, 0.0 if step.found_inf is None else step.found_inf]
     for own in step.settings:
         numbers += map(own.get, SETTINGS, SETTINGS.values())
@@ -286,7 +289,7 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
     """Copy a tensor to the device without waiting for the device."""
     if step.captured:
         values = values.pin_memory()
-        step.held.append(values)  # the graph copies from there at every replay
+        step.held.append(values)  # the graph copies from this tensor at every replay
     return values.to(step.home, non_blocking=True, copy=True)
 
 
@@ -294,7 +297,7 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 
 
 def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layout: Layout) -> None:
-    """Launch each kernel of the method once for every kind of tensors; sum squared norms over ranks in between."""
+    """Launch each kernel of the method once for every kind of tensor; between kernels, sum squared norms over ranks."""
     addresses = {name: value.data_ptr() for name, value in values.items()}
 
     def run(kernel: Any) -> None:
@@ -311,7 +314,7 @@ def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layo
             every = {**layout.values, **fixed, **values, **section}
             grid = section["programs"], 1, 1
             compiled = kernel[grid](*(every[name] for name in kernel.arg_names), num_warps=4, **ONE_ROUNDING)
-            if compiled is not None:  # the interpreter compiles nothing
+            if compiled is not None:  # None in the interpreter, which compiles nothing
                 addressed = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in every.items()}
                 changing = [(i, name) for i, name in enumerate(kernel.arg_names) if name in values]
                 ready.append((compiled[grid], [addressed[name] for name in kernel.arg_names], changing))

@@ -1,14 +1,14 @@
 """Layout of the tables that host and device share: the index of a name here is its index there."""
 
-# int64 tables with one row for each name and one column for each tensor: addresses, looked up at every step ...
+# Two int64 tables have one row for each name and one column for each tensor. The addresses are looked up at every step.
 ADDRESSES = ("param", "grad", "buffer", "second_buffer", "count")
-# ... and values that stay the same as long as the tensors have the same sizes and kinds
+# The fields stay the same as long as the tensors have the same sizes and kinds.
 FIELDS = ("elements", "first_chunk", "chunks", "group", "adapts", "index")
 
 # float64 values of the whole step
 STEP = ("scale", "found_inf")
 
-# followed by float64 values of each group; settings that a method lacks keep these values, which have no effect
+# followed by float64 values of each group; settings that a method lacks keep these defaults, which have no effect
 SETTINGS = {
     "lr": 0.0,
     "momentum": 0.0,  # LAMB: beta1

@@ -5,10 +5,10 @@ last of all adds up the tensors. The order of every sum is fixed, so equal input
 computes the coefficients of its tensor from these sums and takes the step. Methods that need the norm of their update
 (LAMB, and LARS "momentum") measure it in `moments` or `update`, and `apply` takes their step.
 
-The host knows neither the norms, nor the loss scale, nor whether the step is skipped.
+The host does not know the norms, the loss scale, or whether the step is skipped.
 """
 
-# Triton compiles these functions: they have no types, and names in capitals are compile-time constants.
+# Triton compiles these functions. They have no type annotations; names in capitals are compile-time constants.
 # mypy: ignore-errors
 
 import triton
@@ -28,7 +28,7 @@ YOU2017, UNSCALED, AVERAGED = map(tl.constexpr, range(len(table_schema.VARIANTS)
 OF_GRAD, OF_PARAM, OF_DIRECTION = map(tl.constexpr, range(len(table_schema.SQUARES)))
 LANES = tl.constexpr(256)
 
-# compiled once for each combination of constants, whatever the numbers and addresses
+# compiled once for each combination of constants; other numbers and addresses need no recompilation
 kernel = triton.jit(
     do_not_specialize=["base", "chunks", "tensors", "groups"],
     do_not_specialize_on_alignment=[
@@ -39,13 +39,13 @@ kernel = triton.jit(
 
 @triton.jit
 def _parts(words, groups):
-    """Return pointers to the addresses and to the float64 numbers: those of the step, then the settings of groups."""
+    """Return pointers to the addresses and to the float64 numbers (of the step, then of the groups' settings)."""
     return words + 2 + groups * SETTINGS, words.to(tl.pointer_type(tl.float64))
 
 
 @triton.jit
 def _chunk(table, owners, chunk, tensors, CHUNK: tl.constexpr):
-    """Return the tensor of a chunk, the offset of the chunk in it, and the number of elements from there on."""
+    """Return the tensor of a chunk, the offset of the chunk in the tensor, and the number of elements from it on."""
     i = tl.load(owners + chunk)
     start = (chunk - tl.load(table + FIRST_CHUNK * tensors + i)) * CHUNK
     return i, start, tl.load(table + ELEMENTS * tensors + i) - start
@@ -65,17 +65,17 @@ def _own(numbers, table, tensors, i):
 
 @triton.jit
 def _finish(table, partial, sums, counters, i, chunks, tensors, KINDS: tl.constexpr, ROW: tl.constexpr):
-    """Count this program; the last one of a tensor sums the chunks and resets the counter, and returns True."""
+    """Count this program. The last program of a tensor sums the chunks, resets the counter and returns True."""
     first = tl.load(table + FIRST_CHUNK * tensors + i)
     count = tl.load(table + CHUNKS * tensors + i).to(tl.int32)
-    tl.debug_barrier()  # all threads have stored before one of them counts
+    tl.debug_barrier()  # wait until all threads have stored their sums before one of them counts
     last = tl.atomic_add(counters + i, 1, sem="acq_rel") == count - 1
     if last:
         for kind in tl.static_range(KINDS):
             total = tl.zeros([LANES], tl.float64)
             for at in range(0, count, LANES):
                 o = at + tl.arange(0, LANES)
-                # bypass the L1 cache, which does not see what other processors wrote
+                # bypass the L1 cache, which does not contain what other processors wrote
                 total += tl.load(partial + kind * chunks + first + o, mask=o < count, other=0.0, cache_modifier=".cg")
             tl.store(sums + (ROW + kind) * tensors + i, tl.sum(total))
         tl.store(counters + i, 0)
@@ -128,7 +128,7 @@ def measure(
         of_grad, of_param = squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, True, CHUNK, BLOCK)
     else:
         of_grad, of_param = squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, False, CHUNK, BLOCK)
-    if MEANS:  # a mean norm that overflowed means that a gradient did
+    if MEANS:  # if a mean norm overflowed, a gradient overflowed
         mean = tl.load(means + tl.load(table + INDEX * tensors + i))
         of_grad = tl.where(tl.abs(mean) < float("inf"), of_grad, float("inf"))
     tl.store(partial + chunk, of_grad)
@@ -150,7 +150,7 @@ def _finite(numbers, spans):
 
 @triton.jit
 def _report(chunk, numbers, spans, norm, skipped):
-    """Write the norm of the gradient, and count the step if it is skipped; only the program of the first chunk does."""
+    """In the program of the first chunk, write the norm of the gradient, and count the step if it is skipped."""
     if chunk == 0:
         tl.store(norm, tl.sqrt(tl.load(spans)) / tl.load(numbers + SCALE))
         tl.store(skipped, tl.load(skipped) + tl.where(_finite(numbers, spans), 0, 1))
@@ -158,7 +158,7 @@ def _report(chunk, numbers, spans, norm, skipped):
 
 @triton.jit
 def _ratio(own, adapts, size, below):
-    """Return trust * phi(size) / below: 1 if undefined, at most max_ratio, and 1 for tensors not adapted."""
+    """Return trust * phi(size) / below, at most max_ratio; 1 if undefined or if the tensor is not adapted."""
     size = tl.minimum(tl.maximum(size, tl.load(own + PHI_LOW)), tl.load(own + PHI_HIGH))
     defined = (size > 0.0) & (below > 0.0)
     ratio = tl.where(defined, tl.load(own + TRUST) * size / tl.where(defined, below, 1.0), 1.0)
@@ -179,7 +179,7 @@ def coefficients(
     table, own, sums, spans, means, i, tensors, scale, METHOD: tl.constexpr, SCOPE: tl.constexpr,
     AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return (unscale, decay, boost, rate, pull) of a tensor's step. A method without a branch is momentum SGD.
+    """Return (unscale, decay, boost, rate, pull) of a tensor's step. Methods without their own branch are momentum SGD.
 
         d = boost * clamp(unscale * (sign * g + decay * w))
         v = momentum * v + d
@@ -209,7 +209,7 @@ def coefficients(
         adapted = lr * _ratio(own, tl.load(table + ADAPTS * tensors + i), size, below)
         rate = adapted
         if METHOD == "lars":
-            inside = mode == YOU2017  # the ratio multiplies what enters the buffer
+            inside = mode == YOU2017  # the ratio multiplies the input of the buffer
             boost = tl.where(inside, adapted, one)
             rate = tl.where(inside, one, adapted)
             if AVERAGES:
@@ -255,7 +255,7 @@ def update(
     ALIGNED: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Take the step of a momentum method; for groups of LARS "momentum" (AVERAGES), update only the buffers."""
-    # in reverse: the gradients that `measure` read last may still be in the cache
+    # in reverse order, because the gradients that `measure` read last may still be in the cache
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.num_programs(0) - 1 - tl.program_id(0)
     _report(chunk, numbers, spans, norm, skipped)

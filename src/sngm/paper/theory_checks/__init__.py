@@ -1,7 +1,8 @@
 """The paper's statements as experiments, each with a verdict derived from measurements.
 
-`theorems` checks the theorems, `corollaries` the corollaries, `lemmas` the lemmas, LARS and a training run, `batches`
-the paper's conclusions about batch sizes and blocks. `sngm check-theory` runs them; docs/theory.md has the results.
+`theorems` checks the theorems, `corollaries` the corollaries, `lemmas` the lemmas (with LARS and a training run), and
+`batches` the paper's conclusions about batch sizes and blocks. `sngm check-theory` runs the checks; docs/theory.md has
+the results.
 """
 
 from __future__ import annotations

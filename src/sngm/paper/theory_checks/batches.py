@@ -21,10 +21,10 @@ Flags = NDArray[np.bool_]
 BUDGET = 2**18  # C, the number of gradients; sqrt(C) is 512
 TRIED_BATCHES = [2**k for k in range(2, 15)]
 SLACK = 2.0  # a batch is tolerated if it increases the gradient norm by at most this factor
-FIXED = (0.15, 0.25, 0.5, 1.0)  # norms to reach, as another meaning of "tolerated"; at the start the norm is 1
+FIXED = (0.15, 0.25, 0.5, 1.0)  # norms to reach, for another meaning of "tolerated"; the initial norm is 1
 BETA = 0.9
 TUNING_RATES = np.array([float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)])
-RACE_RATES = np.geomspace(1e-5, 0.5, 60)  # a grid of twice as many rates changes no norm by more than 0.3 %
+RACE_RATES = np.geomspace(1e-5, 0.5, 60)  # with twice as many learning rates, no norm changes by more than 0.3 %
 TABLE, TUNED = "the learning rates of Table 1", f"the best of {len(TUNING_RATES)} learning rates"
 TOLERATES = (
     f"A method tolerates a batch if its mean gradient norm is at most {SLACK:g} times that of MSGD at batch "
@@ -44,9 +44,9 @@ class Ends(NamedTuple):
 class Limits(NamedTuple):
     """Lower and upper limit of the largest tolerated batch, for each L.
 
-    `sure` is the largest batch whose whole confidence interval is within the target, or 0. `possible` is the largest
-    batch whose interval begins within the target. It is infinite if that is the largest batch of the grid, because a
-    larger batch may be tolerated as well.
+    `sure` is the largest batch whose whole confidence interval is below the target, or 0. `possible` is the largest
+    batch whose interval has its lower end below the target. `possible` is infinite if this is the largest batch of the
+    grid, because a larger batch may be tolerated as well.
     """
 
     sure: Array
@@ -54,7 +54,7 @@ class Limits(NamedTuple):
 
 
 def limits(ends: Ends, target: Any) -> Limits:
-    """Return the limits of the largest batch that reaches the target norm; `target` is one number, or one for each L.
+    """Return the limits of the largest batch that reaches the target norm; `target` is a number, or one for each L.
 
     >>> two = np.array([[0.1] * 5 + [0.9] * 8, [0.1] * 2 + [0.4] * 2 + [0.9] * 9])
     >>> in_words(limits(Ends(two, two - 0.01, two + 0.01), 0.4))
@@ -69,7 +69,7 @@ def limits(ends: Ends, target: Any) -> Limits:
 
 @lru_cache(maxsize=2)
 def measure(rates: str, seeds: int) -> dict[str, Ends]:
-    """Run both methods on the same functions with the same noise."""
+    """Run SNGM and MSGD on the same functions with the same noise."""
     measured: dict[str, list[list[Array]]] = {"msgd": [], "sngm": []}
     for method, by_batch in measured.items():
         for batch in TRIED_BATCHES:
@@ -129,7 +129,7 @@ AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f
 
 
 def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
-    """Describe SNGM's largest batch, by L and against MSGD's, if "tolerated" means to reach a norm of `FIXED`."""
+    """Describe how SNGM's largest batch changes with L and compares with MSGD's, if it must reach a norm of `FIXED`."""
     found = [{method: limits(each, norm) for method, each in ends.items()} for norm in FIXED]
     falling = sum(falls(each["sngm"])[0] for each in found)
     reached = np.array([np.maximum(each["sngm"].possible, each["msgd"].possible) > 0 for each in found])
@@ -246,7 +246,7 @@ def block_bounds(_: int) -> Finding:
     )
 
 
-# One block is at its minimum and has all the noise, the other has no noise and starts far from its minimum.
+# One block is at its minimum and has all the noise. The other block has no noise and starts far from its minimum.
 QUIET = quadratic(
     "noise in one block", np.append(np.ones(10), 0.01), np.append(np.zeros(10), 10.0),
     np.append(even(1.0, 10), 0.0), blocks=(10, 1),
@@ -266,7 +266,7 @@ NO_NOISE_RATES = np.geomspace(0.1, 3, 400)
 
 
 class Best(NamedTuple):
-    """The learning rate with the lowest mean gradient norm, and that norm with its interval."""
+    """The learning rate with the lowest mean gradient norm, and this norm with its confidence interval."""
 
     eta: float
     mean: float
@@ -345,7 +345,7 @@ def block_speed(seeds: int) -> Finding:
 
 
 def by_rate(races: list[Race]) -> Figure:
-    """Plot a panel for each function, with rings at the best learning rates."""
+    """Plot norms against learning rates, a panel for each function, with rings at the best learning rates."""
     panels = {}
     for each in races:
         lines = panels[each.name] = list[Series]()

@@ -19,7 +19,7 @@ HEAD = ("function", "momentum", "gradients", "batch", "measured", "bound")
 
 
 def sharp(L: float) -> Problem:
-    """Return a quadratic with gap 1/2: four coordinates of curvature 1, and one, at its minimum, of curvature L."""
+    """Return a quadratic with gap 1/2: four coordinates of curvature 1, and one of curvature L, at its minimum."""
     start = np.array([0.5, 0.5, 0.5, 0.5, 0.0])
     return quadratic(f"L = {L:g}", np.array([1.0, 1.0, 1.0, 1.0, L]), start, even(1.0, 5))
 
@@ -40,7 +40,7 @@ def powers(budgets: Sequence[float], norms: Array) -> tuple[Array, Array]:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Runs of SNGM with the settings of a corollary, for growing budgets; arrays have an entry for each budget."""
+    """Runs of SNGM with the settings of a corollary, for growing budgets C; arrays have an entry for each budget."""
 
     label: str
     beta: float
@@ -87,7 +87,7 @@ def series(growths: Sequence[Growth]) -> list[Series]:
 
 
 def of_order(growths: Sequence[Growth]) -> dict[str, Any]:
-    """Return rule, verdict and measurements of a corollary; the verdict depends on its bound, not on the power of C."""
+    """Return rule, verdict and measurements of a corollary. The verdict uses its bound, not the fitted power of C."""
     bound = np.concatenate([each.bound for each in growths])
     _, low, high = interval(np.concatenate([each.norms for each in growths]))
     momenta = {each.beta for each in growths}

@@ -15,7 +15,7 @@ Array = NDArray[np.float64]
 
 HOLDS, FAILS, OPEN = "holds", "fails", "open"
 LEVEL = 0.99  # confidence level of the intervals over seeds
-ROUNDING = 1e-9  # relative tolerance for statements that are met with equality
+ROUNDING = 1e-9  # relative tolerance for bounds that are reached with equality
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def interval(values: Array) -> tuple[Array, Array, Array]:
 
 
 def judge(holds: Any, fails: Any) -> str:
-    """Return "fails" if any of `fails` is true, "holds" if all of `holds` are, "open" otherwise.
+    """Return "fails" if any of `fails` is true, "holds" if all of `holds` are true, "open" otherwise.
 
     >>> judge([True, True], [False, False]), judge([True, False], [False, True]), judge([True, False], [False, False])
     ('holds', 'fails', 'open')

@@ -23,7 +23,7 @@ NOT_EXCEEDED = (
 )
 # z is a difference of weights divided by 1-β, so its error grows with the ratio of the weights to the step length.
 TRAINED_WITHIN = 1e-6
-AT_0 = 1e-6  # LARS counts as stopped at 0 if it ends this close to 0; no run starts there
+AT_0 = 1e-6  # LARS counts as stopped at 0 if it ends this close to 0; no run starts this close
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def lemma_1(seeds: int) -> Finding:
     random = np.random.default_rng(1)
     draws = 2000 * seeds
     rows, lines, worst = [], [], 0.0
-    shown = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])  # each for the distances around it
+    shown = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])  # stand for distances nearby
     functions = {"x² / 2": BOWL, "1 - cos(x)": WAVES, "cosh(x) - 1": COSH, "x⁴ / 4": QUARTIC, "exp(x)": EXP}
     for slot, (label, problem) in enumerate(functions.items()):
         size = len(problem.start)
@@ -123,7 +123,7 @@ def auxiliary(run: Trace) -> Array:
 
 
 def lemma_2(_: int) -> Finding:
-    """Check the norm of the buffer for gradients of all sizes, and for a constant gradient, which is the worst case."""
+    """Check the norm of the buffer, for gradients of all sizes and for a constant gradient, which is the worst case."""
     random = np.random.default_rng(2)
     rows, lines = [], []
     for slot, beta in enumerate(LEMMA_BETAS):
@@ -151,7 +151,7 @@ def lemma_2(_: int) -> Finding:
 
 
 def lemma_3(_: int) -> Finding:
-    """Check the auxiliary sequence z, for SNGM and its block-wise form."""
+    """Check the auxiliary sequence z, for SNGM and block-wise SNGM."""
     rows, worst = [], 0.0
     for beta in LEMMA_BETAS:
         for problem, blocks in ((QUADRATIC, ()), (COSH, ()), (UNEVEN, UNEVEN.blocks), (COSH, COSH.blocks)):
@@ -187,7 +187,7 @@ def step_lengths(run: Trace) -> Figure:
 
 
 def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
-    """Return the distance of z from its value by Lemma 3, divided by the length of its step."""
+    """Return the distance of z from the value that Lemma 3 gives, divided by the length of the step of z."""
     cuts = list(np.cumsum(blocks))[:-1]
     direction = np.concatenate([g / or_1(length(g))[..., None] for g in np.split(run.g, cuts, axis=-1)], axis=-1)
     z, move = auxiliary(run), run.eta / (1 - run.beta)
@@ -195,7 +195,7 @@ def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
 
 
 def training(_: int) -> Finding:
-    """Check Lemmas 2 and 3 on the digits task, with hooks on the optimizer of the trainer."""
+    """Check Lemmas 2 and 3 in a training run of the digits task, with hooks on its optimizer."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from ...training import Options, resolve, train
@@ -250,7 +250,7 @@ def training(_: int) -> Finding:
 
 
 def lars(_: int) -> Finding:
-    """Check that LARS with phi(z) = z gets stuck at 0, before the minimum of (x+1)^2 / 2, and SNGM does not."""
+    """Check on (x+1)^2 / 2 that LARS with phi(z) = z gets stuck at 0, before the minimum, and that SNGM does not."""
     rows: list[list[object]] = []
     stuck, arrived, panel = [], [], []
     for eta in (0.05, 0.1, 0.5):

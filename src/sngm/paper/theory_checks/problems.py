@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from ... import theory
 from .findings import Array
 
-DIVERGED = 1e3  # factor over the initial norm from which a run has diverged; noise and overshooting stay far below
+DIVERGED = 1e3  # a run has diverged if its norm is this many times the initial norm; noise stays far below
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +25,7 @@ class Phi:
     low: float
     high: float
     radius: float | None = None
-    """None: phi is the norm, clipped to [low, high], as in the paper. Else phi jumps from low to high at this norm."""
+    """If None, phi is the norm clipped to [low, high], as in the paper; else phi jumps from low to high here."""
 
     def __call__(self, norms: Array) -> Array:
         """Return phi of these norms.
@@ -53,9 +53,9 @@ class Problem:
     """The standard deviation of one sample's gradient, by coordinate."""
     lam: float = 0.0
     blocks: tuple[int, ...] = ()
-    """The sizes of consecutive blocks; empty: one block."""
+    """The sizes of consecutive blocks; empty for one block."""
     coin: bool = False
-    """Whether noise is plus or minus its standard deviation, not normal; it can hide the sign of a gradient."""
+    """Whether noise is plus or minus its standard deviation, not normal. Such noise can hide the sign of a gradient."""
     phi: Phi | None = None
     """The function phi, for runs of LARS."""
 
@@ -91,7 +91,7 @@ class Runs:
     square: Array
     """The mean of ||grad F(w_t)||^2."""
     rho: Array
-    """The largest ||g_t|| / sum of the norms of its blocks."""
+    """The largest ratio of ||g_t|| to the sum of the norms of its blocks."""
 
 
 def simulate(
@@ -168,10 +168,10 @@ def even(sigma: float, size: int) -> Array:
 
 BOWL = quadratic("bowl", np.ones(1), np.ones(1), np.zeros(1))
 
-# Noise only: its gap is 0.
+# Noise only, because the gap is 0.
 STILL = quadratic("quadratic at its minimum", np.ones(40), np.zeros(40), even(1.0, 40))
 
-# Every block is a bowl.
+# Every block is a one-dimensional bowl.
 BOWLS = quadratic("bowls", np.ones(64), np.ones(64), np.zeros(64), blocks=(1,) * 64)
 
 QUADRATIC = quadratic("quadratic", np.geomspace(0.01, 1, 20), np.ones(20), even(1.0, 20))
@@ -222,7 +222,7 @@ COUPLED = quadratic(
 
 # ---------------------------------------------------------------- for LARS
 
-# phi is `low` in every block, so that the descent takes 1 / low times the steps.
+# phi is `low` in every block, so that the descent takes 1 / low times as many steps.
 SLOW_BOWLS = replace(BOWLS, name="bowls, φ low", phi=Phi(0.125, 0.25, radius=2.0))
 SCALED_UNEVEN = replace(UNEVEN, name="uneven, φ cut", phi=Phi(0.5, 2.0))
 SCALED_SLOPES = replace(SLOPES, name="slopes, φ cut", phi=Phi(0.5, 1.0))
@@ -233,14 +233,14 @@ def stairs(edge: float = 64.0, half_fall: float = 30.0) -> Problem:
 
     From the start down to `edge` the function is a staircase that rises to the left. At whole numbers its gradient is
     small and positive, so a step goes to the left, onto the next higher stair. To the left of `edge` the function
-    falls, with large gradients. LARS's phi is `high` on the staircase, so its steps are long there, and `low` to the
-    left of it. The function is L-smooth with L = 1.
+    falls, with large gradients. LARS's phi is `high` on the staircase, so that steps are long, and `low` to the left of
+    the staircase. The function is L-smooth with L = 1.
     """
-    swing, lean = 1 / (2 * np.pi), 0.9  # slopes of the stairs are swing (cos - lean): a curvature of 1, and uphill
+    swing, lean = 1 / (2 * np.pi), 0.9  # slopes of the stairs are swing (cos - lean), uphill with curvature 1
     landing = swing * (1 - lean)  # the slope where steps land
-    bottom = 2 * half_fall + landing  # the slope grows over half of the fall and shrinks over the other
+    bottom = 2 * half_fall + landing  # the slope grows over the first half of the fall and shrinks over the second
     height = landing * half_fall + half_fall**2 / 2 + (landing + half_fall) ** 2 / 2
-    count = int((height - 0.01) / (swing * lean))  # the start is just above the foot of the slope
+    count = int((height - 0.01) / (swing * lean))  # so that the start is just above the foot of the slope
     first = edge + count
     low = height - swing * lean * count
 

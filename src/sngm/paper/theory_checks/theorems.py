@@ -17,10 +17,10 @@ from .problems import Problem, simulate
 MOMENTA = (0.0, 0.5, 0.9)
 BATCHES = (1, 16, 256)
 ANY_RATES = np.array([1e-4, 1e-3, 1e-2, 0.1, 1.0, 10.0])  # for a theorem without a condition on the learning rate
-SHARES = np.array([0.01, 0.03, 0.1, 0.3, 1.0])  # of the largest admissible learning rate, with a condition
-# The bowl starts at 1. A step of 2 goes to -1 and back forever, which attains the bound of Theorem 1.
+SHARES = np.array([0.01, 0.03, 0.1, 0.3, 1.0])  # fractions of the largest lr that a theorem's condition allows
+# The run on the bowl starts at 1. Steps of length 2 go to -1 and back forever, which reaches the bound of Theorem 1.
 OSCILLATING = np.array([0.03, 0.3, 2.0, 10.0])
-# In so few steps, momentum 0.9 overshoots the bowl's minimum by far at these learning rates, so that kappa matters.
+# In these few steps and at these learning rates, momentum 0.9 overshoots the bowl's minimum by far, so kappa matters.
 SHORT, OVERSHOOTING = 20, np.array([0.005, 0.01, 0.02, 0.05])
 LONG = 4000  # steps; enough that noise is the largest term of a bound
 RULE = (
@@ -34,8 +34,8 @@ NEEDED = (
 HEAD = ("function", "steps", "momentum", "batch", "eta", "measured", "bound", "upper limit / bound")
 
 Given = dict[str, Any]  # the arguments of a bound
-# A part of a bound, such as a factor of a term: the argument in whose term it is (the term vanishes if the argument is
-# 0), and the factor by which the term is multiplied if the part is left out.
+# A part of a bound, such as a factor of a term. It is given by the argument whose term contains the part (the term is 0
+# if the argument is 0), and by the factor that multiplies the term if the part is left out.
 Part = tuple[str, Callable[[Given], Any]]
 TERMS: dict[str, Part] = {name: (key, lambda a: 0.0) for name, key in (("gap", "gap"), ("L", "L"), ("noise", "sigma"))}
 KAPPA: dict[str, Part] = {"κ": ("L", lambda a: 1 / theory.kappa(a["beta"]))}
@@ -48,13 +48,13 @@ class Case:
     problem: Problem
     steps: int
     etas: Array | None = None
-    """Learning rates; None for those of the theorem."""
+    """Learning rates; None for the learning rates of the theorem."""
     betas: Sequence[float] = MOMENTA
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """One case, momentum and batch size: the interval of the gradient norm at each learning rate, and the bound."""
+    """The interval of the gradient norm at each learning rate, and the bound, for one case, momentum and batch size."""
 
     problem: Problem
     given: Given
@@ -118,7 +118,7 @@ class Theorem:
     """Function that returns text to add to the description of the measurements."""
 
     def __call__(self, seeds: int) -> Finding:
-        """Run the grid and compare it with the bound. Without noise, seeds and batch sizes make no difference."""
+        """Run the grid and compare it with the bound. Without noise, two seeds and one batch are enough."""
         lines = [
             self.measure(case, beta, batch, seeds if case.problem.sigma else 2)
             for case in self.cases
@@ -161,7 +161,7 @@ class Theorem:
         known = {
             "gap": problem.gap, "eta": etas, "steps": case.steps, "batch": batch, "L": problem.L,
             "sigma": problem.sigma, "beta": beta, "lam": problem.lam, "blocks": len(problem.blocks),
-            "rho": runs.rho.max(axis=-1),  # the largest of all runs at a learning rate
+            "rho": runs.rho.max(axis=-1),  # the largest value over all runs at a learning rate
             "gamma_l": problem.phi and problem.phi.low, "gamma_u": problem.phi and problem.phi.high,
         }  # fmt: skip
         given = {name: known[name] for name in self.arguments.split()}
@@ -177,7 +177,7 @@ class Theorem:
         return Measurement(problem, given, *measured, whole, without)
 
     def panels(self, lines: list[Measurement]) -> dict[str, list[Series]]:
-        """Return lines of measured values and bound on the plotted function, at the extreme momenta and batches."""
+        """Return lines of measured values and bound, for the plotted function at the extreme momenta and batches."""
         panels = {}
         for line in lines:
             beta, batch = line.given["beta"], line.given["batch"]
@@ -249,7 +249,7 @@ LARS = Theorem(
     cases=(
         Case(problems.SLOW_BOWLS, 400, np.array([0.01, 0.02, 0.03, 0.04])), Case(problems.SCALED_UNEVEN, 400),
         Case(problems.SCALED_SLOPES, LONG),
-        Case(problems.STAIRS, 21_600, np.array([1 / 128]), betas=(0.0,)),  # on the stairs a step must have length 1
+        Case(problems.STAIRS, 21_600, np.array([1 / 128]), betas=(0.0,)),  # so that a step on the stairs has length 1
     ),
     parts=TERMS | {
         "1/γ_l of the gap": ("gap", lambda a: a["gamma_l"]),

@@ -1,6 +1,6 @@
 """Where the runs of a study are executed: in processes of this machine, on a Ray cluster, or as SLURM jobs.
 
-The study decides which runs to make; an executor only makes them.
+The study decides which runs to train; an executor only trains them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ...training.distributed import cores
 from .. import worker
 
 Record = dict[str, Any]
-PACKAGES = {"ray": "ray", "slurm": "submitit"}  # what each extra installs
+PACKAGES = {"ray": "ray", "slurm": "submitit"}  # the package that each extra of sngm installs
 
 
 class Executor(Protocol):
@@ -30,14 +30,14 @@ class Executor(Protocol):
         """Start a run, now or when resources are free; the arguments are those of :func:`sngm.study.worker.make`."""
 
     def stop(self) -> None:
-        """Ask the runs that have begun to write a checkpoint and stop, and drop the others."""
+        """Ask the runs that have begun to write a checkpoint and stop; drop the runs that have not begun."""
 
     def shutdown(self) -> None:
         """Release processes and connections; after `stop`, also wait for the runs."""
 
 
 def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:
-    """Return the device of a study's runs; as a torch.device if it is on a cluster, so that it is not checked here."""
+    """Return the device of a study's runs. On a cluster it is a torch.device, which is not checked on this machine."""
     device = cluster.there(execution).device
     return torch.device(device) if cluster.remote and device else device
 
@@ -51,7 +51,7 @@ def open_remote(cluster: Cluster, folder: Path, command: str) -> Executor:
         command: the command of this process, for the records.
 
     Raises:
-        UsageError: this machine cannot use it, or a task or method cannot be pickled.
+        UsageError: this machine cannot use the executor, or a task or method cannot be pickled.
     """
     try:
         local = worker.pack_local()
@@ -74,7 +74,7 @@ def check_usable(name: str) -> None:
 
 
 def executors_usable() -> list[tuple[str, bool, str]]:
-    """Return (name, usable, why) of each executor on this machine.
+    """Return (name, whether this machine can use it, reason) for each executor.
 
     >>> executors_usable()[0][:2]
     ('local', True)

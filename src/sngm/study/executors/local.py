@@ -1,4 +1,4 @@
-"""Executors on this machine: worker processes, or a thread for tasks that cannot be sent to one."""
+"""Executors on this machine: worker processes, or a thread for tasks that cannot be sent to a process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from ...training.distributed import cores
 from .. import worker
 from . import Executor, Record
 
-SMALL, SHARING = 128, 4  # the largest batch at which runs share a GPU, and how many do: see docs/speed.md
+SMALL, SHARING = 128, 4  # the largest batch at which runs share a GPU, and the number of these runs, see docs/speed.md
 
 
 def default_jobs(batches: Sequence[int], device: torch.device) -> int:
-    """Return the default number of parallel runs: one per CPU core; on a GPU `SHARING` or one.
+    """Return the default number of parallel runs: one per CPU core; on a GPU, `SHARING` or one.
 
-    `SHARING` needs batches of at most `SMALL` and NVIDIA's Multi-Process Service. Without the service, the processes on
-    a GPU are time-sliced, which is no faster.
+    On a GPU the number is `SHARING` if all batches are at most `SMALL` and NVIDIA's Multi-Process Service is running.
+    Without the service, processes on a GPU take turns, which is no faster.
     """
     if device.type != "cuda":
         return cores()
@@ -34,10 +34,10 @@ def default_jobs(batches: Sequence[int], device: torch.device) -> int:
 
 
 def mps_runs() -> bool:
-    """Return whether NVIDIA's Multi-Process Service is running, by its pid file, which it deletes when it exits."""
+    """Return whether NVIDIA's Multi-Process Service is running. It has a pid file, which it deletes when it exits."""
     folder = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY") or "/tmp/nvidia-mps")
     try:
-        os.kill(int((folder / "nvidia-cuda-mps-control.pid").read_text()), 0)  # 0 checks that it exists
+        os.kill(int((folder / "nvidia-cuda-mps-control.pid").read_text()), 0)  # signal 0 only checks existence
     except PermissionError:  # the process or file of another user
         return True
     except (OSError, ValueError, OverflowError):
@@ -46,7 +46,7 @@ def mps_runs() -> bool:
 
 
 def open_local(task: str, jobs: int, on_gpu: bool) -> Executor:
-    """Return an executor with `jobs` worker processes; with a thread if the task or a method cannot be pickled."""
+    """Return an executor with `jobs` worker processes, or with a thread if the task or a method cannot be pickled."""
     try:
         local = worker.pack_local()
     except Exception as error:
@@ -60,7 +60,7 @@ def open_local(task: str, jobs: int, on_gpu: bool) -> Executor:
 
 
 class InThread:
-    """Executor that makes one run after another in a thread, while this process shows progress."""
+    """Executor that trains one run after another in a thread, while the main thread shows progress."""
 
     def __init__(self) -> None:
         # with one torch thread, as in a worker process
@@ -78,7 +78,7 @@ class InThread:
 
 
 class InProcesses:
-    """A pool of worker processes."""
+    """Executor with a pool of worker processes."""
 
     def __init__(self, jobs: int, on_gpu: bool, local: bytes | None) -> None:
         # fork workers from a server process that has torch loaded
@@ -88,7 +88,8 @@ class InProcesses:
             from multiprocessing import forkserver
 
             context.set_forkserver_preload(["sngm.study.launch"])
-            # inherited by the server and its helper, which must outlive Ctrl-C and a closed terminal to clean up
+            # ignored here and so, by inheritance, in the server and its helper, which must survive Ctrl-C and a closed
+            # terminal to clean up
             before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
             try:
                 forkserver.ensure_running()
@@ -104,7 +105,7 @@ class InProcesses:
 
     def stop(self) -> None:
         for child in set(multiprocessing.active_children()) - self.others:
-            child.terminate()  # it writes a checkpoint first, see worker.on_signal
+            child.terminate()  # the worker writes a checkpoint first, see worker.on_signal
 
     def shutdown(self) -> None:
         self.pool.shutdown(wait=True, cancel_futures=True)
@@ -112,7 +113,7 @@ class InProcesses:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer signals such as Ctrl-C: here until the ``with`` block ends, in processes started in it until `warm_up`."""
+    """Defer signals such as Ctrl-C until the ``with`` block ends; in processes started in it, until `warm_up`."""
     came: list[int] = []
     deferred = [number for number in worker.INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in deferred}
@@ -130,7 +131,7 @@ def _signals_deferred() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _main_hidden() -> Iterator[None]:
-    """Keep worker processes from importing the user's script again; what they need of it is pickled."""
+    """Keep worker processes from importing the user's script again; the tasks and methods they need are pickled."""
     main = sys.modules["__main__"]
     spec, file = getattr(main, "__spec__", None), main.__dict__.pop("__file__", None)
     main.__spec__ = None

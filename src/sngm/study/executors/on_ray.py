@@ -17,12 +17,12 @@ from ...options import Cluster
 from .. import worker
 from . import Record
 
-RETRIES = 3  # of a run whose worker process or node was lost
+RETRIES = 3  # how often a run is repeated if its worker process or node was lost
 PATIENCE = 60.0  # seconds that stopped runs have to write their checkpoints
 
 
 def _check_address(address: str | None) -> None:
-    """Raise UsageError if nothing listens at an address host:port: Ray itself would try for minutes."""
+    """Raise UsageError if nothing listens at an address host:port. Ray itself would try to connect for minutes."""
     host, _, port = (address or "").rpartition(":")
     if not host or not port.isdigit() or "/" in host:  # "auto", "local" or ray://...
         return
@@ -36,7 +36,7 @@ def _check_address(address: str | None) -> None:
 
 
 class OnRay:
-    """An executor on the Ray cluster at an address, or on one that is started on this machine."""
+    """Executor on the Ray cluster at an address, or on a new Ray cluster on this machine."""
 
     def __init__(self, cluster: Cluster, local: bytes | None, command: str) -> None:
         import ray
@@ -59,7 +59,7 @@ class OnRay:
             there = ray.cluster_resources().get(name, 0)
             if wanted > there:
                 text = f"each run needs {wanted:g} {name}s and Ray has {there:g}"
-                if self.connected and address is None:  # started here, so it does not grow
+                if self.connected and address is None:  # the cluster was started here, so no node will be added
                     ray.shutdown()
                     raise UsageError(f"{text}; lower `{name.lower()}s`, or name a larger cluster by `ray_address`")
                 warnings.warn(f"{text}: runs wait until it has more", stacklevel=2)
@@ -78,7 +78,7 @@ class OnRay:
         del self.refs[future]
         try:
             worker.settle(future, done.result())
-        except Exception as error:  # of Ray: the run itself returns its errors
+        except Exception as error:  # an error of Ray; the run itself returns its errors as a result
             why = str(error).partition("\n")[0]
             future.set_exception(Failed(f"Ray lost a run {RETRIES + 1} times: {why}; the same command resumes"))
 

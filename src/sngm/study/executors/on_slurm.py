@@ -14,7 +14,7 @@ from ...options import Cluster
 from .. import worker
 from . import Record
 
-RETRIES = 3  # of a run whose job ended without a result
+RETRIES = 3  # how often a run is submitted again if its job ended without a result
 TIMEOUTS = 100  # the most times that a job is requeued at its time limit
 PAUSE = 0.5  # seconds between checks of the jobs
 
@@ -49,7 +49,7 @@ def _interrupted(found: Record | Exception | None) -> bool:
 
 @dataclass(slots=True)
 class Attempt:
-    """A run, its current job, and how often it may be submitted again."""
+    """A run, its current job, and the number of times that the run may still be submitted."""
 
     arguments: tuple[Any, ...]
     job: Any
@@ -57,7 +57,7 @@ class Attempt:
 
 
 class OnSlurm:
-    """An executor that submits a job for each run. Job scripts and logs are in the folder slurm/ of the study."""
+    """Executor that submits a SLURM job for each run. Job scripts and logs are in the folder slurm/ of the study."""
 
     def __init__(self, cluster: Cluster, folder: Path, local: bytes | None, command: str, kind: str = "slurm") -> None:
         from submitit.core.utils import FailedJobError, UncompletedJobError
@@ -88,7 +88,7 @@ class OnSlurm:
                 if attempt.job.done():
                     try:
                         self._settle(future, attempt)
-                    except Exception as error:  # of submitit, such as a submission that SLURM refuses
+                    except Exception as error:  # an error of submitit, for example because SLURM refuses the job
                         del self.attempts[future]
                         future.set_exception(error)
 
@@ -96,7 +96,7 @@ class OnSlurm:
         outcome: Any = None
         try:
             outcome = attempt.job.result()
-        except self.failed as error:  # before the run began: the run itself returns its errors
+        except self.failed as error:  # failed before the run began; the run itself returns its errors
             why = str(error).strip().splitlines()[-1]
             raise Failed(f"SLURM job {attempt.job.job_id} failed, see {attempt.job.paths.stderr}: {why}") from error
         except self.lost:  # killed, or its node was lost
@@ -125,7 +125,7 @@ class OnSlurm:
 
 
 def job_script(cluster: Cluster, folder: Path) -> str:
-    """Return the script that each run would be submitted with to sbatch."""
+    """Return the script with which each run would be submitted to sbatch."""
     executor = _executor(cluster, folder, "slurm")._executor
     return str(executor._make_submission_file_text(executor._submitit_command_str, ""))
 
