@@ -23,8 +23,9 @@ from sklearn.preprocessing import MinMaxScaler
 from torch.nn.functional import binary_cross_entropy_with_logits
 from waiting import launch, next_line
 
-from sngm.data import criteo, criteo_convert, criteo_text
-from sngm.data.criteo import find_criteo, load_criteo, verify
+from sngm.data import conversion, criteo, criteo_convert, criteo_text
+from sngm.data.conversion import verify
+from sngm.data.criteo import find_criteo, load_criteo
 from sngm.data.criteo_convert import split_of
 from sngm.data.criteo_text import REASONS, parse
 from sngm.errors import DataMissing, Failed, UsageError
@@ -417,7 +418,7 @@ def test_where_the_folder_cannot_be_written_the_cache_is_taken(tmp_path, monkeyp
     shutil.copytree("criteo", "other/criteo")
     with pytest.raises(AssertionError, match="again"):
         load_criteo(Path("other"), ["rows.tsv"], **quiet)  # same name, other folder
-    monkeypatch.setattr(criteo, "_writable", lambda place, key: False)
+    monkeypatch.setattr(conversion, "writable", lambda place, key: False)
     assert load().folder == found.folder, "what another user made will do"
     shutil.rmtree(tmp_path / "home")
     with pytest.raises(Failed, match=r"neither .* is writable"):
@@ -488,7 +489,7 @@ def test_of_two_processes_one_converts_and_a_killed_one_leaves_nothing_half_made
 
 
 def test_progress_goes_to_stderr_and_not_too_often(monkeypatch, capsys):
-    monkeypatch.setattr(criteo_convert, "INTERVAL", 0.0)
+    monkeypatch.setattr(conversion, "INTERVAL", 0.0)
     lines = []
     put(many())
     Path("criteo/b").write_text("\n".join(many(99)) + "\n")

@@ -109,7 +109,8 @@ def get(
 def check(
     context: typer.Context,
     dataset: Annotated[
-        str, typer.Argument(help="cifar10, cifar100, imagenet, criteo, wikitext2, or all that are present.")
+        str,
+        typer.Argument(help="cifar10, cifar100, imagenet, tiny-imagenet, criteo, wikitext2, or all that are present."),
     ] = "all",
     data_dir: OWN_DATA = None,
     as_json: JSON = False,

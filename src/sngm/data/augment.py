@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -41,13 +44,47 @@ def normalise(images: Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype = to
 
 
 def training_batch(
-    images: Tensor, indices: Tensor, seed: int, epoch: int | Tensor, mean: Tensor, std: Tensor, dtype: torch.dtype
+    images: Tensor,
+    indices: Tensor,
+    seed: int,
+    epoch: int | Tensor,
+    mean: Tensor,
+    std: Tensor,
+    dtype: torch.dtype,
+    pad: int = PAD,
 ) -> Tensor:
     """Return images cropped and flipped by `crop_flip`, then normalised by `normalise`; on a GPU in one kernel."""
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     if kernels_support(images) and channels_last and isinstance(epoch, Tensor):
         from .augment_kernel import crop_flip_normalise
 
-        done: Tensor = crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, PAD)  # type: ignore[no-untyped-call]
+        done: Tensor = crop_flip_normalise(images, indices, seed, epoch, mean, std, dtype, pad)  # type: ignore[no-untyped-call]
         return done
-    return normalise(crop_flip(images, indices, seed, epoch), mean, std, dtype)
+    return normalise(crop_flip(images, indices, seed, epoch, pad), mean, std, dtype)
+
+
+Channels = tuple[float, float, float]  # a number for each of red, green and blue
+
+
+@functools.cache  # a CUDA graph cannot capture a copy to the device
+def on_device(values: Channels, device: torch.device) -> Tensor:
+    """Return the values of channels as a float32 tensor on a device."""
+    return torch.tensor(values, device=device)
+
+
+def batch_of(
+    samples: Any, indices: Tensor, seed: int, epoch: int | Tensor, mean: Channels, std: Channels, pad: int | None = PAD
+) -> tuple[Tensor, Tensor]:
+    """Return training images and labels of samples held as tensors: augmented, normalised, and in autocast's dtype.
+
+    Args:
+        samples: uint8 images and labels, as :class:`sngm.data.tensors.Tensors`, or a part of them.
+        pad: black pixels on each side before a random crop and flip; None for no augmentation.
+    """
+    (images, labels), rows = samples.rows(indices)
+    kind = images.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
+    scale = on_device(mean, images.device), on_device(std, images.device)
+    if pad is None:
+        return normalise(images[rows], *scale, dtype), labels[rows]
+    return training_batch(images, rows, seed, epoch, *scale, dtype, pad), labels[rows]

@@ -10,22 +10,27 @@ from functools import partial
 from pathlib import Path
 
 from ..errors import DataMissing, UsageError
+from . import tiny_imagenet
 from .cifar import Layout, find_cifar, layouts, read
-from .criteo import find_criteo, load_criteo, verify
+from .conversion import verify
+from .criteo import find_criteo, load_criteo
 from .data_dirs import data_roots
 from .fetch import Show, digest
 from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
+from .tiny_imagenet import find_tiny_imagenet, load_tiny_imagenet
 from .wikitext import FOLDER, TOKENS, WORDS, find_wikitext2, load_wikitext2
 
 FINDERS: dict[str, Callable[[Path | None], Path]] = {
     "cifar10": lambda root: find_cifar(root, 10)[1],
     "cifar100": lambda root: find_cifar(root, 100)[1],
     "imagenet": find_imagenet,
+    "tiny-imagenet": find_tiny_imagenet,
     "wikitext2": lambda root: find_wikitext2(root)[0].parent,
     "criteo": lambda root: find_criteo(root)[0].parent,
 }
 NAMES = tuple(FINDERS)
-OWN_FOLDERS = {"imagenet": "imagenet", "wikitext2": FOLDER}  # folders that hold only the dataset
+# folders that, if they exist, are meant to hold the dataset
+OWN_FOLDERS = {"imagenet": "imagenet", "tiny-imagenet": tiny_imagenet.FOLDER, "wikitext2": FOLDER}
 CRITEO_ROWS = 80_000  # rows of the default sample
 
 # First bytes of an image file, and bytes near the end of the file. One of the official .JPEG files is a PNG.
@@ -78,7 +83,11 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
         if not begun:
             raise
         return [Finding(dataset, str(begun[0]), wrong=[_reason(error)])]  # an incomplete dataset
-    inspect = {"imagenet": partial(_imagenet, show), "criteo": partial(_criteo, root)}
+    inspect = {
+        "imagenet": partial(_imagenet, show),
+        "tiny-imagenet": partial(_tiny_imagenet, root),
+        "criteo": partial(_criteo, root),
+    }
     return [_check(dataset, folder, inspect.get(dataset, partial(_wikitext2, root)))]
 
 
@@ -90,13 +99,13 @@ def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) 
             warnings.simplefilter("ignore")  # the finding has the same messages
             seen = inspect(finding, folder)
         finding.seen = "" if finding.wrong else seen
-    except OSError as error:
+    except (OSError, UsageError) as error:  # UsageError: a library that decodes the files is not installed
         finding.wrong.append(_reason(error))
     return finding
 
 
-def _reason(error: OSError) -> str:
-    return f"{error.filename}: {error.strerror}" if error.filename else str(error)
+def _reason(error: OSError | UsageError) -> str:
+    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 
 def _cifar(layout: Layout, finding: Finding, folder: Path) -> str:
@@ -132,6 +141,23 @@ def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
         finding.wrong.append(f"{bad['rows']:,} of {rows + bad['rows']:,} rows malformed, first {where}: {first['why']}")
     odd = "" if rows == CRITEO_ROWS else f" (the sample has {CRITEO_ROWS:,})"
     return f"{rows:,} rows, 0 malformed{odd}, checksums of the converted arrays right"
+
+
+def _tiny_imagenet(root: Path | None, finding: Finding, folder: Path) -> str:
+    """Check the numbers of images, and the decoded form; all images are decoded for it, if it does not exist."""
+    found = load_tiny_imagenet(root)
+    finding.wrong = verify(found.folder)
+    if len(found.classes) != tiny_imagenet.CLASSES:
+        finding.wrong.append(f"{folder} holds {len(found.classes)} classes, not {tiny_imagenet.CLASSES}")
+    for (split, wanted), samples in zip(tiny_imagenet.OFFICIAL.items(), (found.train, found.val), strict=True):
+        often = samples.tensors[1].bincount(minlength=len(found.classes))
+        if len(samples) != wanted:
+            finding.wrong.append(f"{folder / split} holds {len(samples):,} images, not {wanted:,}")
+        elif often.min() != often.max():
+            least = int(often.argmin())
+            finding.wrong.append(f"{folder / split} holds {often[least]} images of {found.classes[least]}")
+    total = sum(tiny_imagenet.OFFICIAL.values())
+    return f"{total:,} images, each class equally often, checksums of the decoded images right"
 
 
 def _wikitext2(root: Path | None, finding: Finding, folder: Path) -> str:

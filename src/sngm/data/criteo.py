@@ -15,13 +15,10 @@ a field share one number.
 from __future__ import annotations
 
 import contextlib
-import errno
-import hashlib
 import json
 import os
-import shutil
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -30,9 +27,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataMissing, Failed, UsageError
-from ..files import locked, write_json
-from .criteo_convert import FACTS, SPLITS, VERSION, Show, convert, say
+from ..errors import DataMissing, UsageError
+from ..files import write_json
+from .conversion import FACTS, Show, complete, load_or_convert
+from .criteo_convert import SPLITS, VERSION, convert, say
 from .data_dirs import data_roots, missing
 from .fetch import digest
 from .tensors import Tensors
@@ -145,55 +143,35 @@ def load_criteo(
     return found
 
 
-def verify(folder: Path) -> list[str]:
-    """Read all converted arrays, and return a message for each array that has a wrong checksum."""
-    facts = json.loads((folder / FACTS).read_text())
-    return [
-        f"{folder / name} has the SHA256 {found}, not {wanted['sha256']}; delete {folder}, and it is made again"
-        for name, wanted in facts["arrays"].items()
-        if (found := digest(folder / name, "sha256")) != wanted["sha256"]
-    ]
-
-
-# ---------------------------------------------------------------- the folder of the converted arrays
+# ---------------------------------------------------------------- the folder of the converted form
 
 
 def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
     """Open the converted arrays; if they are missing, incomplete or outdated, convert the text first."""
     parent = paths[0].parent.resolve()
     names = [os.path.relpath(path.resolve(), parent) for path in paths]
-    beside, cache = parent / ".sngm", Path.home() / ".cache" / "sngm" / "criteo" / ".sngm"
-    for folder, of in ((beside, ""), (cache, str(parent))):
-        key = hashlib.sha256(json.dumps([VERSION, seed, names, of]).encode()).hexdigest()[:16]
-        target = folder / key
-        if not _writable(folder, key):
-            if facts := _facts(target, paths):  # converted by another user
-                return Criteo.open(target, facts)
-            continue
-        with locked(folder, f".{key}.lock", waiting=lambda: show("another process is converting Criteo's rows")):
-            facts = _facts(target, paths)
-            if facts is None:
-                with _atomic_folder(target) as aside:
-                    convert(paths, names, seed, aside, show)
-                facts = json.loads((target / FACTS).read_text())
-            return Criteo.open(target, facts)  # with the lock held, because another process could replace the folder
-    raise Failed(f"neither {beside} nor {cache} is writable, and Criteo's rows must be converted; make one writable")
 
+    def load(folder: Path) -> Criteo | None:
+        facts = _facts(folder, paths)
+        return None if facts is None else Criteo.open(folder, facts)
 
-def _writable(folder: Path, key: str) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f".{key}.lock", "a"):
-            return True
-    except OSError:
-        return False
+    return load_or_convert(
+        parent,
+        "criteo",
+        [VERSION, seed, names],
+        load,
+        lambda folder: convert(paths, names, seed, folder, show),
+        title="Criteo's rows",
+        space="about 500 bytes per row",
+        show=show,
+    )
 
 
 def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
     """Return the facts of a converted folder; None if it is missing or incomplete, or if the text has changed."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-        if any((folder / name).stat().st_size != array["bytes"] for name, array in facts["arrays"].items()):
+        if not complete(folder, facts["arrays"]):
             return None
         touched = False
         for path, known in zip(paths, facts["sources"], strict=True):
@@ -208,27 +186,6 @@ def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
         return facts
     except (OSError, ValueError, KeyError, TypeError):
         return None
-
-
-@contextlib.contextmanager
-def _atomic_folder(target: Path) -> Iterator[Path]:
-    """Yield a folder to fill, which replaces `target` when the block ends, and is removed if the block raises."""
-    aside, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
-    for left in (aside, old):  # left by a process that was killed
-        shutil.rmtree(left, ignore_errors=True)
-    aside.mkdir()
-    try:
-        yield aside
-        if target.exists():
-            os.replace(target, old)
-        os.replace(aside, target)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise Failed(f"no space left for {target}; a conversion takes about 500 bytes per row there") from error
-        raise
-    finally:
-        for left in (aside, old):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def _map(folder: Path, split: str) -> Rows:

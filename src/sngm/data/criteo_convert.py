@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -21,13 +20,11 @@ import numpy as np
 
 from ..errors import DataMissing, Failed, UsageError
 from ..files import write_json
+from .conversion import FACTS, Show, flushed, new_array, throttled
 from .criteo_text import CATEGORIES, INTEGERS, REASONS, Array, parse, whole_lines
 from .fetch import digest
 
-Show = Callable[[str], None]
-
-VERSION = 1  # version of the converted arrays; arrays of another version are converted again
-FACTS = "facts.json"
+VERSION = 1  # of the converted form; another version is converted again
 SPLITS = ("train", "validation", "test")
 MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers for a missing category, an unseen one, and the first category of a field
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
@@ -37,13 +34,12 @@ KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "l
 
 BLOCK = 1 << 17  # rows that are processed at once
 MAX_NAMED = 10  # malformed lines that messages list
-INTERVAL = 5.0  # seconds between two lines of progress
 
 
 def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: Show) -> None:
     """Write the arrays of all splits, vocabulary.npy and facts.json into `folder`."""
     began = time.monotonic()
-    progress = _throttled(show)
+    progress = throttled(show)
     show(f"converting {len(paths)} file{'s' * (len(paths) > 1)} of Criteo's rows once, into {folder.parent}")
     with contextlib.ExitStack() as stack:
         raw: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in RAW]
@@ -55,17 +51,14 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
         least, most, words = _fit(raw, splits, progress)
         counts = np.bincount(splits, minlength=3).tolist()
         arrays = {
-            f"{split}-{kind}.npy": _new_array(stack, folder / f"{split}-{kind}.npy", (count, *shape), dtype)
+            f"{split}-{kind}.npy": new_array(stack, folder / f"{split}-{kind}.npy", (count, *shape), dtype)
             for split, count in zip(SPLITS, counts, strict=True)
             for kind, (dtype, shape) in KINDS.items()
         }
         unseen, positives = _encode(raw, splits, least, most, words, arrays, progress)
         every = np.concatenate(words)
-        arrays["vocabulary.npy"] = _new_array(stack, folder / "vocabulary.npy", every.shape, "<u8")
+        arrays["vocabulary.npy"] = new_array(stack, folder / "vocabulary.npy", every.shape, "<u8")
         arrays["vocabulary.npy"].write(every.tobytes())
-        for file in arrays.values():
-            file.flush()
-            os.fsync(file.fileno())
         facts = {
             "version": VERSION,
             "split_seed": seed,
@@ -81,9 +74,7 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
             "least": least.tolist(),
             "most": most.tolist(),
             "sources": sources,
-            "arrays": {
-                name: {"bytes": file.tell(), "sha256": digest(folder / name, "sha256")} for name, file in arrays.items()
-            },
+            "arrays": flushed(arrays.values()),
         }
     write_json(folder / FACTS, facts)
     show(f"converted {rows:,} rows with {len(every):,} categories in {time.monotonic() - began:.0f} s")
@@ -180,14 +171,6 @@ def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Ar
     return least, most, [field[field != 0] for field in merged]  # 0 is a missing category
 
 
-def _new_array(stack: contextlib.ExitStack, path: Path, shape: tuple[int, ...], dtype: str) -> IO[bytes]:
-    """Create a .npy file of known shape, to which the elements are then written in order."""
-    file = stack.enter_context(path.open("wb"))
-    header = {"descr": dtype, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call,unused-ignore]
-    return file
-
-
 def _encode(
     raw: list[IO[bytes]],
     splits: Array,
@@ -222,19 +205,6 @@ def _numbers(keys: Array, known: Array) -> Array:
         ids = np.where(known[at] == keys, at + FIRST, UNSEEN).astype(np.int32)
     ids[keys == 0] = MISSING
     return ids
-
-
-def _throttled(show: Show) -> Show:
-    """Return a function that calls `show` with a line of progress at most every few seconds."""
-    last = time.monotonic()
-
-    def progress(text: str) -> None:
-        nonlocal last
-        if time.monotonic() - last >= INTERVAL:
-            last = time.monotonic()
-            show(text)
-
-    return progress
 
 
 def say(text: str) -> None:

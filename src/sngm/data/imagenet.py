@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import io
 import math
@@ -10,6 +11,7 @@ import os
 import time
 import zipfile
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -102,28 +104,15 @@ class ImageFolder:
         if len(chosen) and not -len(self) <= int(chosen.min()) <= int(chosen.max()) < len(self):
             raise IndexError(f"there are {len(self)} images, got indices {int(chosen.min())} to {int(chosen.max())}")
         chosen = chosen % len(self)
-        pillow = need_pillow()
         images = np.empty((len(chosen), 3, self.size, self.size), np.uint8)
         for row, index in enumerate(chosen.tolist()):
-            path = self.file(index)
-            try:
-                with pillow.open(path) as image:
-                    images[row] = np.asarray(view(index, image)).transpose(2, 0, 1)
-            except FileNotFoundError as error:
-                raise DataMissing(f"{path} no longer exists; fetch it again") from error
-            except MemoryError:
-                raise
-            except Exception as error:  # Pillow raises many classes, including those of struct and zlib
-                if isinstance(error, OSError) and error.errno is not None:  # a disk error, not a broken file
-                    error.filename = error.filename or path
-                    raise
-                raise DataMissing(f"{path} cannot be decoded: {error}; fetch it again or delete it") from error
+            images[row] = decode(self.file(index), functools.partial(view, index)).transpose(2, 0, 1)
         return torch.from_numpy(images), self.labels[chosen]
 
     def _centre(self, image: Image) -> Image:
         short = min(image.size)
         width, height = (int(self.resize * side / short) for side in image.size)
-        image = _rgb(image).resize((width, height), need_pillow().Resampling.BILINEAR)
+        image = rgb(image).resize((width, height), need_pillow().Resampling.BILINEAR)
         left, top = round((width - self.size) / 2), round((height - self.size) / 2)
         return image.crop((left, top, left + self.size, top + self.size))
 
@@ -137,9 +126,9 @@ class ImageFolder:
         # published results.
         factor = next((f for f in (8, 4, 2) if min(width, height) >= f * self.size), 1)
         if factor > 1 and image.draft(None, (image.size[0] // factor, image.size[1] // factor)):
-            image, box = _rgb(image), tuple(edge / factor for edge in box)
-        else:  # crop first, as in torchvision, so that the filter uses no pixels outside the crop
-            image, box = _rgb(image).crop(box), None
+            image, box = rgb(image), tuple(edge / factor for edge in box)
+        else:  # crop first, as in torchvision: the filter must not see pixels outside the crop
+            image, box = rgb(image).crop(box), None
         image = image.resize((self.size, self.size), pillow.Resampling.BILINEAR, box)
         flip = random_bits(seed, epoch, index, DRAWS * TRIES) >> (BITS - 1)
         return image.transpose(pillow.Transpose.FLIP_LEFT_RIGHT) if flip else image
@@ -169,7 +158,29 @@ def crop_box(width: int, height: int, seed: int, epoch: int, index: int) -> tupl
     return (width - w) // 2, (height - h) // 2, w, h
 
 
-def _rgb(image: Image) -> Image:
+def decode(path: str, view: Callable[[Image], Image]) -> Array:
+    """Return the pixels of `view` of an image file, uint8 of shape (height, width, channels).
+
+    Raises:
+        DataMissing: the file does not exist, or cannot be decoded; the message names it.
+        OSError: the disk or the system failed.
+    """
+    try:
+        with need_pillow().open(path) as image:
+            return np.asarray(view(image))
+    except FileNotFoundError as error:
+        raise DataMissing(f"{path} no longer exists; fetch it again") from error
+    except (MemoryError, UsageError):
+        raise
+    except Exception as error:  # Pillow raises many kinds, of struct and zlib too
+        if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the file
+            error.filename = error.filename or path
+            raise
+        raise DataMissing(f"{path} cannot be decoded: {error}; fetch it again or delete it") from error
+
+
+def rgb(image: Image) -> Image:
+    """Return an image of any mode as RGB."""
     if image.mode == "P" and "transparency" in image.info:
         image = image.convert("RGBA")  # Pillow warns if both conversions are done at once
     return image.convert("RGB")

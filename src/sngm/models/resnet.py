@@ -1,4 +1,4 @@
-"""ResNet-50 for ImageNet, with torchvision's structure and names, so that both load each other's state dicts."""
+"""ResNet-50 with torchvision's structure and names, so that state dicts load in either."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from torch import Tensor, nn
 
 from .ghost_norm import GhostBatchNorm2d
 
-WIDEN = 4  # the last convolution of a block has this many times the channels of the others
+WIDEN = 4  # ratio of the channels of a block's last convolution to those of the others
+STEMS = {"7x7": (7, 2, True), "3x3-pool": (3, 1, True), "3x3": (3, 1, False)}  # kernel size, stride, max pooling
 
 
 class Bottleneck(nn.Module):
@@ -35,17 +36,27 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of bottleneck blocks after a 7 x 7 convolution and max pooling, initialised as in torchvision.
+    """Stages of bottleneck blocks after a convolution, the stem, initialised as in torchvision.
 
-    Convolutions are drawn from N(0, 2 / fan_out). All BatchNorm layers, including the last of each block, start with
-    scale 1 and bias 0. The linear layer has torch's default initialisation.
+    Convolutions are drawn from N(0, 2 / fan_out). All BatchNorm layers, also the last of a block, start with scale 1
+    and bias 0. The linear layer has torch's default initialisation.
+
+    Args:
+        blocks: number of blocks of each stage.
+        classes: number of outputs.
+        stem: "7x7", a 7 x 7 convolution of stride 2 and max pooling, as in torchvision; for smaller images "3x3-pool",
+            a 3 x 3 convolution of stride 1 and max pooling, or "3x3", without the pooling. Compared with "7x7", feature
+            maps have 4 times as many pixels with "3x3-pool" and 16 times as many with "3x3".
     """
 
-    def __init__(self, blocks: tuple[int, int, int, int], classes: int = 1000) -> None:
+    def __init__(self, blocks: tuple[int, int, int, int], classes: int = 1000, stem: str = "7x7") -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(3, 64, 7, stride=2, padding=3, bias=False)
+        if stem not in STEMS:
+            raise ValueError(f"stem must be one of {', '.join(STEMS)}, got {stem!r}")
+        size, stride, pool = STEMS[stem]
+        self.conv1 = nn.Conv2d(3, 64, size, stride=stride, padding=size // 2, bias=False)
         self.bn1 = GhostBatchNorm2d(64)
-        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1)
+        self.maxpool = nn.MaxPool2d(3, stride=2, padding=1) if pool else nn.Identity()
         self.layer1 = _layer(64, 64, blocks[0])
         self.layer2 = _layer(256, 128, blocks[1], stride=2)
         self.layer3 = _layer(512, 256, blocks[2], stride=2)
@@ -66,6 +77,6 @@ def _layer(inputs: int, width: int, blocks: int, stride: int = 1) -> nn.Sequenti
     return nn.Sequential(first, *(Bottleneck(width * WIDEN, width) for _ in range(blocks - 1)))
 
 
-def resnet50(classes: int = 1000) -> ResNet:
+def resnet50(classes: int = 1000, stem: str = "7x7") -> ResNet:
     """Return the network of the paper's ImageNet experiments (25,557,032 parameters with 1,000 classes)."""
-    return ResNet((3, 4, 6, 3), classes)
+    return ResNet((3, 4, 6, 3), classes, stem)

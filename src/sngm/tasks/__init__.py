@@ -49,6 +49,7 @@ TASKS = {
     "criteo-deepfm": "sngm.tasks.criteo:CriteoDeepFM",
     "digits": "sngm.tasks.digits:Digits",
     "imagenet-resnet50": "sngm.tasks.imagenet:ImageNetResNet50",
+    "tiny-imagenet-resnet50": "sngm.tasks.tiny_imagenet:TinyImageNetResNet50",
     "wikitext2-lstm": "sngm.tasks.wikitext:WikiText2LSTM",
 }
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..data.augment import normalise, training_batch
+from ..data.augment import PAD, batch_of, normalise, on_device
 from ..data.cifar import load_cifar
 from ..models.convnet import two_conv_net
 from ..models.resnet_cifar import resnet20
@@ -44,23 +43,12 @@ class Cifar10(Task):
         return Splits(*(Tensors(i.contiguous(memory_format=torch.channels_last), y) for i, y in (train, test)))
 
     def batch(self, samples: Any, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        (images, labels), rows = samples.rows(indices)
-        kind = images.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else torch.float32
-        mean, std = _mean_and_std(images.device)
-        if self.augment:
-            return training_batch(images, rows, seed, epoch, mean, std, dtype), labels[rows]
-        return normalise(images[rows], mean, std, dtype), labels[rows]
+        return batch_of(samples, indices, seed, epoch, MEAN, STD, PAD if self.augment else None)
 
     def scores(self, model: nn.Module, batch: Batch) -> dict[str, Tensor]:
         images, labels = batch
-        dtype = next(model.parameters()).dtype
-        return super().scores(model, (normalise(images, *_mean_and_std(images.device), dtype), labels))
-
-
-@functools.cache  # a CUDA graph cannot capture a copy to the device
-def _mean_and_std(device: torch.device) -> tuple[Tensor, Tensor]:
-    return torch.tensor(MEAN, device=device), torch.tensor(STD, device=device)
+        mean, std = on_device(MEAN, images.device), on_device(STD, images.device)
+        return super().scores(model, (normalise(images, mean, std, next(model.parameters()).dtype), labels))
 
 
 class Cifar10ResNet20(Cifar10):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -53,7 +53,7 @@ class ImageNetResNet50(Task):
 
     dataset = "imagenet"
     epochs = 90
-    batches = (1024, 32768)
+    batches: ClassVar[tuple[int, ...]] = (1024, 32768)
     schedule = "polynomial"
     workers = 8
     micro = 128

@@ -1,0 +1,149 @@
+"""Datasets converted once to arrays, in a folder that is complete or absent, beside the data or in the user's cache."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any, TypeVar
+
+import numpy as np
+
+from ..errors import Failed
+from ..files import locked
+from .fetch import digest
+
+Show = Callable[[str], None]
+T = TypeVar("T")
+
+FACTS = "facts.json"
+INTERVAL = 5.0  # seconds between two lines of progress
+
+
+def load_or_convert(
+    source: Path,
+    dataset: str,
+    key: Sequence[Any],
+    load: Callable[[Path], T | None],
+    convert: Callable[[Path], None],
+    *,
+    title: str,
+    space: str,
+    show: Show,
+) -> T:
+    """Load the converted form of a dataset; if it is missing, incomplete or outdated, convert the dataset first.
+
+    The result is written to ``.sngm`` in `source`, or below ``~/.cache/sngm`` if that is not writable. A second process
+    waits for the first.
+
+    Args:
+        source: folder of the dataset.
+        dataset: name of its folder in ``~/.cache/sngm``.
+        key: what the converted form depends on besides the content of `source`, for JSON.
+        load: returns the converted form in a folder, or None if it must be converted.
+        convert: writes the converted form into a folder.
+        title: name of the data in messages.
+        space: the disk space that a conversion takes, for the message about a full disk.
+        show: called with messages for the user.
+    """
+    beside, cache = source / ".sngm", Path.home() / ".cache" / "sngm" / dataset / ".sngm"
+    for folder, of in ((beside, ""), (cache, str(source))):
+        name = hashlib.sha256(json.dumps([*key, of]).encode()).hexdigest()[:16]
+        target = folder / name
+        if not writable(folder, name):
+            if (found := load(target)) is not None:  # converted by another user
+                return found
+            continue
+        with locked(folder, f".{name}.lock", waiting=lambda: show(f"another process is converting {title}")):
+            found = load(target)
+            if found is None:
+                with _atomic_folder(target, space) as aside:
+                    convert(aside)
+                found = load(target)  # with the lock held: another process could replace it
+            if found is None:
+                raise Failed(f"{source} changed while it was read; try again")
+            return found
+    raise Failed(f"neither {beside} nor {cache} is writable, and {title} must be converted; make one writable")
+
+
+def writable(folder: Path, name: str) -> bool:
+    """Return whether a folder exists or can be created, and the lock `name` can be created in it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f".{name}.lock", "a"):
+            return True
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _atomic_folder(target: Path, space: str) -> Iterator[Path]:
+    """Yield a folder to fill, which replaces `target` when the block ends, and is removed if it raises."""
+    aside, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
+    for left in (aside, old):  # by a process that was killed
+        shutil.rmtree(left, ignore_errors=True)
+    aside.mkdir()
+    try:
+        yield aside
+        if target.exists():
+            os.replace(target, old)
+        os.replace(aside, target)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise Failed(f"no space left for {target}; a conversion takes {space} there") from error
+        raise
+    finally:
+        for left in (aside, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def new_array(stack: contextlib.ExitStack, path: Path, shape: tuple[int, ...], dtype: str) -> IO[bytes]:
+    """Create a .npy file of known shape, to which the elements are then written in order."""
+    file = stack.enter_context(path.open("wb"))
+    header = {"descr": dtype, "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call,unused-ignore]
+    return file
+
+
+def flushed(files: Iterable[IO[bytes]]) -> dict[str, dict[str, Any]]:
+    """Write all buffered bytes of open files to disk, and return the size and SHA256 of each file by its name."""
+    found = {}
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+        found[Path(file.name).name] = {"bytes": file.tell(), "sha256": digest(Path(file.name), "sha256")}
+    return found
+
+
+def complete(folder: Path, arrays: dict[str, dict[str, Any]]) -> bool:
+    """Return whether the arrays of a converted form have their recorded sizes; raise OSError if one is missing."""
+    return all((folder / name).stat().st_size == array["bytes"] for name, array in arrays.items())
+
+
+def verify(folder: Path) -> list[str]:
+    """Read all converted arrays, and return a message for each whose checksum is wrong."""
+    facts = json.loads((folder / FACTS).read_text())
+    return [
+        f"{folder / name} has the SHA256 {found}, not {wanted['sha256']}; delete {folder}, and it is made again"
+        for name, wanted in facts["arrays"].items()
+        if (found := digest(folder / name, "sha256")) != wanted["sha256"]
+    ]
+
+
+def throttled(show: Show) -> Show:
+    """Return a function that calls `show` with a line of progress at most every few seconds."""
+    last = time.monotonic()
+
+    def progress(text: str) -> None:
+        nonlocal last
+        if time.monotonic() - last >= INTERVAL:
+            last = time.monotonic()
+            show(text)
+
+    return progress
