@@ -1,8 +1,9 @@
-"""WikiText-2 as numbered words, cut into streams and windows as pytorch/examples' word_language_model does."""
+"""WikiText-2: as numbered words in streams, as in pytorch/examples' word_language_model, or as byte-pair tokens."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 import warnings
 from collections import defaultdict
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, UsageError
+from .byte_pairs import PIECES, BytePairs, load_byte_pairs
 from .data_dirs import find_folder
 from .tensors import Tensors
 
@@ -60,13 +62,19 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
     Args:
         root: folder that holds wikitext-2, or its files; None: see :func:`sngm.data.data_dirs.data_roots`.
     """
-    paths = find_wikitext2(root)
-    return _load(tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths))
+    return _load(_versions(find_wikitext2(root)))
+
+
+Versions = tuple[tuple[Path, int, int], ...]  # files with sizes and modification times
+
+
+def _versions(paths: list[Path]) -> Versions:
+    """Return the key to load files once: a study needs them for each of its runs."""
+    return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
 
 
 @functools.lru_cache(maxsize=1)
-def _load(files: tuple[tuple[Path, int, int], ...]) -> Corpus:
-    """Load files, and cache the result by size and modification time, because every run of a study loads them."""
+def _load(files: Versions) -> Corpus:
     paths = [path for path, _, _ in files]
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # a new word gets the next number
@@ -74,30 +82,115 @@ def _load(files: tuple[tuple[Path, int, int], ...]) -> Corpus:
     for path in paths:
         words = _words(path)
         splits.append(torch.from_numpy(np.fromiter(map(numbers.__getitem__, words), np.int64, len(words))))
-    counts = {path.name: (len(split), TOKENS[name]) for path, name, split in zip(paths, SPLITS, splits, strict=True)}
-    odd = [
-        f"{name} {n:,}" for name, (n, wanted) in (counts | {"vocabulary": (len(numbers), WORDS)}).items() if n != wanted
-    ]
-    if odd:
-        warnings.warn(f"{paths[0].parent} does not hold the official words: {', '.join(odd)}", stacklevel=3)
+    _warn_of_odd(paths, [len(split) for split in splits], {"vocabulary": (len(numbers), WORDS)})
     train, valid, test = splits
     return Corpus(train, valid, test, tuple(numbers))
 
 
+def _warn_of_odd(paths: list[Path], words: list[int], more: dict[str, tuple[int, int]]) -> None:
+    """Warn if the numbers of words of the files, or `more` pairs of a number and the official one, differ."""
+    counts = {path.name: pair for path, *pair in zip(paths, words, TOKENS.values(), strict=True)}
+    odd = [f"{name} {n:,}" for name, (n, wanted) in (counts | more).items() if n != wanted]
+    if odd:
+        warnings.warn(f"{paths[0].parent} does not hold the official words: {', '.join(odd)}", stacklevel=4)
+
+
 def _words(path: Path) -> list[str]:
+    return f" {END} ".join([*_text(path).removesuffix("\n").split("\n"), ""]).split()
+
+
+def _text(path: Path) -> str:
+    """Return the content of a file, with a line break at its end."""
     try:
         text = path.read_text("utf-8-sig")  # without the byte order mark that some editors write
     except UnicodeDecodeError as error:
         raise DataMissing(
             f"{path} is broken: it is not UTF-8 at byte {error.start:,}; put the official file there"
         ) from error
-    # read_text() turns \r\n and \r into \n. Other line breaks, such as U+2028, are treated as white space.
-    lines = text.removesuffix("\n").split("\n") if text else []
+    # read_text() turns \r\n and \r into \n. Other breaks, such as U+2028, are white space and end no line.
     if not text.strip():
         raise DataMissing(
             f"{path} is broken: it has no words in {path.stat().st_size:,} bytes; put the official file there"
         )
-    return f" {END} ".join([*lines, ""]).split()
+    return text if text.endswith("\n") else f"{text}\n"
+
+
+# ---------------------------------------------------------------- byte pairs
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenText:
+    """A text as byte-pair tokens: for each token its number, its bytes, and the words that begin with it.
+
+    Words are those of :func:`load_wikitext2`. A line break counts as a word, `<eos>`.
+    """
+
+    tokens: Tensor
+    sizes: Tensor
+    words: Tensor
+
+    def windows(self, context: int) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of shape (windows, context); a target is the token after its input.
+
+        Each token is a target once. The input of the first is a line break, as if the text followed another line. The
+        last window is padded with targets of -1.
+        """
+        inputs = torch.cat([torch.tensor([ord("\n")]), self.tokens[:-1]])
+        return _in_rows(inputs, context, 0), _in_rows(self.tokens, context, -1)
+
+    def counts(self, context: int) -> tuple[Tensor, Tensor]:
+        """Return the number of bytes and of words in the targets of each window."""
+        return _in_rows(self.sizes, context, 0).sum(1), _in_rows(self.words, context, 0).sum(1)
+
+
+def _in_rows(values: Tensor, length: int, padding: int) -> Tensor:
+    return torch.nn.functional.pad(values, (0, -len(values) % length), value=padding).view(-1, length)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TokenCorpus:
+    """The splits as byte-pair tokens of a vocabulary that was made from the training text."""
+
+    train: TokenText
+    valid: TokenText
+    test: TokenText
+    vocabulary: BytePairs
+
+
+def load_wikitext2_tokens(root: Path | None = None, size: int = 8192) -> TokenCorpus:
+    """Return all three splits as byte-pair tokens. Their bytes are those of the files, with ``\\n`` for line breaks.
+
+    The vocabulary is kept in ``.sngm`` beside the files, or in ``~/.cache/sngm`` if that is not writable.
+
+    Args:
+        root: as for :func:`load_wikitext2`.
+        size: number of tokens of the vocabulary.
+    """
+    return _load_tokens(_versions(find_wikitext2(root)), size)
+
+
+@functools.lru_cache(maxsize=1)
+def _load_tokens(files: Versions, size: int) -> TokenCorpus:
+    paths = [path for path, _, _ in files]
+    texts = [_text(path) for path in paths]
+    folders = paths[0].parent / ".sngm", Path.home() / ".cache" / "sngm"
+    vocabulary = load_byte_pairs(texts[0], size, folders)
+    lengths = np.array([len(token) for token in vocabulary.tokens])
+    splits: list[TokenText] = []
+    for text in texts:
+        pieces = PIECES.findall(text)
+        encoded = vocabulary.encode_pieces(pieces)
+        tokens = np.fromiter(itertools.chain.from_iterable(encoded), np.int64)
+        ends = np.cumsum([len(piece) for piece in encoded])
+        words = np.zeros(len(tokens), np.int64)
+        words[np.append(0, ends[:-1])] = [piece.count("\n") if piece.isspace() else 1 for piece in pieces]
+        splits.append(TokenText(*map(torch.from_numpy, (tokens, lengths[tokens], words))))
+    _warn_of_odd(paths, [int(split.words.sum()) for split in splits], {})
+    train, valid, test = splits
+    return TokenCorpus(train, valid, test, vocabulary)
+
+
+# ---------------------------------------------------------------- streams and windows
 
 
 def streams(tokens: Tensor, batch: int) -> Tensor:

@@ -277,10 +277,10 @@ def _study(record: Any) -> Study:
 def higher_is_better(metric: str) -> bool:
     """Return whether higher values of a metric are better, judged by its name.
 
-    >>> higher_is_better("accuracy"), higher_is_better("test_loss")
-    (True, False)
+    >>> higher_is_better("accuracy"), higher_is_better("test_loss"), higher_is_better("bits_per_byte")
+    (True, False, False)
     """
-    return not any(word in metric.lower() for word in ("loss", "perplexity", "error", "mse", "nll"))
+    return not any(word in metric.lower() for word in ("loss", "perplexity", "error", "mse", "nll", "bits"))
 
 
 def _number(value: object) -> float:

@@ -66,7 +66,7 @@ class Heartbeat:
         others = {0: range(1, self.ranks), 1: range(1)}.get(self.rank, range(0))
         signs = {rank: Sign(since=time.monotonic()) for rank in others}
         me = f"{socket.gethostname()} {os.getpid()}"
-        while not self.ended.wait(min(EVERY, self.timeout / 4)):
+        while True:
             store.set(str(self.rank), f"{self.progress} {self.activity} {me}")
             for rank, sign in signs.items():
                 if not store.check([str(rank)]):
@@ -75,6 +75,8 @@ class Heartbeat:
                 if (int(progress), int(activity), who) != (sign.progress, sign.activity, sign.who):
                     signs[rank] = Sign(int(progress), int(activity), who, time.monotonic())
             self._judge(signs)
+            if self.ended.wait(min(EVERY, self.timeout / 4)):
+                return
 
     def _judge(self, signs: dict[int, Sign]) -> None:
         most = max([self.progress, *(sign.progress for sign in signs.values())])
