@@ -314,6 +314,7 @@ def test_what_is_wrong_is_said():
     refused(sngm(LINE), "valid.txt is broken: it has no words in 0 bytes", code=3)
 
 
+@pytest.mark.filterwarnings("ignore")  # warnings of the compiler
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
