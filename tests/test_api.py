@@ -467,6 +467,7 @@ print(study.runs[0].folder)
 """
 
 
+@pytest.mark.slow
 def test_a_class_of_a_script_is_compared_in_worker_processes():
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

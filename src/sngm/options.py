@@ -230,18 +230,26 @@ def misfit(value: Any, kind: Any) -> str:
     >>> misfit("32", int | None), misfit(1, float), misfit(None, int | None)
     ('a whole number or None', '', '')
     """
-    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
-    kinds = [typing.get_origin(one) or one for one in (typing.get_args(kind) if union else (kind,))]
-    if any(one not in WORDS for one in kinds):
+    kinds, allowed = _kinds_of(kind)
+    if not allowed:
         return ""
-    also = {float: (int,), Path: (str, os.PathLike), tuple: (list,)}
-    allowed = (*kinds, *(more for one in kinds for more in also.get(one, ())))
     fits = isinstance(value, allowed) and (bool in kinds or not isinstance(value, bool))
     if isinstance(value, dict):
         fits = fits and all(isinstance(key, str) for key in value)
     if isinstance(value, (list, tuple)):
         fits = fits and not any(misfit(one, float) for one in value)
     return "" if fits else " or ".join(WORDS[one] for one in kinds)
+
+
+@functools.cache
+def _kinds_of(kind: Any) -> tuple[list[Any], tuple[Any, ...]]:
+    """Return the classes of an annotation, and those that also fit; no classes if the annotation is not supported."""
+    union = typing.get_origin(kind) in (types.UnionType, typing.Union)
+    kinds = [typing.get_origin(one) or one for one in (typing.get_args(kind) if union else (kind,))]
+    if any(one not in WORDS for one in kinds):
+        return [], ()
+    also = {float: (int,), Path: (str, os.PathLike), tuple: (list,)}
+    return kinds, (*kinds, *(more for one in kinds for more in also.get(one, ())))
 
 
 def plain(value: Any) -> Any:

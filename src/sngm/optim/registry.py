@@ -24,6 +24,8 @@ from .nsgdm import NSGDM
 from .sngm import SNGM
 from .spectral import SpectralSNGM
 
+signature_of = functools.cache(inspect.signature)  # a study asks for it thousands of times
+
 
 @dataclass(frozen=True, slots=True)
 class Method:
@@ -198,7 +200,7 @@ def builder(name: str, settings: dict[str, Any]) -> functools.partial[torch.opti
     """
     method = find(name)
     arguments = {**method.settings, **settings}
-    signature = inspect.signature(method.build)
+    signature = signature_of(method.build)
     allowed = settings_of(name)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for key in arguments:
@@ -217,7 +219,7 @@ def settings_of(name: str) -> list[str]:
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
     """
-    return list(inspect.signature(find(name).build).parameters)[1:]  # the first argument is `params`
+    return list(signature_of(find(name).build).parameters)[1:]  # the first argument is `params`
 
 
 def find(name: str) -> Found:
@@ -246,7 +248,7 @@ def usual_decay(name: str, of_task: float) -> float:
     (0.01, 0.0001)
     """
     method = find(name)
-    parameter = inspect.signature(method.build).parameters.get("weight_decay")
+    parameter = signature_of(method.build).parameters.get("weight_decay")
     own = method.settings.get("weight_decay", parameter.default if parameter else None)
     return float(own) if own and isinstance(own, (int, float)) else of_task
 

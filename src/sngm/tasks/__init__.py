@@ -158,7 +158,8 @@ def _load(name: str) -> type[Task] | Task:
     """Return the class or the instance that a name stands for."""
     if name in LOCAL:
         return LOCAL[name]
-    if ":" not in name:
+    built_in = ":" not in name
+    if built_in:
         if name not in TASKS:
             if name.endswith(".py"):
                 raise UsageError(f"{name}: name the task in this file, a class or an instance, as {name}:Name")
@@ -183,7 +184,8 @@ def _load(name: str) -> type[Task] | Task:
         raise UsageError(
             f"{name!r} must name a subclass of sngm.Task{' or an instance of one' * in_file}; {place} has {own}"
         )
-    _check_defaults(name, _class_of(found))
+    if not built_in:
+        _check_defaults(name, _class_of(found))
     return cast("type[Task] | Task", found)
 
 
