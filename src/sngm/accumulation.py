@@ -1,4 +1,4 @@
-"""Judge whether a gradient is the mean over micro-batches, from the last operations that compute each loss."""
+"""Judge from the last operations that compute each loss whether a gradient is the mean over micro-batches."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from torch import Tensor
 from .optim import LAMB, NSGDM, SNGM, SpectralSNGM
 from .optim.sharded_norms import local
 
-# operations that change at most the sign of a loss and of its gradient
+# operations that leave a loss and its gradient unchanged, except perhaps the sign
 NEUTRAL = ("AliasBackward0", "CloneBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0")
 TOLERANCE = 1e-3  # allowed relative error of a factor, because the factor may be rounded to bfloat16
 
 
 class Loss(NamedTuple):
-    """A loss as a product: the number it is multiplied by (NaN if not known), and the kind of the other factor."""
+    """A loss as the product of a number (NaN if not known) and a second factor, which `kind` describes."""
 
     factor: float
-    kind: str  # "mean" or "sum" if the other factor is a mean or sum over samples, else "other"
+    kind: str  # "mean" or "sum" if the second factor is a mean or sum over samples, else "other"
 
 
 UNKNOWN = Loss(math.nan, "other")

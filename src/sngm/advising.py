@@ -45,11 +45,11 @@ def advise(
 ) -> Measurement:
     """Advise on batch size and learning rate.
 
-    With `from_sgd` or `from_adamw`, the settings that you train with now (a recipe), the result says how far the batch
-    can grow and what to change. It has the keys "answer" (a sentence), "lr", "weight_decay", "batch", "diff" (the
-    changes to your own training loop) and "command" (trains with the advised settings). With `gradients`, the result
-    says how large a batch each method's error bound allows. Each number is marked as measured, theory or rule of thumb.
-    :func:`sngm.advise_model` gives advice on a recipe without a task.
+    Give `from_sgd` or `from_adamw` the settings that you train with now, called a recipe. Then the result says how far
+    the batch can grow and what to change. It has the keys "answer" (a sentence), "lr", "weight_decay", "batch", "diff"
+    (the changes to your own training loop) and "command" (trains with the advised settings). With `gradients`, the
+    result says how large a batch each method's error bound allows. Each number is marked as measured, theory or rule of
+    thumb. :func:`sngm.advise_model` gives advice on a recipe without a task.
 
     Args:
         task: a task name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
@@ -178,7 +178,7 @@ def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measuremen
 
 
 def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
-    """Return the advised numbers of a recipe by name; {} if the advice is not on a recipe."""
+    """Return the advised numbers by name; {} if the advice is not on a recipe."""
     if found["kind"] != "recipe":
         return {}
     values = {fact.name.replace(" ", "_"): fact.value for fact in found["facts"]}

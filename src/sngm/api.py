@@ -128,7 +128,8 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
 
     Args:
         folder: the folder that ``sngm.train`` or ``sngm train`` wrote.
-        task: the task of the run, if it cannot be imported from a file or package. Only ``run.model`` needs the task.
+        task: the task of the run, needed only for ``run.model``, and only if the task cannot be imported from a file or
+            package.
         data_dir: the folder that holds the datasets, for a task whose model depends on the data.
     """
     if task is not None:

@@ -71,7 +71,7 @@ class _Watch:
 def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Checkup:
     """Take one step of your own training code and report whether the optimizer did what its method says.
 
-    It reports these mistakes: the norm covers only a part of the gradient, the norm differs between ranks, the
+    It reports the following mistakes: the norm covers only a part of the gradient, the norm differs between ranks, the
     optimizer has state of parameters that were replaced, clipping changes the step, gradients are summed instead of
     averaged over micro-batches, a scheduler changes the momentum, or a parameter is in no optimizer. It also reports
     how the step was computed. Call it on all ranks. The step changes the model.
@@ -129,7 +129,7 @@ def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
     if not watch.squares:
         scaled = ", or a GradScaler skipped it because the gradient is NaN or infinite" if watch.loss_scale else ""
         return Finding("step", False, f"the step function did not call the optimizer's step(){scaled}")
-    if zero:  # ZeRO steps the optimizer once for each part, and does not keep gradients in .grad
+    if zero:  # ZeRO steps the optimizer once for each part of the parameters, and does not keep gradients in .grad
         return None
     if (most := max(watch.steps.values())) > 1:
         return Finding("step", False, f"the step function took {most} steps and must take one")
@@ -286,7 +286,7 @@ def _norms(inner: list[Any], watch: _Watch, zero: bool) -> list[Finding]:
 
 
 def _replicated(optimizers: list[Any], group: Any) -> bool:
-    """Return whether all ranks of a group hold the same plain parameters."""
+    """Return whether all ranks of a group hold the same parameters, apart from DTensors."""
     plain = [p for o in optimizers for g in o.param_groups for p in g["params"] if not is_dtensor(p)]
     prints = [(tuple(p.shape), float(p.detach().double().abs().sum())) for p in plain]
     parts: list[Any] = [None] * dist.get_world_size(group)
@@ -311,7 +311,7 @@ def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
 
 
 def _coupled(inner: list[Any]) -> bool:
-    """Return whether clipping, which multiplies each step's gradient by another factor, can change the steps."""
+    """Return whether the steps depend on clipping, which multiplies each step's gradient by a different factor."""
     groups = [(o, group) for o in inner for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups

@@ -53,7 +53,7 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read a record and check its digest. Records of older versions have no digest.
 
     Raises:
-        UsageError: the file is not a JSON object.
+        UsageError: the file is JSON, but not an object.
         BrokenRecord: the file is not JSON, or does not match its digest.
     """
     record = read_json(path)
@@ -109,8 +109,8 @@ def remove_leftovers(folder: Path) -> None:
 def check_folder(folder: Path, mark: str) -> None:
     """Raise UsageError if results cannot be written to a folder. Nothing is created.
 
-    The folder must be writable. It must be missing, be empty, or hold the file `mark`, by which earlier results of the
-    same kind are recognised.
+    The folder must be writable. If it exists and is not empty, it must hold the file `mark`, such as advice.json, which
+    earlier results contain.
     """
     if folder.is_dir() and any(folder.iterdir()) and not (folder / mark).exists():
         raise UsageError(f"{folder} holds other things than a {mark}; name another folder with `out`")

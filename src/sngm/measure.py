@@ -68,7 +68,7 @@ def plan_pilot(
     recipe: RecipeOptions,
     device: str | None,
 ) -> RunConfig:
-    """Return the config of a pilot run, a short run for measurements. Its default is one epoch."""
+    """Return the config of a pilot run, a short run for measurements. By default it has one epoch."""
     once = recipe if recipe.epochs is not None else RecipeOptions(**{**as_dict(recipe), "epochs": 1})
     return plan_run(task, method, settings, run, once, device)
 

@@ -1,4 +1,4 @@
-"""Memory limit while a model is built: an error is raised before a tensor that does not fit in memory is allocated."""
+"""Memory limit while a model is built: a tensor that does not fit in memory raises an error before it is allocated."""
 
 from __future__ import annotations
 

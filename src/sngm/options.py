@@ -178,13 +178,13 @@ class Cluster:
         return {name.strip().removeprefix("--"): value.strip() for name, _, value in pairs}
 
     def there(self, execution: E) -> E:
-        """Return the execution options for runs on the cluster. `gpus` decides the device unless it is set."""
+        """Return the execution options for runs on the cluster. If no device is set, `gpus` decides it."""
         if not self.remote or execution.device is not None:
             return execution
         return dataclasses.replace(execution, device="cuda" if self.gpus else "cpu")
 
     def here(self, execution: E) -> E:
-        """Return the execution options to check a run on this machine; on the CPU if a cluster will execute the run."""
+        """Return the options to check a run on this machine. If a cluster will execute it, the device is the CPU."""
         return dataclasses.replace(execution, device="cpu", step="auto") if self.remote else execution
 
 
@@ -223,7 +223,7 @@ WORDS = {
 
 
 def misfit(value: Any, kind: Any) -> str:
-    """Return a text that says what a value should be if it does not fit an annotation; else return "".
+    """If a value does not fit an annotation, return a text that says what it should be; else return "".
 
     Annotations that this function does not support count as fitting.
 

@@ -107,7 +107,7 @@ def format_call(name: str, settings: Settings) -> str:
 
 
 def sorted_label(label: str) -> str:
-    """Return the label of a method with its settings in alphabetical order, as in labels of this version.
+    """Return the label of a method with its settings in alphabetical order, as this version writes labels.
 
     >>> sorted_label("sngm(scope=tensor,momentum=0.8)")
     'sngm(momentum=0.8,scope=tensor)'

@@ -49,7 +49,7 @@ def console() -> Console:
 
 
 def is_live(shown: Console) -> bool:
-    """Return whether a console can redraw lines, as a terminal or a notebook with ipywidgets (which rich needs) can."""
+    """Return whether a console can redraw lines: a terminal can, and so can a notebook if ipywidgets is installed."""
     from importlib.util import find_spec
 
     return shown.is_terminal or (shown.is_jupyter and find_spec("ipywidgets") is not None)
@@ -155,7 +155,7 @@ def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
 def stop_on_signal() -> Iterator[Callable[[], bool]]:
     """Yield a function that returns whether a run was asked to stop, by Ctrl-C, SIGTERM or a closed terminal.
 
-    A second signal of the same kind ends the process at once.
+    If the same signal comes a second time, the process ends at once.
 
     torchrun forwards a Ctrl-C and sends SIGTERM right after it; these two signals count as one request.
     """

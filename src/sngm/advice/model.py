@@ -261,7 +261,7 @@ def _part(data: Any, rows: slice, size: int) -> Any:
 
 
 def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `change(data)`; if it is None, apply `change` to the values of a tuple, list or mapping."""
+    """Return `change(data)`; if the result is None, apply `change` to the values of a tuple, list or mapping."""
     changed = change(data)
     if changed is not None:
         return changed

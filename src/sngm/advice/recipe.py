@@ -119,10 +119,10 @@ def carry_recipe(
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
-        A dict with these keys: "answer", a sentence; "facts", the numbers with their sources; "diff", what to change in
-        one's own training loop; "command", which trains with the advised settings; "warnings"; "notes"; "norms", the
-        gradient norm of each step of the pilot; "configs", the configs of the recipe, of the advised run and, if the
-        recipe is of SGD, of SGD at the larger batch with a linearly scaled learning rate.
+        A dict with the following keys: "answer", a sentence; "facts", the numbers with their sources; "diff", what to
+        change in one's own training loop; "command", which trains with the advised settings; "warnings"; "notes";
+        "norms", the gradient norm of each step of the pilot; "configs", the configs of the recipe and of the advised
+        run. If the recipe is of SGD, "configs" also has SGD at the larger batch with a linearly scaled learning rate.
     """
     to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
@@ -202,7 +202,7 @@ def convert(
         model: the model, to find whether it has normalisation layers.
         samples: number of training samples.
         sums: factor by which the loss grows with the batch if the loss is a sum over the batch, else 1.
-        own_class: the class of the recipe's optimizer, if it is not the method's own.
+        own_class: the class of the recipe's optimizer, such as "torch.optim.Adam", if it is not the method's own.
         extra: arguments of the optimizer that stay as they are.
     """
     growth = f"sqrt({to_batch} / {recipe.batch})"

@@ -54,7 +54,7 @@ class Settings(NamedTuple):
     batch: int
     arguments: dict[str, Any]
     own_class: str | None = None
-    """The user's optimizer class, if it is not the method's own class, such as "torch.optim.Adam"."""
+    """The user's optimizer class, such as "torch.optim.Adam", if it is not the method's own class."""
 
     @property
     def optimizer(self) -> str:

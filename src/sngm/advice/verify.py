@@ -14,8 +14,8 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
 
     Args:
         folder: folder that contains the run folders.
-        sides: label and batch of the recipe, of the advised settings and, if these have another method, of the recipe's
-            own method at the larger batch.
+        sides: label and batch of the recipe and of the advised settings; if the advised method is another one, also of
+            the recipe's own method at the larger batch.
     """
     summary = report.summarise(folder)
     before, after, *scaled = (summary.cells[side] for side in sides)

@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 verb = verbs(app)
 
-# for the commands of `sngm data`; without SNGM_DATA, which was read before and must not override their --data-dir
+# option of the commands of `sngm data`. It does not read SNGM_DATA, which would override `sngm data --data-dir`.
 OWN_DATA = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR)]
 MAX_SHOWN = 10  # problems in one message; --json lists all
 INTERVAL = 5.0  # seconds between two lines of progress

@@ -96,7 +96,7 @@ def _function(script: str) -> Callable[[], Any]:
 
 
 def _of_user(script: str, call: Callable[[], Any], passed: Any = ()) -> Any:
-    """Call the user's code. For an error that is not in `passed`, show the traceback without the frames of sngm."""
+    """Call the user's code. Errors in `passed` are raised again; for others, show a traceback without sngm's frames."""
     import traceback
 
     from ..errors import UsageError

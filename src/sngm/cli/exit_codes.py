@@ -103,7 +103,7 @@ def show_warning_once() -> Callable[..., None]:
 
 
 def check_none_empty(words: list[str]) -> None:
-    """Raise UsageError for an empty argument. It is often an unset variable, and as a path means this folder."""
+    """Raise UsageError for an empty argument. It is often an unset variable, and as a path it means this folder."""
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
         if not word:

@@ -7,7 +7,8 @@ from typing import Any
 
 from .options import JSON
 
-HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")  # same method without these
+# settings that are not printed, because the method is the same without them
+HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")
 
 
 def tasks(as_json: JSON = False) -> None:

@@ -85,7 +85,7 @@ def plan_of(
 
 
 def _measured(config: RunConfig, setup: Setup, device: torch.device, options: Options) -> dict[str, Any]:
-    """Return time and memory, or why they could not be measured, because a plan is useful without them."""
+    """Return time and memory. If they cannot be measured, return why, because a plan is useful without them."""
     from ..training.cost import measure
 
     try:

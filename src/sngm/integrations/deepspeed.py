@@ -42,7 +42,7 @@ def share_norm(engine: Any) -> None:
         raise ValueError("share_norm does not support groups of experts")
     if getattr(wrapper, "torch_autocast_gradscaler", None):
         raise ValueError("share_norm does not support torch_autocast with float16; use bfloat16 or DeepSpeed's fp16")
-    if type(wrapper).__name__ == "BF16_Optimizer":  # takes one step, with a part of every group
+    if type(wrapper).__name__ == "BF16_Optimizer":  # steps the optimizer once, with a part of every group
         optimizer.norm_group = wrapper.dp_process_group
         return
     norm = ZeroNorm(wrapper)
@@ -51,7 +51,7 @@ def share_norm(engine: Any) -> None:
 
 
 class ZeroNorm:
-    """The norm over all groups and ranks, computed in a step of ZeRO before it uses the first gradient."""
+    """The norm over all groups and ranks, computed in each step of ZeRO before the first gradient is used."""
 
     hides_parameters = True  # ZeRO gives the optimizer only some of its parameters at a time
 

@@ -35,12 +35,12 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
         raise TypeError(f"cls must be an optimizer class, such as sngm.SNGM, got {got}")
     if "lr" not in settings:
         raise TypeError("trainer_optimizer() needs lr; the Trainer's learning_rate is not used")
-    # check the settings now, because the Trainer builds the optimizer late; without fused, which needs the device
+    # check the settings now, because the Trainer builds the optimizer late; leave out fused, which needs the device
     build: Any = cls
     build([torch.zeros(2, 2, device="cpu", requires_grad=True)], **{k: v for k, v in settings.items() if k != "fused"})
 
     class ForTrainer(Optimizer):
-        """Class that the Trainer calls with its groups. It must be an Optimizer, or it would be used as a factory."""
+        """Class that the Trainer calls with its groups; an Optimizer, because it uses other classes as factories."""
 
         def __new__(cls_: Any, params: list[dict[str, Any]], **given: Any) -> Any:
             if len(params) != 2:

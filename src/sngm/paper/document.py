@@ -214,7 +214,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
 
 
 def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
-    """Return claims with verdict and reason; if runs with sum and mean of the loss are planned, one claim for each."""
+    """Return claims with verdict and reason. If runs on sum and mean of the loss are planned, judge each on both."""
     claims = [claim for claim in CLAIMS if claim.item == item.name]
     if any(row.name.endswith(ON_MEAN) for row in item.rows):
         claims = [

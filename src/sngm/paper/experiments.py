@@ -136,7 +136,7 @@ class Planned:
             lrs=rates,
             method_settings=dict(row.method_settings),
             task_settings=dict(row.task_settings),
-            settings={"precision": usual["precision_on_gpu"], **item.settings, **row.settings},  # for any machine
+            settings={"precision": usual["precision_on_gpu"], **item.settings, **row.settings},  # on CPUs too
             extend=item.extend,
             search=at_batch(row.ranges, self.batch),
             trials=item.trials,

@@ -41,8 +41,8 @@ class Claim:
     """A sentence of the paper that can be tested, and the pairs of cells that test it.
 
     `kind` is what each pair must show: "better" means that the first cell is better than the second, "similar" that the
-    two differ by no more than the tolerance. The claim holds if all pairs show this at a fraction `share` of the batch
-    sizes of the first cells.
+    two differ by no more than the tolerance. The claim holds if all pairs show this at no less than a fraction `share`
+    of the batch sizes of the first cells.
     """
 
     item: str

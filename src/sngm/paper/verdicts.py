@@ -42,7 +42,7 @@ class Outcome:
     nothing_trains: bool = False
     """Whether every learning rate that was tried diverged."""
     on_test: list[Line] = field(default_factory=list)
-    """The full runs at the learning rate with the best mean on test data, of the learning rates without divergence."""
+    """The full runs at the learning rate with the best mean on test data, among those at which no run diverged."""
 
     @property
     def values(self) -> list[float]:
@@ -79,7 +79,7 @@ def outcomes_of(item: Item, results: Results) -> list[Outcome]:
 
 
 def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> Outcome:
-    """Return the state of a cell by repeating the study's decisions on the runs in the results folder."""
+    """Return the outcome of a cell: choose a learning rate as a study would, from the runs in the results folder."""
     item, cell = planned.item, planned.cell(seeds)
     todo, missing, trials = cell.first_runs(), list[RunConfig](), 0
     while todo:
@@ -126,7 +126,7 @@ def _but_for_rate(config: RunConfig) -> RunConfig:
 
 
 def tolerance(metric: str, paper: float) -> float:
-    """Return the largest difference from the paper's number that counts as the same."""
+    """Return the largest difference at which a result counts as equal to the paper's number."""
     return 0.01 * paper if metric.removeprefix("validation_") == "perplexity" else 0.005
 
 

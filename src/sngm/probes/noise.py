@@ -140,13 +140,13 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def _fold(vector: Tensor, signs: Tensor) -> Tensor:
-    """Project a vector to `FOLDED` signed sums, which preserves distances, and does so exactly for short vectors."""
+    """Project a vector to `FOLDED` signed sums. Distances stay about equal, and exactly for up to `FOLDED` elements."""
     signed = torch.nn.functional.pad(vector * signs, (0, -len(vector) % FOLDED))
     return signed.view(-1, FOLDED).sum(0).double()
 
 
 def _deviations(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return each batch gradient's squared distance from the mean gradient, then the dot products of these two."""
+    """Return the squared norms of g - m for batch gradients g and their mean m, then the dot products (g - m) @ m."""
     rows = torch.stack(list(folded))
     mean = torch.tensor(sizes, dtype=rows.dtype, device=rows.device) / sum(sizes) @ rows
     return torch.cat([(rows - mean).square().sum(1), (rows - mean) @ mean])

@@ -52,7 +52,7 @@ def along(
     The steps are the same as in ``sngm train``; no run folder is written. Every step also records the norm of each
     tensor's gradient as the optimizer gets it: after clipping, and divided by ``task.scale``, so that all values are
     those of the mean loss. If the loss becomes NaN or infinite, the pilot ends at the next point; the result has the
-    status "diverged" and the points before it.
+    status "diverged" and contains the earlier points.
 
     Args:
         config: config of the run, from :func:`sngm.training.resolve`.
@@ -141,8 +141,8 @@ def of_runs(
 ) -> Record:
     """Measure the last checkpoint of each run, for example to compare the sharpness of small- and large-batch runs.
 
-    Runs of one task are measured on the same samples. Text is read in as many streams as the smallest batch of the runs
-    has samples. Runs that were trained on different parts of the data raise UsageError. With BatchNorm, the loss is the
+    Runs of one task are measured on the same samples. For text, the number of streams is the smallest batch size of
+    the runs. Runs that were trained on different parts of the data raise UsageError. With BatchNorm, the loss is the
     same function of the weights only for groups of equal size, so the default `bn_group` is the smallest among the
     runs.
     """

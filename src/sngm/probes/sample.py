@@ -23,8 +23,8 @@ from .curvature import PRODUCT, curvature
 from .noise import Noise, noise
 
 PROBE = 4  # key of the random numbers of probes, in addition to the keys of sngm.training.rng
-GROUPS = 16  # the number of groups without BatchNorm
-PASS = 64  # samples per pass if groups may be merged
+GROUPS = 16  # the number of groups if the model has no BatchNorm
+PASS = 64  # samples per forward-backward pass if groups may be merged
 LEAST = 4  # the fewest groups, if BatchNorm groups are large
 WINDOWS = 4  # the fewest consecutive windows per stream
 MOST_ITERATIONS = 10_000
@@ -82,7 +82,7 @@ class Sample:
 
     @property
     def evaluations(self) -> int:
-        """The largest number of gradients over all samples per point: one for the noise, the rest for the Hessian."""
+        """The most gradients of the whole sample that a point may take: one for the noise, the rest for the Hessian."""
         return 1 + PRODUCT * self.iterations
 
     def measure(self, model: nn.Module) -> Point:
@@ -160,7 +160,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _merged(groups: list[Group], count: int) -> list[Group]:
-    """Merge every `count` groups into one, because a few large passes are faster than many small ones."""
+    """Merge every `count` groups into one, because large forward-backward passes are faster than many small ones."""
     found: list[Group] = []
     for start in range(0, len(groups), count):
         batches, carried = zip(*groups[start : start + count], strict=True)
@@ -173,7 +173,7 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[Tensor]]:
-    """Return indices of disjoint groups, as chains; for text, the groups of a chain are consecutive windows."""
+    """Return indices of disjoint groups, in chains: for text, a chain is consecutive windows; else it is one group."""
     count = len(training)
     streams: int | None = getattr(training, "streams", None)
     samples = min(samples, count)

@@ -24,7 +24,7 @@ def _relative(point: dict[str, Any]) -> str:
 
 
 def _noise_scale(point: dict[str, Any]) -> str:
-    """Return the noise scale with two digits, or one if it exceeds the number of samples and so is less accurate."""
+    """Return the noise scale with two digits. Above the number of samples it is less accurate, and gets one digit."""
     digits = 1 if _rough(point) else 2
     return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
 

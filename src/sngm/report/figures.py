@@ -12,7 +12,7 @@ from typing import Any
 from .summary import Cell, Summary
 
 Points = list[tuple[float, float]]
-LOOKS = ("msgd", "lars", "sngm", "clars", "extrap-sgd", "adam", "lamb")  # same look in every study
+LOOKS = ("msgd", "lars", "sngm", "clars", "extrap-sgd", "adam", "lamb")  # same colour and marker in every study
 POSSIBLE = {"accuracy": (0.0, 100.0), "auc": (0.0, 100.0), "perplexity": (1.0, math.inf)}
 
 
@@ -31,7 +31,7 @@ class Series:
     marks: bool = True
     """Whether every point has a marker; otherwise only the last point has one."""
     lost: list[float] = field(default_factory=list)
-    """Each x without a y, because a run diverged; drawn as a cross at the edge of the axis with the worst values."""
+    """Each x at which a run diverged, so that there is no y; drawn as a cross at the worst end of the y axis."""
     ring: float | None = None
     """The x of a point to circle."""
 
@@ -57,7 +57,7 @@ class Figure:
     log_y: bool = False
     worst_at_bottom: bool = True
     cut: float = 0.0
-    """The fraction of the worst values left outside the axes, so that large losses at the start do not hide the end."""
+    """The fraction of values (the worst) left outside the axes, so that large early losses do not hide the end."""
     dodge: float = 0.0
     """Pixels between series at the same x, so that error bars do not hide each other."""
     possible: tuple[float, float] = (-math.inf, math.inf)
@@ -143,9 +143,9 @@ def _near_the_best(summary: Summary, figure: Figure) -> Figure:
 def by_trials(summary: Summary) -> Figure:
     """Return the best validation metric after k trials of a search, for each k, a panel for each batch size.
 
-    For each k, the best value in every set of k of a method's trials is taken; the figure shows the mean and the 10 %
-    and 90 % quantiles over these sets. A trial that diverged counts as the worst finite value of all methods at its
-    batch size.
+    Every set of k trials of a method has a best value; the figure shows, for each k, the mean and the 10 % and 90 %
+    quantiles of these values over all sets. A trial that diverged counts as the worst finite value of all methods at
+    its batch size.
     """
     sign = 1 if summary.higher_is_better else -1
 
@@ -174,7 +174,8 @@ def best_of(k: int, ranked: Sequence[float]) -> tuple[float, float, float]:
     >>> best_of(1, [1.0, 2.0, 3.0]), best_of(3, [1.0, 2.0, 3.0])
     ((2.0, 1.0, 3.0), (3.0, 3.0, 3.0))
     """
-    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]  # of the sets with best i
+    # fractions of the sets of k values whose best value is ranked[i]
+    shares = [math.comb(i, k - 1) / math.comb(len(ranked), k) for i in range(len(ranked))]
     reached = list(itertools.accumulate(shares))
     quantiles = (next(v for v, r in zip(ranked, reached, strict=True) if r >= q - 1e-9) for q in (0.1, 0.9))
     low, high = quantiles

@@ -101,7 +101,7 @@ class Study:
     command: str | None
     choices: list[Choice]
     searched: list[str]
-    """The settings in which the trials of a method differ, if they were searched."""
+    """The searched settings, in which the trials of a method differ; empty without a search."""
     planned: int | None
     """The number of runs of the whole study, if the record has it."""
     ended: bool

@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def loss_rose(self) -> bool:
-        """Whether no run's training loss fell below that of its first epoch, so that perhaps nothing was learnt."""
+        """Whether every run's training loss stayed at or above that of its first epoch; perhaps nothing was learnt."""
         curves = [[entry["train_loss"] for entry in run.curve if "train_loss" in entry] for run in self.runs]
         return bool(curves) and all(len(losses) > 1 and min(losses[1:]) >= losses[0] for losses in curves)
 
@@ -116,7 +116,7 @@ class Summary:
         return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
     def answer(self) -> str:
-        """Return a sentence or two: the best method at the largest batch, and the method that lost least up to it."""
+        """Return sentences: the best method at the largest batch, and the method that lost least as the batch grew."""
         scored = {batch: self.ranking(batch) for batch in self.batches}
         reached = [batch for batch in self.batches if scored[batch]]
         if not reached:
@@ -337,7 +337,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
     full = [run for run in runs if run.part != "select"]
     rates = sorted({run.lr for run in full})
     lr, on_test = choice.lr if choice else rates[0] if rates else None, False
-    if not choice and len(rates) > 1:  # the best on validation data, else on test data, which the report marks
+    if not choice and len(rates) > 1:  # choose by validation score; without it by test score, which the report marks
         on_test = not any(math.isfinite(selection.get(rate, math.nan)) for rate in rates)
         scores = {rate: [run.score(metric) for run in full if run.lr == rate] for rate in rates}
         test = {rate: fmean(math.nan if score is None else score for score in scores[rate]) for rate in rates}

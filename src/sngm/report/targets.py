@@ -23,7 +23,7 @@ class Reached(NamedTuple):
     steps: float | None
     samples: float | None
     seconds: float | None
-    """Seconds of training without evaluation, computed in proportion to the steps."""
+    """Training time without evaluation: that of the whole run times the fraction of its steps."""
 
 
 def target(summary: Summary) -> float | None:
@@ -73,7 +73,7 @@ def _first(run: Run, summary: Summary, goal: float) -> tuple[float, float, float
 
 
 def _rounded(value: float, down: bool) -> float:
-    """Round to three digits, towards the side that is easier to reach.
+    """Round a target to three digits so that it is easier to reach: down, or up if lower scores are better.
 
     >>> _rounded(0.98765, True), _rounded(117.83, False), _rounded(0.5, True)
     (0.987, 118.0, 0.5)

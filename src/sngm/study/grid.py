@@ -267,7 +267,7 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
 
 
 def check_types(method: str, settings: dict[str, Any]) -> None:
-    """Raise UsageError if a setting does not have the type of its default, because torch treats any string as True.
+    """Raise UsageError if a setting does not have the type of its default: torch would treat the string "no" as True.
 
     >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
     """

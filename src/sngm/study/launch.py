@@ -106,7 +106,7 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
 
 
 def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Raise UsageError if a cell cannot be run; return a description of the data for each kind ("part") of run."""
+    """Raise UsageError if a cell cannot be run; return a description of the data for "select" and "full" runs."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
@@ -136,7 +136,7 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         raise UsageError(
             f"{folder} holds another study; name another folder with `out`. They differ in\n  " + "\n  ".join(lines)
         )
-    _check_runs(folder, cells)  # also for an equal study, because defaults of an older version may differ
+    _check_runs(folder, cells)  # even if the studies are equal, because an older version may have had other defaults
 
 
 def _check_runs(folder: Path, cells: list[Cell]) -> None:

@@ -111,7 +111,7 @@ def ranges_of(
     >>> ranges_of("digits", "sngm", 512, 15, {"lr": None, "weight_decay": None})
     {'lr': (0.0164, 1.83), 'weight_decay': (1e-05, 0.001)}
     """
-    # not searched, because momentum 0 defines a method such as "sngd"
+    # a setting that a method fixes at 0 is not searched: momentum 0 defines "sngd"
     fixed = {name for name, value in registry.find(method).settings.items() if value == 0}
     known = {"lr", "warmup", *registry.settings_of(method)} - fixed
     if "betas" in known:

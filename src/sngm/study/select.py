@@ -14,7 +14,7 @@ Scores = Mapping[float, tuple[float, float] | None]
 def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
     """Return the learning rate with the best metric; None if all runs diverged.
 
-    Of learning rates with the same metric, return the one with the lowest loss, then the lowest one.
+    If metrics are equal, the lower loss decides; if losses are equal too, the lower learning rate.
 
     >>> best_rate({0.1: (0.9, 0.5), 0.3: (0.9, 0.4), 1.0: None})
     0.3

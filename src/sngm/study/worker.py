@@ -76,7 +76,7 @@ def _exit_with_parent() -> None:
 
 
 def on_signal(number: int, _: Any) -> None:
-    """Handle a signal by stopping the run at its next step. On SIGTERM also exit, at once if no step has been made."""
+    """Stop the run at its next step. On SIGTERM, exit after that, or at once if the run has made no step yet."""
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
     if _end and not _steps:
@@ -99,7 +99,7 @@ def _should_stop() -> bool:
 def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> dict[str, Any]:
     """Train one run; return its record, or a record with the status "interrupted" or "failed"."""
     global _steps
-    if commit is not None:  # the environment of the fork server may be older
+    if commit is not None:  # SNGM_COMMIT may have changed since the fork server started
         os.environ["SNGM_COMMIT"] = commit
     try:
         if _stop:

@@ -21,7 +21,7 @@ Flags = NDArray[np.bool_]
 BUDGET = 2**18  # C, the number of gradients; sqrt(C) is 512
 TRIED_BATCHES = [2**k for k in range(2, 15)]
 SLACK = 2.0  # a batch is tolerated if it increases the gradient norm by at most this factor
-FIXED = (0.15, 0.25, 0.5, 1.0)  # norms to reach, for another meaning of "tolerated"; the initial norm is 1
+FIXED = (0.15, 0.25, 0.5, 1.0)  # target norms, for a second definition of "tolerated"; the initial norm is 1
 BETA = 0.9
 TUNING_RATES = np.array([float(f"{digit}e{power}") for power in range(-5, 1) for digit in (1, 2, 5)])
 RACE_RATES = np.geomspace(1e-5, 0.5, 60)  # with twice as many learning rates, no norm changes by more than 0.3 %
@@ -129,7 +129,7 @@ AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f
 
 
 def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
-    """Describe how SNGM's largest batch changes with L and compares with MSGD's, if it must reach a norm of `FIXED`."""
+    """Describe how SNGM's largest batch that reaches a norm in `FIXED` changes with L, and compare it with MSGD's."""
     found = [{method: limits(each, norm) for method, each in ends.items()} for norm in FIXED]
     falling = sum(falls(each["sngm"])[0] for each in found)
     reached = np.array([np.maximum(each["sngm"].possible, each["msgd"].possible) > 0 for each in found])

@@ -19,7 +19,7 @@ HEAD = ("function", "momentum", "gradients", "batch", "measured", "bound")
 
 
 def sharp(L: float) -> Problem:
-    """Return a quadratic with gap 1/2: four coordinates of curvature 1, and one of curvature L, at its minimum."""
+    """Return a quadratic with gap 1/2. Four coordinates have curvature 1; one of curvature L starts at its minimum."""
     start = np.array([0.5, 0.5, 0.5, 0.5, 0.0])
     return quadratic(f"L = {L:g}", np.array([1.0, 1.0, 1.0, 1.0, L]), start, even(1.0, 5))
 
@@ -66,7 +66,7 @@ class Growth:
 
 
 def grow(label: str, problem: Problem, beta: float, exponents: Iterable[int], seeds: int) -> Growth:
-    """Run SNGM at batch sqrt(C) and learning rate C^(-1/4), for budgets C that are these powers of 4."""
+    """Run SNGM at batch sqrt(C) and learning rate C^(-1/4), for budgets C = 4^k with k in `exponents`."""
     budgets, batches, norms, bound = [4**k for k in exponents], [], [], []
     constants = {"gap": problem.gap, "L": problem.L, "sigma": problem.sigma, "beta": beta, "lam": problem.lam}
     for budget in budgets:

@@ -28,7 +28,7 @@ class Finding:
     verdict: str
     measured: str
     expected: str = HOLDS
-    """The verdict in docs/theory.md; "fails" for statements known not to hold as this check interprets them."""
+    """The verdict in docs/theory.md: "fails" if the statement, as this check interprets it, is known not to hold."""
     why: str = ""
     """The reason, if the expected verdict is not "holds"."""
     head: Sequence[str] = ()

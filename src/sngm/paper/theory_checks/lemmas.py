@@ -77,7 +77,7 @@ def lemma_1(seeds: int) -> Finding:
     random = np.random.default_rng(1)
     draws = 2000 * seeds
     rows, lines, worst = [], [], 0.0
-    shown = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])  # stand for distances nearby
+    shown = np.array([0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])  # each stands for the distances near it
     functions = {"x² / 2": BOWL, "1 - cos(x)": WAVES, "cosh(x) - 1": COSH, "x⁴ / 4": QUARTIC, "exp(x)": EXP}
     for slot, (label, problem) in enumerate(functions.items()):
         size = len(problem.start)

@@ -34,8 +34,8 @@ NEEDED = (
 HEAD = ("function", "steps", "momentum", "batch", "eta", "measured", "bound", "upper limit / bound")
 
 Given = dict[str, Any]  # the arguments of a bound
-# A part of a bound, such as a factor of a term. It is given by the argument whose term contains the part (the term is 0
-# if the argument is 0), and by the factor that multiplies the term if the part is left out.
+# A part of a bound, such as one factor of a term, as a pair. The first entry is an argument of the bound: if it is 0,
+# the term is 0. The second entry returns the factor by which the term changes if the part is left out.
 Part = tuple[str, Callable[[Given], Any]]
 TERMS: dict[str, Part] = {name: (key, lambda a: 0.0) for name, key in (("gap", "gap"), ("L", "L"), ("noise", "sigma"))}
 KAPPA: dict[str, Part] = {"κ": ("L", lambda a: 1 / theory.kappa(a["beta"]))}
@@ -81,7 +81,7 @@ class Measurement:
         return [self.problem.name, *(self.given[key] for key in ("steps", "beta", "batch")), *map(digits, numbers)]
 
     def needed(self, part: str) -> float:
-        """Return the largest fraction of a part that the bound needs in order to hold, over all learning rates."""
+        """Return the smallest fraction of a part with which the bound is above the lower ends at all learning rates."""
         size = self.bound - self.without[part]
         there = size > 0
         shares = (self.low[there] - self.without[part][there]) / size[there]
@@ -235,7 +235,7 @@ THEOREM_3 = Theorem(
 
 
 def even_noise(a: Given) -> Any:
-    """Return the factor that remains of the noise term of LARS if γ_u/γ_l is left out."""
+    """Return the factor by which the noise term of LARS changes if γ_u/γ_l is left out."""
     even = a["rho"] * np.sqrt(a["blocks"])
     return (1 + even) / (1 + even * a["gamma_u"] / a["gamma_l"])
 

@@ -88,8 +88,8 @@ class InProcesses:
             from multiprocessing import forkserver
 
             context.set_forkserver_preload(["sngm.study.launch"])
-            # ignored here and so, by inheritance, in the server and its helper, which must survive Ctrl-C and a closed
-            # terminal to clean up
+            # The server and its helper inherit the ignored signals. They must survive Ctrl-C and a closed terminal, to
+            # clean up.
             before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
             try:
                 forkserver.ensure_running()
@@ -113,7 +113,7 @@ class InProcesses:
 
 @contextlib.contextmanager
 def _signals_deferred() -> Iterator[None]:
-    """Defer signals such as Ctrl-C until the ``with`` block ends; in processes started in it, until `warm_up`."""
+    """Defer signals such as Ctrl-C until the ``with`` block ends; in processes that it starts, until `warm_up` runs."""
     came: list[int] = []
     deferred = [number for number in worker.INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
     handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in deferred}

@@ -30,7 +30,7 @@ class Resumable:
             came.append(number)
             worker.stop_runs_here(True)
 
-        # SLURM sends SIGTERM to a cancelled job, and SIGUSR2, perhaps after SIGTERM, before a time limit
+        # SLURM sends SIGTERM to a cancelled job. Before a time limit it sends SIGUSR2, and perhaps SIGTERM before that.
         found = worker.make_elsewhere(*arguments, handlers={signal.SIGTERM: stop, signal.SIGUSR2: stop})
         if signal.SIGUSR2 in came and _interrupted(found):
             requeue(signal.SIGUSR2, None)
