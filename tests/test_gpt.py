@@ -189,7 +189,7 @@ def test_every_token_is_scored_once_after_the_tokens_before_it(context):
         inputs, targets, sizes, starts = samples.tensors
         content = Path(f"data/wikitext-2/{name}.txt").read_text() + "\n"
         assert corpus.vocabulary.decode(targets[targets >= 0].tolist()) == content
-        stream = torch.cat([torch.tensor([10]), text.tokens])
+        stream = torch.cat([text.tokens[-1:], text.tokens])
         assert torch.equal(inputs.flatten()[: len(text.tokens)], stream[:-1])
         assert (targets.flatten()[len(text.tokens) :] == -1).all()
         assert (int(sizes.sum()), int(starts.sum())) == (len(content.encode()), len(getattr(words, name)))

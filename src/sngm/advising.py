@@ -35,7 +35,7 @@ def advise(
     to_batch: int | None = None,
     pilot_steps: int | None = None,
     verify: bool = False,
-    seeds: int = 3,
+    seeds: int | None = None,
     settings: dict[str, Any] | None = None,
     out: Folder | None = None,
     data_dir: Folder | None = None,
@@ -48,8 +48,8 @@ def advise(
     Give `from_sgd` or `from_adamw` the settings that you train with now, called a recipe. Then the result says how far
     the batch can grow and what to change. It has the keys "answer" (a sentence), "lr", "weight_decay", "batch", "diff"
     (the changes to your own training loop) and "command" (trains with the advised settings). With `gradients`, the
-    result says how large a batch each method's error bound allows. Each number is marked as measured, theory or rule of
-    thumb. :func:`sngm.advise_model` gives advice on a recipe without a task.
+    result says how large a batch each method's error bound allows. Each number is marked as given, measured, theory or
+    rule of thumb. :func:`sngm.advise_model` gives advice on a recipe without a task.
 
     Args:
         task: a task name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
@@ -58,7 +58,7 @@ def advise(
         to_batch: the larger batch. Default: twice the batch of the recipe.
         verify: train with the recipe and with the advised settings, and compare the results. With `from_sgd`, also
             train SGD at the larger batch with the learning rate scaled linearly.
-        seeds: number of runs that `verify` makes with each of these settings.
+        seeds: number of runs that `verify` makes with each of these settings. Default: 3.
         (options)
         pilot_steps: end the pilot run, the short training that measures the gradient, after this many steps.
         settings: settings of the task, as a dict.
@@ -140,7 +140,7 @@ class Asked(NamedTuple):
     pilot_steps: int | None
     settings: dict[str, Any] | None
     verify: bool = False
-    seeds: int = 3
+    seeds: int | None = None
 
     @property
     def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -198,7 +198,12 @@ def check_command(asked: Asked) -> str:
     return shlex.join([*words, *set_flags({}, asked.settings or {}), "--verify"])
 
 
-def verified(found: Measurement, folder: Path, seeds: int, execution: Execution, progress: bool) -> Measurement:
+SEEDS = 3  # of each side of a verification, by default
+
+
+def verified(
+    found: Measurement, folder: Path, seeds: int | None, execution: Execution, progress: bool
+) -> Measurement:
     """Train the recipe, the advised settings and the scaled recipe, each with all seeds; add the results to the advice.
 
     The runs are stored in a subfolder of `folder` whose name contains a hash of the configs.
@@ -207,7 +212,7 @@ def verified(found: Measurement, folder: Path, seeds: int, execution: Execution,
 
     configs = [RunConfig.from_dict(config) for config in found["configs"]]
     folder = folder / f"verify-{short_hash(found['configs'])}"
-    for config, seed in itertools.product(configs, range(seeds)):
+    for config, seed in itertools.product(configs, range(seeds or SEEDS)):
         own = replace(config, seed=seed)
         if progress:
             note(f"verify: {own.label} at batch {own.batch}, lr {own.lr:g}, seed {seed}")
@@ -227,7 +232,7 @@ def check_advice(asked: Asked) -> None:
         raise UsageError("give one of `from_sgd`, `from_adamw` and `gradients`")
     if recipe is None and (asked.to_batch is not None or asked.verify):
         raise UsageError("`to_batch` and `verify` need a recipe: `from_sgd` or `from_adamw`")
-    if asked.seeds < 1 or (asked.seeds != 3 and not asked.verify):
+    if asked.seeds is not None and (asked.seeds < 1 or not asked.verify):
         raise UsageError(f"`seeds` must be at least 1, and is for `verify`; got {asked.seeds}")
     if recipe is not None and is_folder:
         raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured, and not a folder")

@@ -44,7 +44,7 @@ def advise(
             "--verify", metavar="", help="Train the recipe, the advice and, from SGD, SGD scaled linearly; compare."
         ),
     ] = False,
-    seeds: Annotated[int, typer.Option("--seeds", help="Runs of each of these.")] = 3,
+    seeds: Annotated[int | None, typer.Option("--seeds", help="Seeds of each run of --verify. Default: 3.")] = None,
     budget: BudgetOptions,
     pilot_steps: Annotated[
         int | None, typer.Option("--pilot-steps", help="End the pilot run after this many steps.")

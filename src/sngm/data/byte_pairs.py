@@ -157,8 +157,8 @@ def load_byte_pairs(text: str, size: int, folders: Sequence[Path]) -> BytePairs:
     Args:
         text: the text that the vocabulary is made from.
         size: number of tokens.
-        folders: where to search for the file. It is written to the first that is writable; without any, the
-            vocabulary is made by each process that needs it.
+        folders: where to search for the file. It is written to the first folder that is writable. Processes that start
+            together, or that have no writable folder, each make the vocabulary; the results are equal.
     """
     checksum = hashlib.sha256(text.encode()).hexdigest()
     name = f"byte-pairs-{size}-{checksum[:16]}.json"

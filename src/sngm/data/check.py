@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from ..errors import DataMissing, UsageError
+from ..errors import DataMissing, Failed, UsageError
 from . import tiny_imagenet
 from .cifar import Layout, find_cifar, layouts, read
 from .conversion import verify
@@ -99,12 +99,12 @@ def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) 
             warnings.simplefilter("ignore")  # the finding has the same messages
             seen = inspect(finding, folder)
         finding.seen = "" if finding.wrong else seen
-    except (OSError, UsageError) as error:  # UsageError: a library that decodes the files is not installed
+    except (OSError, UsageError, Failed) as error:  # of a decoder that is not installed, or a full disk
         finding.wrong.append(_reason(error))
     return finding
 
 
-def _reason(error: OSError | UsageError) -> str:
+def _reason(error: Exception) -> str:
     return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
 
 

@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import DataMissing
+from ..environment import is_first
+from ..errors import DataMissing, Failed
 from ..files import write_json
 from .conversion import FACTS, Show, complete, flushed, load_or_convert, new_array, throttled
 from .data_dirs import find_folder
@@ -85,7 +86,7 @@ def load_tiny_imagenet(root: Path | None = None, show: Show | None = None) -> Ti
         root: folder that holds tiny-imagenet-200; None: see :func:`sngm.data.data_dirs.data_roots`.
         show: called with a line of progress every few seconds; None: print the lines on stderr.
     """
-    shown = show or (lambda text: tell(f"tiny-imagenet: {text}"))
+    shown = show or (lambda text: tell(f"tiny-imagenet: {text}") if is_first() else None)
     listing = list_files(find_tiny_imagenet(root).resolve())
     if listing.counts != OFFICIAL or len(listing.classes) != CLASSES:
         numbers = ", ".join(f"{split} {n:,}" for split, n in listing.counts.items())
@@ -183,6 +184,8 @@ def _decode(listing: Listing, folder: Path, show: Show) -> None:
             arrays = flushed((images, labels))
     finally:
         pool.shutdown(cancel_futures=True)
+    if list_files(listing.folder).digest() != listing.digest():
+        raise Failed(f"{listing.folder} changed while it was read; try again")
     facts = {"version": VERSION, "images": listing.counts, "files": listing.digest(), "arrays": arrays}
     write_json(folder / FACTS, facts)
     seconds = time.monotonic() - began

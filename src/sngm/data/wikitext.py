@@ -132,11 +132,10 @@ class TokenText:
     def windows(self, context: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of shape (windows, context); a target is the token after its input.
 
-        Each token is a target once. The input of the first is a line break, as if the text followed another line. The
-        last window is padded with targets of -1.
+        Each token is a target once. The input of the first is the last token of the text, which ends in a line break.
+        The last window is padded with targets of -1.
         """
-        inputs = torch.cat([torch.tensor([ord("\n")]), self.tokens[:-1]])
-        return _in_rows(inputs, context, 0), _in_rows(self.tokens, context, -1)
+        return _in_rows(self.tokens.roll(1), context, 0), _in_rows(self.tokens, context, -1)
 
     def counts(self, context: int) -> tuple[Tensor, Tensor]:
         """Return the number of bytes and of words in the targets of each window."""

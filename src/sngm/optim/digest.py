@@ -145,7 +145,8 @@ def describe_code(code: types.CodeType) -> Iterator[str]:
         if isinstance(constant, types.CodeType):
             yield from describe_code(constant)
         else:
-            yield repr(constant)
+            # the repr of a set differs between processes
+            yield repr(sorted(constant, key=repr) if isinstance(constant, frozenset) else constant)
 
 
 def names_in(code: types.CodeType) -> set[str]:

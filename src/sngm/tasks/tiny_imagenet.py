@@ -41,7 +41,7 @@ class TinyImageNetResNet50(ImageNetResNet50):
     # which gives 16,900 images/s, 6 s per epoch, and 3.3 minutes for 30 epochs with tests.
     epochs = 90 // SHARE
     batches = (256, 4096, 16384)
-    pass_size = 1024
+    pass_size = 512  # about 11 GB of activations in bfloat16, by an estimate
     pass_size_on_cpu = 128
     loaders = 0
     holdout = 0.1
