@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies: made from a text, kept in a file, and encoding of any text into their tokens."""
+"""Byte-pair vocabularies: make them from a text, keep them in a file, and encode any text into their tokens."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ..files import read_record, write_record
 from .fetch import tell
 
 BYTES = 256  # the first tokens are the single bytes
-# A word with the space before it, or white space up to that space; tokens never span two pieces. `\s` is the white
-# space of str.split(), so that the pieces that are not white space are its words.
+# A piece is a word with the space before it, or white space up to that space; tokens never span two pieces. `\s` is
+# the white space of str.split(), so that all other pieces are its words.
 PIECES = re.compile(r" ?\S+|\s+(?!\S)|\s+")
 FIRST_LINE, INTERVAL = 2.0, 10.0  # seconds to the first line of progress, and between lines
 
@@ -47,7 +47,7 @@ class BytePairs:
         self._known: dict[str, list[int]] = {}  # pieces encoded before: a text repeats its words
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text, whose bytes joined are the text in UTF-8."""
+        """Return the tokens of a text. Their bytes, joined, are the text in UTF-8."""
         return [token for piece in self.encode_pieces(PIECES.findall(text)) for token in piece]
 
     def encode_pieces(self, pieces: Iterable[str]) -> list[list[int]]:
@@ -150,7 +150,7 @@ def train_byte_pairs(text: str, size: int, show: Show = tell) -> BytePairs:
 
 
 def load_byte_pairs(text: str, size: int, folders: Sequence[Path]) -> BytePairs:
-    """Return the vocabulary of a text, from a file if one of the folders holds it, else made and written to a file.
+    """Return the vocabulary of a text: read its file if one of the folders holds it, else make it and write the file.
 
     The name of the file has the size and a checksum of the text. A damaged file is made again.
 

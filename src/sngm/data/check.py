@@ -96,7 +96,7 @@ def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) 
     finding = Finding(dataset, str(folder))
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the finding has the same messages
+            warnings.simplefilter("ignore")  # the finding has the same messages as the warnings
             seen = inspect(finding, folder)
         finding.seen = "" if finding.wrong else seen
     except (OSError, UsageError, Failed) as error:  # of a decoder that is not installed, or a full disk
@@ -144,7 +144,7 @@ def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
 
 
 def _tiny_imagenet(root: Path | None, finding: Finding, folder: Path) -> str:
-    """Check the numbers of images, and the decoded form; all images are decoded for it, if it does not exist."""
+    """Check the numbers of images, and the decoded images. If these do not exist, decode all images first."""
     found = load_tiny_imagenet(root)
     finding.wrong = verify(found.folder)
     if len(found.classes) != tiny_imagenet.CLASSES:

@@ -1,4 +1,4 @@
-"""Datasets converted once to arrays, in a folder that is complete or absent, beside the data or in the user's cache."""
+"""Convert datasets to arrays once, in a folder beside the data or in the user's cache, which is complete or absent."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def load_or_convert(
 ) -> T:
     """Load the converted form of a dataset; if it is missing, incomplete or outdated, convert the dataset first.
 
-    The result is written to ``.sngm`` in `source`, or below ``~/.cache/sngm`` if that is not writable. A second process
-    waits for the first.
+    The result is written to ``.sngm`` in `source`, or below ``~/.cache/sngm`` if ``.sngm`` is not writable. A second
+    process waits for the first.
 
     Args:
         source: folder of the dataset.
         dataset: name of its folder in ``~/.cache/sngm``.
-        key: what the converted form depends on besides the content of `source`, for JSON.
+        key: values, for JSON, that the converted arrays depend on besides the content of `source`.
         load: returns the converted form in a folder, or None if it must be converted.
         convert: writes the converted form into a folder.
         title: name of the data in messages.
@@ -84,7 +84,7 @@ def writable(folder: Path, name: str) -> bool:
 
 @contextlib.contextmanager
 def _atomic_folder(target: Path, space: str) -> Iterator[Path]:
-    """Yield a folder to fill, which replaces `target` when the block ends, and is removed if it raises."""
+    """Yield a folder to fill. It replaces `target` when the ``with`` block ends, and is removed if the block raises."""
     aside, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
     for left in (aside, old):  # by a process that was killed
         shutil.rmtree(left, ignore_errors=True)

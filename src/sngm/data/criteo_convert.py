@@ -24,7 +24,7 @@ from .conversion import FACTS, Show, flushed, new_array, throttled
 from .criteo_text import CATEGORIES, INTEGERS, REASONS, Array, parse, whole_lines
 from .fetch import digest
 
-VERSION = 1  # of the converted form; another version is converted again
+VERSION = 1  # of the converted arrays; those of another version are made again
 SPLITS = ("train", "validation", "test")
 MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers for a missing category, an unseen one, and the first category of a field
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))

@@ -42,7 +42,7 @@ def find_folder(
         forms: for each form, the name of its folder and the names of the files that must be in this folder.
         wanted: alternatives of what to put into a data folder, for the error message.
         command: command line that downloads the dataset; None if the user must provide it.
-        present: function that returns whether a path exists and is of the right kind.
+        present: function that returns whether a path exists, such as Path.is_dir for a folder.
 
     Raises:
         DataMissing: no form is complete.

@@ -15,8 +15,8 @@ def random_bits(*values: int | Tensor) -> Any:
     """Hash values, from left to right, to an int uniform in [0, 2**62), or to an int64 tensor of such ints.
 
     Ints and integer tensors give the same bits and may be combined; tensors are broadcast. The order and number of
-    values matter. On tensors only +, \\*, ^, >> and & are used, which torch.compile supports. Pass a seed or epoch that
-    changes to compiled code as a 0-d tensor; otherwise torch compiles the code again for each value.
+    values matter. On tensors only +, \\*, ^, >> and & are used, which torch.compile supports. If a seed or
+    epoch changes, pass it to compiled code as a 0-d tensor; otherwise torch compiles the code again for each value.
 
     >>> random_bits(0, 3, 17)
     2164258931680428043

@@ -159,7 +159,7 @@ def crop_box(width: int, height: int, seed: int, epoch: int, index: int) -> tupl
 
 
 def decode(path: str, view: Callable[[Image], Image]) -> Array:
-    """Return the pixels of `view` of an image file, uint8 of shape (height, width, channels).
+    """Decode an image file, apply `view`, and return the pixels, uint8 of shape (height, width, channels).
 
     Raises:
         DataMissing: the file does not exist, or cannot be decoded; the message names it.
@@ -172,7 +172,7 @@ def decode(path: str, view: Callable[[Image], Image]) -> Array:
         raise DataMissing(f"{path} no longer exists; fetch it again") from error
     except (MemoryError, UsageError):
         raise
-    except Exception as error:  # Pillow raises many kinds, of struct and zlib too
+    except Exception as error:  # Pillow raises many types, also those of struct and zlib
         if isinstance(error, OSError) and error.errno is not None:  # an error of the disk, not of the file
             error.filename = error.filename or path
             raise

@@ -33,7 +33,7 @@ WANTED = f"{FOLDER} (unpacked from http://cs231n.stanford.edu/tiny-imagenet-200.
 CLASSES = 200
 SIDE = 64  # pixels
 OFFICIAL = {"train": 100_000, "val": 10_000}  # images
-VERSION = 1  # of the decoded form; another version is decoded again
+VERSION = 1  # of the decoded arrays; those of another version are made again
 THREADS = 16  # Python's lock leaves little to gain from more cores, but slow disks are read in parallel
 SLICE = 500  # images per task of a thread
 
@@ -174,7 +174,7 @@ def _decode(listing: Listing, folder: Path, show: Show) -> None:
         with contextlib.ExitStack() as stack:
             # written in order, not through a memory map: a full disk is then an error, not a crash
             images = new_array(stack, folder / "images.npy", (count, SIDE, SIDE, 3), "|u1")
-            for at in range(0, len(parts), THREADS):  # so that memory holds no more than these
+            for at in range(0, len(parts), THREADS):  # so that memory holds only THREADS parts at once
                 for pixels in pool.map(functools.partial(_pixels, listing.folder), parts[at : at + THREADS]):
                     images.write(pixels.data)
                     done += len(pixels)

@@ -69,7 +69,7 @@ Versions = tuple[tuple[Path, int, int], ...]  # files with sizes and modificatio
 
 
 def _versions(paths: list[Path]) -> Versions:
-    """Return the key to load files once: a study needs them for each of its runs."""
+    """Return a cache key, so that the files are loaded once for all runs of a study."""
     return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
 
 
@@ -88,7 +88,7 @@ def _load(files: Versions) -> Corpus:
 
 
 def _warn_of_odd(paths: list[Path], words: list[int], more: dict[str, tuple[int, int]]) -> None:
-    """Warn if the numbers of words of the files, or `more` pairs of a number and the official one, differ."""
+    """Warn if a number of words differs from the official one, in a file or in a pair (number, official) of `more`."""
     counts = {path.name: pair for path, *pair in zip(paths, words, TOKENS.values(), strict=True)}
     odd = [f"{name} {n:,}" for name, (n, wanted) in (counts | more).items() if n != wanted]
     if odd:
@@ -159,7 +159,7 @@ class TokenCorpus:
 def load_wikitext2_tokens(root: Path | None = None, size: int = 8192) -> TokenCorpus:
     """Return all three splits as byte-pair tokens. Their bytes are those of the files, with ``\\n`` for line breaks.
 
-    The vocabulary is kept in ``.sngm`` beside the files, or in ``~/.cache/sngm`` if that is not writable.
+    The vocabulary is kept in ``.sngm`` beside the files, or in ``~/.cache/sngm`` if ``.sngm`` is not writable.
 
     Args:
         root: as for :func:`load_wikitext2`.

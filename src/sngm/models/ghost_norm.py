@@ -1,4 +1,4 @@
-"""BatchNorm over groups of samples within one pass, as if a worker for each group computed its own statistics."""
+"""BatchNorm over groups of samples within one forward pass, as if each group were computed by its own worker."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from ..triton_support import kernels_support
 class GhostBatchNorm2d(nn.BatchNorm2d):
     """BatchNorm that normalises `group` samples at a time, and can fuse a shortcut and a ReLU.
 
-    A pass of N samples consists of N / group contiguous groups, each with its own mean and variance, as if each were a
-    pass of its own. Parameters, buffers and evaluation are the same as in :class:`torch.nn.BatchNorm2d`. On a GPU a
-    layer must be called on one stream at a time.
+    A forward pass of N samples consists of N / group contiguous groups, each with its own mean and variance, as if
+    each were a pass of its own. Parameters, buffers and evaluation are the same as in :class:`torch.nn.BatchNorm2d`. On
+    a GPU a layer must be called on one stream at a time.
 
     Attributes:
         group: number of samples that share statistics; None for all samples of a pass.

@@ -111,8 +111,8 @@ class Block(nn.Module):
 def rotations(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
     """Return cosines and sines of the angles of each position, of shape (length, size / 2).
 
-    The angle of pair i at position p is ``p * BASE ** (-2 i / size)``. They are on the device of `like`, in float64 if
-    it is float64, else in float32.
+    The angle of pair i at position p is ``p * BASE ** (-2 i / size)``. The results are on the device of `like`, in
+    float64 if `like` is float64, else in float32.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / -size

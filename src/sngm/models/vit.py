@@ -37,7 +37,7 @@ class ViT(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether training draws random numbers, by the config, because some versions have dropout without a layer."""
+        """Whether training draws random numbers, read from the config: some versions have no module for dropout."""
         config = self.network.config
         return any(getattr(config, f"{part}_dropout_prob", 0.0) > 0 for part in ("hidden", "attention_probs"))
 
@@ -129,7 +129,7 @@ def _with_new_head(network: Any) -> Any:
 
 
 def _mean_and_std(file: Path | None) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Return mean and std of pixels from the model's file; without a file 0.5 and 0.5, as for Google's models."""
+    """Return mean and std of pixels from the model's file. Without a file, both are 0.5, as for Google's models."""
     if file is None or not file.is_file():
         return (0.5,) * 3, (0.5,) * 3
     try:

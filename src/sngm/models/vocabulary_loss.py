@@ -101,7 +101,7 @@ def _by_torch(
         ignored, target = targets[rows, None] < 0, targets[rows, None].clamp(min=0)
         logs = torch.log_softmax(torch.addmm(b, x[rows], w.t()), 1, dtype=exact)
         picked = logs.gather(1, target)
-        # not in place, because torch 2.11 compiles a result that was created as zeros without a gradient
+        # not in place: compiled by torch 2.11, a result that was created as zeros would get no gradient
         total = total - picked.masked_fill(ignored, 0.0).sum()
         if not any(wanted):
             continue

@@ -90,8 +90,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
     def grad_norm(self) -> Tensor:
         """The norm that the last step divided by, as a 0-d tensor on the device.
 
-        If the method or scope divides by several norms, or by another kind of norm, this is the norm of the whole
-        gradient. Reading this property does not synchronise with the device.
+        If the method or scope divides by several norms, or by the norm of another tensor (NSGDM: the momentum), this is
+        the norm of the whole gradient. Reading this property does not synchronise with the device.
         """
         return self._grad_norm.clone()  # steps update the original in place
 
@@ -294,7 +294,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             return None
         group = self.param_groups[0]
         step = group.get("rounding_step")
-        if not isinstance(step, Tensor) or step.device != params[0].device:  # first step, or loaded, or moved
+        if not isinstance(step, Tensor) or step.device != params[0].device:  # first step, or just loaded or moved
             there = 0 if step is None else step
             step = group["rounding_step"] = torch.as_tensor(there, dtype=torch.int64, device=params[0].device)
         return step
@@ -331,7 +331,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
-        # also if this rank has no gradient, because all ranks must take part in the same collectives
+        # `home` counts even if this rank has no gradient, because all ranks must take part in the same collectives
         on_host = eager and all(device.type == "cpu" for device in {home, *(b.device for b in parts)})
         on_host = on_host and not any(group["capturable"] for group in self.param_groups)
         # torch.amp.GradScaler sets these during a step, as one-element tensors

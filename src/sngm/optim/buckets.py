@@ -83,7 +83,7 @@ class Bucket:
         )
 
     def slices(self, elements: int) -> Iterator[Bucket]:
-        """Yield consecutive parts of at most `elements` elements (or one tensor), to limit the size of copies."""
+        """Yield smaller buckets of at most `elements` elements (or one larger tensor), to limit the size of copies."""
         run: list[int] = []
         size = 0
         for i, p in enumerate(self.params):
@@ -145,7 +145,7 @@ class Work:
         return sums
 
     def _packed(self, buckets: list[Bucket], parts: list[Tensor], kinds: int) -> Tensor:
-        """Return one column per parameter, with or without a gradient, so that the order is the same on all ranks."""
+        """Return `parts` with one column per parameter, 0 without a gradient: the same columns on all ranks."""
         zero = torch.zeros(kinds, dtype=sum_dtype(self.home), device=self.home)
         columns = [zero] * len(self.shards.params)
         for bucket, part in zip(buckets, parts, strict=True):

@@ -108,7 +108,7 @@ def keys(group: dict[str, Any], known: list[str]) -> None:
 
 
 def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
-    """Raise ValueError if the optimizer was given a non-zero setting that has no effect: every group has its own."""
+    """Raise ValueError if a non-zero setting of the optimizer has no effect, because every group has its own value."""
     if defaults[name] and all(group[name] != defaults[name] for group in groups):
         values = ", ".join(map(repr, dict.fromkeys(group[name] for group in groups)))
         raise ValueError(

@@ -114,7 +114,7 @@ def load_file(path: Path) -> Any:
 
 
 def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
-    """Return whether a new optimizer that loads the `state_dict` of another one takes the same next step.
+    """Return whether a new optimizer takes the same next steps as the optimizer whose `state_dict` it loads.
 
     Also return True, without a comparison, if the optimizer cannot step without arguments, such as a closure.
     """

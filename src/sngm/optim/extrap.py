@@ -115,7 +115,7 @@ class ExtrapSGD(LargeBatchOptimizer):
             closures: one function for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each function is called twice.
             group: process group whose ranks all run the same number of workers; gradients are averaged over all
-                workers. A parameter without a gradient on any rank is not changed.
+                workers. A parameter for which no rank has a gradient is not changed.
 
         Returns:
             The mean of the losses at w, or None if a closure returns None.

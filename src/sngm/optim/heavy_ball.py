@@ -141,7 +141,7 @@ def _foreach(bucket: Bucket, rule: Rule) -> None:
 
 
 def _fused(bucket: Bucket, rule: Rule) -> None:
-    """Step with torch's fused CPU kernel for SGD where it computes the same update, else with foreach.
+    """Step with torch's fused CPU kernel for SGD where it computes the update of `rule`, else with foreach.
 
     The kernel reads memory in order without checking that all tensors have the same layout, so this function checks it.
     Nesterov steps use foreach, because the kernel ignores their gain. Gains below LEAST_FUSED_GAIN use foreach too,
@@ -189,7 +189,7 @@ def _fused(bucket: Bucket, rule: Rule) -> None:
 
 
 def matching_layouts(params: Tensors, grads: Tensors, buffers: Tensors) -> list[bool]:
-    """Return for each parameter whether its gradient has the same dtype, and gradient and buffer the same layout."""
+    """Return for each parameter whether its gradient has its dtype, and its gradient and buffer have its layout."""
     if all(map(Tensor.is_contiguous, [*params, *grads, *buffers])) and {g.dtype for g in grads} == {params[0].dtype}:
         return [True] * len(params)
     return [g.dtype == p.dtype and same_layout(p, g, v) for p, g, v in zip(params, grads, buffers, strict=True)]

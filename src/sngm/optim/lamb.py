@@ -162,7 +162,7 @@ class LAMB(LargeBatchOptimizer):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
-        """Return the squared norm of each tensor; inf, so that the step is skipped, if exp_avg_sq would overflow."""
+        """Return the squared norm of each tensor. If its exp_avg_sq would overflow, return inf, to skip the step."""
         squares = norms.squares(bucket.grads)
         if bucket.group["max_grad_norm"] is not None:
             return squares
@@ -216,7 +216,7 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
 
 
 def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Compute q with torch's fused CPU kernel for Adam, which adds Adam's direction to weight_decay * w if lr=-1."""
+    """Compute q with torch's fused CPU kernel for Adam: with lr=-1, it adds Adam's direction to weight_decay * w."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)

@@ -40,8 +40,8 @@ class LARS(LargeBatchOptimizer):
     `lr` and weight decay. With the usual c = 0.001, a typical `lr` of LARS is many times that of momentum SGD. If this
     is too large for the other tensors, put them into a group with a smaller `lr`.
     If :math:`\phi(\|w\|)` or the denominator is zero, r is 1, as in the published code; otherwise a tensor of zeros
-    would never change. (The published code also uses 1 for a zero gradient with weight decay, where the formula
-    defines r.)
+    would never change. (The published code also uses 1 for a zero gradient with weight decay, although the
+    formula defines r there.)
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.

@@ -156,7 +156,7 @@ def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None
 
 
 def add(a: Tensor, alpha: float | Tensor, b: Tensor) -> Tensor:
-    """Return ``a + alpha * b``, in one pass if alpha is a number."""
+    """Return ``a + alpha * b``, with one operation if alpha is a number."""
     return (a + alpha * b).to(a.dtype) if isinstance(alpha, Tensor) else torch.add(a, b, alpha=alpha)
 
 

@@ -20,7 +20,7 @@ class Shards:
     """Placement of an optimizer's parameters over ranks, and sums over all shards.
 
     The ranks of the largest mesh among the DTensors are called the universe. Without DTensors, it is this rank alone.
-    Any other mesh must be a part of the universe, with its tensors replicated on the other parts. A plain tensor is
+    Any other mesh must be a subset of the universe, with its tensors replicated on the other subsets. A plain tensor is
     replicated on every rank. So in a universe of N ranks, a tensor in n shards exists N / n times. Each rank adds n / N
     times the square of its shard, so that one all-reduce over the universe is correct for every placement. All
     ranks then hold identical values, and agree on whether a step is skipped.
@@ -197,6 +197,6 @@ def group_of(mesh: Any) -> Any:
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     made = _groups.setdefault(dist.group.WORLD, {})
-    if ranks not in made:  # without ranks outside the mesh, such as other pipeline stages
+    if ranks not in made:  # ranks outside the mesh, such as other pipeline stages, do not call this
         made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return made[ranks]

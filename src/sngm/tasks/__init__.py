@@ -83,7 +83,7 @@ def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(task: Task) -> str:
-    """Return a checksum of a task that is not in a file: of its code and its model's architecture."""
+    """Return a checksum of the code and model architecture of a task that is not in a file (such as in a notebook)."""
     with torch.random.fork_rng(devices=[]):
         model = task.model()
     if not isinstance(model, nn.Module):
@@ -104,7 +104,7 @@ def names() -> list[str]:
 def build(name: str, settings: dict[str, Any] | None = None, data_dir: Path | None = None) -> Task:
     """Build a task by name; the user's own tasks are named ``file.py:Class`` or ``package.module:Class``.
 
-    If the name is that of an instance in a file, return this instance, or, with settings, a new instance of its class.
+    If the name is that of an instance in a file, return this instance; with settings, build a new one of its class.
 
     >>> build("digits", {"width": 8}).settings()
     {'width': 8}
@@ -211,7 +211,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
     for attribute, why in wrong.items():
         if why:
             raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
-    for attribute in ("batches", "usual_lrs"):  # not set if unchanged: the checksum covers attributes of the class
+    for attribute in ("batches", "usual_lrs"):  # set only if changed, because the checksum covers them
         if (listed := as_list(value := getattr(cls, attribute))) is not value:
             setattr(cls, attribute, listed)
     if not all(isinstance(some, (list, tuple)) for some in cls.lrs.values()):
@@ -238,7 +238,7 @@ def settings_of(name: str) -> list[str]:
 
 
 def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
-    """Return a checksum of the user's own code, which tells runs of an edited task from earlier runs.
+    """Return a checksum of the user's own code, to distinguish runs of an edited task from earlier runs.
 
     The checksum of a file is computed when the file is loaded. Tasks of installed packages have no checksum.
     """

@@ -66,7 +66,8 @@ class Task:
         warmup: epochs of linear warm-up of the learning rate.
         clip: the norm that gradients are clipped to, or a dict of norms by method; None for no clipping.
         decay_on: "weights" for weight decay of all parameters except biases and normalisation layers, or "all".
-        bias_lr: with LARS and CLARS, biases and normalisation layers have a "scaled" or the "full" learning rate.
+        bias_lr: with LARS and CLARS, the lr of biases and normalisation layers: "scaled" by the trust coefficient, or
+            "full".
         running_stats: "first" to evaluate with the running statistics of the first worker's BatchNorm, "mean" for the
             mean over all workers.
         result_of: the epoch whose scores are the result: the "last", or the "best" by validation score.
@@ -75,12 +76,12 @@ class Task:
     The following attributes set how a run is executed; they change at most the last digits of results:
 
     Attributes:
-        pass_size: the most samples of a pass through the model; None for one BatchNorm group per pass. Set it only if
+        pass_size: the most samples of a forward-backward pass; None for one BatchNorm group per pass. Set it only if
             the loss draws no random numbers, and GhostBatchNorm2d is the only layer in which samples of a batch affect
             each other. A pass then holds several BatchNorm groups, and steps may be captured as a CUDA graph.
         pass_size_on_cpu: the limit of `pass_size` on a CPU, where larger passes are no faster and take gigabytes.
         loaders: number of processes that prepare batches ahead of time, if this is slow; 0 for none.
-        step: the kind of steps on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
+        step: how steps run on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
 
     metric: ClassVar[str] = "accuracy"
@@ -136,7 +137,7 @@ class Task:
         name: str | None = None,
         **defaults: Any,
     ) -> Task:
-        """Build a task from a function that builds a model and map-style datasets of (input, target) samples.
+        """Build a task from map-style datasets of (input, target) samples and a function that builds the model.
 
         Args:
             model_fn: builds a new model, such as ``lambda: MLP(width=64)``; torch is seeded before it is called.
@@ -163,7 +164,7 @@ class Task:
         return make(model_fn, data, loss, metric, name, defaults)
 
     def sources(self) -> list[Any]:
-        """Return the objects whose source code defines this task, if the class is not in a file."""
+        """Return the objects whose source code identifies this task, if no file does (such as in a notebook)."""
         return [type(self)]
 
     def data(self) -> Splits:
@@ -196,7 +197,7 @@ class Task:
         return self.loss(model, batch), ()
 
     def scale(self, batch: int) -> float:
-        """Return the factor that multiplies the mean loss before backward; return the batch size for a summed loss.
+        """Return the factor that multiplies the mean loss before backward, such as the batch size for a summed loss.
 
         Methods that divide by the gradient's norm depend on this factor only through weight decay. Recorded losses are
         means, without this factor.
@@ -236,7 +237,7 @@ class Task:
 
 
 def check_labels(labels: Tensor) -> None:
-    """Raise an error that names the labels which cross_entropy does not support; torch's own error does not."""
+    """Raise an error for labels that cross_entropy does not support. Unlike torch's own error, it names them."""
     probabilities = labels.is_floating_point() and labels.ndim > 1
     if labels.dtype not in (torch.int64, torch.uint8) and not probabilities:
         kind = str(labels.dtype).removeprefix("torch.")

@@ -36,8 +36,8 @@ class ImageNetResNet50(Task):
     =======  =======  ===============
 
     At these batches, the warm-ups of the table are the defaults of this task. There are two differences: that code
-    decays the learning rate over the epochs after the warm-up, this task over all epochs; and the first step of that
-    code has a learning rate of 0, but no step of this task. At batch 32,768 that code has BatchNorm groups of 64
+    decays the learning rate over the epochs after the warm-up, this task over all epochs; and in that code the first
+    step has a learning rate of 0, in this task no step has. At batch 32,768 that code has BatchNorm groups of 64
     samples: use ``--bn-group 64``.
 
     Label smoothing follows that code too: the target of the true class is 1 - smoothing, and the other classes share

@@ -24,8 +24,8 @@ def auc(scores: Tensor, labels: Tensor) -> Tensor:
     _check_shapes(scores, labels)
     scores, positive = scores.detach(), labels.to(scores.device) == 1
     ones, zeros = scores[positive], scores[~positive].sort().values
-    # Twice the number of correctly ordered pairs: those with a lower score of label 0, plus those with a lower or equal
-    # score of label 0.
+    # Twice the number of correctly ordered pairs: those in which label 0 scores lower, plus those in which it scores
+    # lower or equal.
     twice = torch.searchsorted(zeros, ones).sum() + torch.searchsorted(zeros, ones, right=True).sum()
     area = twice.double() / (2 * len(ones) * len(zeros))  # 0 / 0 = NaN if all labels are equal
     return torch.where(scores.isnan().any(), torch.nan, area)

@@ -25,7 +25,7 @@ class TinyImageNetResNet50(ImageNetResNet50):
     been tried.
 
     Images stay uint8 on the device, and are augmented and normalised there. A training image is padded with 8 black
-    pixels on each side, in proportion the border of CIFAR-10's recipe, cropped at random to 64 x 64, and flipped at
+    pixels on each side, the same proportion as in CIFAR-10's recipe, cropped at random to 64 x 64, and flipped at
     random. ImageNet's random resized crop would enlarge parts of as few as 18 x 18 pixels.
 
     Args:

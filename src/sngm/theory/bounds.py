@@ -1,6 +1,6 @@
 """Theorems 1 to 3, the remark on LARS and the bound of MSGD: upper bounds on the mean gradient norm of a run.
 
-All functions take these arguments, by position or keyword, as floats or arrays that broadcast:
+All functions take the following arguments, by position or keyword, as floats or arrays that broadcast:
 
 - ``gap``: F(w_0) - F(w*), the loss at the start minus its minimum
 - ``eta``: the learning rate, constant over the run
@@ -127,8 +127,8 @@ def msgd_bound(
 def msgd_best(gap: Floats, steps: Floats, batch: Floats, L: Floats, sigma: Floats, beta: Floats) -> Best:
     """Return the learning rate with the lowest `msgd_bound`, and that bound.
 
-    The learning rate is the root of a cubic. It is ``(1-beta)^2 / ((1+beta) L)``, the limit of the condition, if this
-    limit is smaller than the root or there is no noise (sigma = 0). It is infinite if L = 0.
+    The learning rate is the root of a cubic, but at most ``(1-beta)^2 / ((1+beta) L)``, the limit of the condition.
+    Without noise (sigma = 0) it is this limit. It is infinite if L = 0.
 
     >>> msgd_best(gap=1, steps=100, batch=1, L=0.5, sigma=0, beta=0)
     Best(eta=2.0, bound=0.01)
@@ -171,8 +171,8 @@ def block_best(
 ) -> Best:  # fmt: skip
     """Return the best learning rate of Theorem 3, and its bound.
 
-    The learning rate is the smaller of ``sqrt((1-beta) gap / (4 L kappa T))``, as in Theorem 2, divided by sqrt(S), and
-    ``1 / (8 kappa lam rho S)``. The bound is never below the bound of `relaxed_best`, and both are equal if
+    The learning rate is the smaller of ``sqrt((1-beta) gap / (4 L kappa T S))``, that of Theorem 2 divided by sqrt(S),
+    and ``1 / (8 kappa lam rho S)``. The bound is never below the bound of `relaxed_best`, and both are equal if
     ``rho = 1/sqrt(S)`` (Section 6).
 
     >>> block_best(gap=2, steps=100, batch=16, L=1, sigma=1, beta=0, lam=5, blocks=4, rho=1)

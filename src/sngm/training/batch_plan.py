@@ -101,14 +101,14 @@ class BatchPlan:
         return range(rank * each, (rank + 1) * each)
 
     def pieces(self, worker: int) -> list[slice]:
-        """Return a worker's passes in order, as slices of the global batch; each pass has one BatchNorm group."""
+        """Return a worker's forward-backward passes as slices of the global batch, one per BatchNorm group."""
         start = worker * self.share
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
 
     def merged(self, workers: range, most: int) -> list[slice]:
-        """Return the passes of consecutive workers, merged into as few passes of at most `most` samples as possible.
+        """Merge the passes of consecutive workers into as few slices as possible, each of at most `most` samples.
 
-        Passes hold whole BatchNorm groups and have nearly equal sizes. A group above `most` is a pass of its own.
+        Passes hold whole BatchNorm groups and have nearly equal sizes. A group larger than `most` is one pass.
 
         >>> BatchPlan.of(batch=64, workers=2, micro=4).merged(range(2), 24)
         [slice(0, 20, None), slice(20, 40, None), slice(40, 64, None)]

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics in a step, independent of how the batch is split into passes."""
+"""BatchNorm's running statistics in a step, independent of how the batch is split into forward passes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def draws(task: Task, model: nn.Module) -> bool:
 
 
 class PerGroupStatistics:
-    """Running statistics of BatchNorm with one group per pass. In a step, every worker starts from the same values."""
+    """Running statistics of BatchNorm with one group per pass. Every worker starts from the values before the step."""
 
     def __init__(self, model: nn.Module, plan: BatchPlan, policy: str) -> None:
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -49,7 +49,7 @@ class PerGroupStatistics:
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Within the ``with`` block, update statistics if those of this worker are kept; never if `worker` is None."""
+        """In the ``with`` block, update statistics if the policy keeps this worker's; never if `worker` is None."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
         track(self.norms, worker is not None if self.mean else worker == 0)
@@ -115,7 +115,7 @@ class GhostStatistics:
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Share]:
-        """Return the share of each pass, by its start. Only the first pass with a non-zero weight decays old values."""
+        """Return the share of each pass by its first sample. Only the first of non-zero weight decays old values."""
         each = self.plan.share // self.plan.bn_group  # groups per worker
         weights, keep = one_after_another(each, momentum)
         if self.mean:  # mean over the workers of this process; `end` averages over processes

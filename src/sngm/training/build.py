@@ -82,7 +82,7 @@ def prepare(
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)
-    shards = execution.shard and processes.ranks > 1 and dist.is_initialized()  # a plan has no process group
+    shards = execution.shard and processes.ranks > 1 and dist.is_initialized()  # a dry run has no process group
     model = build_model(config, task, torch.device("cpu") if shards else processes.device)
     if shards:
         sharding.shard(model, processes.device, processes.ranks)
@@ -143,7 +143,8 @@ def prepare(
     )  # fmt: skip
 
 
-TRAINED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()  # of earlier runs, by id
+# parameters that earlier runs trained, by id
+TRAINED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 def check_new(config: RunConfig, model: nn.Module) -> None:

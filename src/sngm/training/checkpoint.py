@@ -27,7 +27,7 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
     content = buffer.getvalue()
     path = folder / f"checkpoint-{step:08d}.pt"
     write_atomically(path, content)
-    # drop later checkpoints, which are broken; the run resumed from an earlier one
+    # the run resumed from an earlier checkpoint, so later ones are broken: drop them
     before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
     kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
@@ -91,7 +91,7 @@ def is_broken(folder: Path) -> bool:
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """Yield the contents of intact checkpoints, newest first; if none matches the index, of all that can be loaded."""
+    """Yield the contents of intact checkpoints, newest first. If none matches the index, yield all that load."""
     index, found = _index(folder), False
     for name in sorted({*index, *(path.name for path in _files(folder))}, reverse=True):
         content = _read(folder / name, index)

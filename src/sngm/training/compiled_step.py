@@ -66,8 +66,8 @@ def in_one_line(error: Exception) -> str:
 def _number(name: str, value: int, device: torch.device) -> Tensor:
     """Return an epoch or a seed as a cached tensor.
 
-    `name` keeps epoch and seed distinct tensors, because code compiled for two tensors is not valid if both are the
-    same object.
+    With different `name`s, an epoch and a seed of equal value are two tensors: code compiled for two tensors is not
+    valid if both are the same object.
     """
     return torch.tensor(value, device=device)
 

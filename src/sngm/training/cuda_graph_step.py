@@ -90,7 +90,7 @@ class CapturedStepper:
 
     @property
     def mode(self) -> str:
-        """The mode in use, which is another than the chosen one after a fallback."""
+        """The mode in use. After a fallback, it differs from the chosen mode."""
         return without_capture(self.stepper.mode) if self.capture_failed else self.stepper.mode
 
     def __call__(self, indices: Tensor, *, epoch: int, step: int) -> Tensor:

@@ -1,8 +1,9 @@
 """Data loading: samples in device memory, or batches prepared ahead by worker processes.
 
-``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a pass. `indices` is an int64 tensor on the device of
-the samples; worker processes make batches on the host. In eager steps, `seed` and `epoch` are ints. In captured steps,
-`epoch` is a 0-d int64 tensor, and in compiled steps both are, because an int would be a constant of the graph.
+``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a forward-backward pass. `indices` is an int64
+tensor on the device of the samples; worker processes make batches on the host. In eager steps, `seed` and `epoch` are
+ints. In captured steps, `epoch` is a 0-d int64 tensor, and in compiled steps both are, because an int would be a
+constant of the graph.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def fits(samples: Samples, device: torch.device) -> bool:
 
 
 def size_of(samples: Any) -> int:
-    """Return the size in bytes of samples that are tensors in memory, or of those that a `Part` refers to; else 0."""
+    """Return the size in bytes of samples (of a `Part`, those it refers to) that are tensors in memory; else 0."""
     held = getattr(samples, "samples", samples)
     return sum(t.nbytes for t in getattr(held, "tensors", ()))
 

@@ -203,7 +203,8 @@ def _evaluate_together(
     mine = [task.score_sums(model, batch) for batch in _alive(own, processes)]
     total = len(batch_indices(samples, how[2], how[3]))
     if is_sharded(model) and len(mine) < -(-total // processes.ranks):
-        for batch in batches(samples, *how, 0, total):  # for the forward, a collective, of the others' last batch
+        # the other processes have one more batch, and every forward is a collective
+        for batch in batches(samples, *how, 0, total):
             task.score_sums(model, batch)
     processes.heartbeat.advance()
     names: list[str] = processes.broadcast(list(mine[0]) if mine else [])  # the first process has the first batch

@@ -68,7 +68,7 @@ class GradientSum:
     def finish(self, loss: Tensor) -> None:
         """Sum the remaining buckets and the loss; set each ``p.grad`` to its sum, or to None if no process has one."""
         self.active = False
-        if not self.begun:  # CLARS sums after its passes, without `begin`
+        if not self.begun:  # CLARS sums after its backward passes, without `begin`
             self._find_params()
         missing = [p.grad is None for p in self.params]
         for p, without in zip(self.params, missing, strict=True):
@@ -82,7 +82,7 @@ class GradientSum:
         loss.copy_(sums[0])
         if self.first:  # only once, because reading a value synchronises with the device
             self.first = False
-            if sums[-1].item():  # sum again, and from now on after the last pass
+            if sums[-1].item():  # sum again; in later steps, sum only after the last backward pass
                 self.overlaps, self.changed, self.begun = False, False, []
                 for _ in self.buckets:
                     self._start()

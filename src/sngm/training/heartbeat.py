@@ -34,19 +34,19 @@ class Heartbeat:
 
     def __init__(self, rank: int = 0, ranks: int = 1, timeout: float = 0.0, store: Any = None) -> None:
         self.rank, self.ranks, self.timeout, self.store = rank, ranks, timeout, store
-        self.progress = 0  # number of passes and other events that happen equally often in all processes
-        self.activity = 0  # anything else, such as batches evaluated by one process
+        self.progress = 0  # forward-backward passes and other events that every process has equally often
+        self.activity = 0  # other events, such as batches evaluated by one process
         self.ended = threading.Event()
         self.thread = threading.Thread(target=self._run, daemon=True)
         if store is not None:
             self.thread.start()
 
     def advance(self) -> None:
-        """Count progress that all processes make equally often, such as a pass."""
+        """Count an event that every process has equally often, such as a forward-backward pass."""
         self.progress += 1
 
     def act(self) -> None:
-        """Count activity of this process alone, such as a batch that only it evaluates."""
+        """Count an event of this process alone, such as a batch that only it evaluates."""
         self.activity += 1
 
     def end(self) -> None:

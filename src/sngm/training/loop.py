@@ -206,7 +206,7 @@ def _run(
         state.seconds = clock.pack()
         carried = setup.recurrent_state.gather()
         if sharding.is_sharded(model):
-            processes.broadcast_buffers(model)  # any process may write the buffers
+            processes.broadcast_buffers(model)  # any process may save the buffers to the checkpoint
         if processes.first or sharding.is_sharded(model):
             packed = state.pack(record, setup, carried, scored.averages, folder.path, processes.first)
             if processes.first:
@@ -297,7 +297,7 @@ def steps_of_epoch(
         order: the order of the samples in this epoch.
         epoch: the epoch, counted from 0.
         first: the number of batches of this epoch that a resumed run has already seen.
-        scores: validation scores of the epochs before, for schedules that need them.
+        scores: validation scores of earlier epochs, for schedules that need them.
     """
     set_mode(setup.optimizer, training=True)
     order = setup.data_source.begin(order, epoch, first)

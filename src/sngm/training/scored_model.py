@@ -60,7 +60,7 @@ class ScoredModel:
 
     @torch.no_grad()
     def _estimate_statistics(self, model: nn.Module, count: int, epoch: int) -> None:
-        """Set BatchNorm's running statistics to the mean statistics of training batches of one BatchNorm group each."""
+        """Set BatchNorm's running statistics to the mean over training batches, each of one BatchNorm group."""
         pairs = zip(model.modules(), self.trained.modules(), strict=True)
         # without the layers that the task keeps in evaluation mode
         norms: list[Any] = [m for m, t in pairs if isinstance(m, _BatchNorm) and m.track_running_stats and t.training]

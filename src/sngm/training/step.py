@@ -27,7 +27,7 @@ from .sharding import is_sharded
 
 @dataclass(frozen=True, slots=True)
 class WorkerPasses:
-    """Consecutive passes of one worker, or of all workers of a process; `worker` is the first of these workers."""
+    """Consecutive forward-backward passes of one worker, or of all workers of a process; `worker` is the first."""
 
     worker: int
     passes: list[slice]
@@ -87,7 +87,8 @@ class Stepper:
         self.heartbeat = Heartbeat()  # `prepare` replaces it by the heartbeat of the processes
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
         self.sharded = is_sharded(model)
-        several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)  # these sum over ranks
+        # FSDP2 and EXTRAP-SGD sum gradients over ranks themselves
+        several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)
         self.gradient_sum = GradientSum(self.params, plan.ranks) if several else None
         self.draws = draws(task, model)
         self.scale = task.scale(config.batch)  # scales the gradients, not the recorded loss

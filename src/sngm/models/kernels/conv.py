@@ -25,7 +25,7 @@ def neighbours(
     x, p, pixels, down, right,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Load TAPS neighbours of each of some pixels, in one row of the image, where they are contiguous in memory."""
+    """Load TAPS neighbours of each of some pixels. They are in one image row, so they are contiguous in memory."""
     k = tl.arange(0, K)
     row, column = p // W % H + down, (p % W)[:, None] + (right + k // C)[None, :]
     there = ((row >= 0) & (row < H) & (p < pixels))[:, None] & (column >= 0) & (column < W) & (k < TAPS * C)[None, :]

@@ -50,7 +50,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTIC: tl.constexpr, stochastic):
-    """Round to the nearest value of `dtype`; for bfloat16, if `stochastic`, at random so that the mean is exact."""
+    """Round to the nearest value of `dtype`. If `stochastic`, round to bfloat16 at random, with an exact mean."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         finite = (bits & 0x7F800000) != 0x7F800000

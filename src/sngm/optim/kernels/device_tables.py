@@ -63,7 +63,7 @@ class KernelStep:
     found_inf: Tensor | None
     rounding: Tensor | None  # counter of steps, if a group rounds stochastically
     mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS only: one mean norm for each parameter
-    whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only a part of it
+    whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only some parameters
     captured: bool  # whether the step is captured in a CUDA graph
     held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
 

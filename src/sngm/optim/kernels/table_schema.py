@@ -1,4 +1,4 @@
-"""Layout of the tables that host and device share: the index of a name here is its index there."""
+"""Layout of the tables that host and device share: the index of a name here is its index in the table."""
 
 # Two int64 tables have one row for each name and one column for each tensor. The addresses are looked up at every step.
 ADDRESSES = ("param", "grad", "buffer", "second_buffer", "count")

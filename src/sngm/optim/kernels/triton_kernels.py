@@ -45,7 +45,7 @@ def _parts(words, groups):
 
 @triton.jit
 def _chunk(table, owners, chunk, tensors, CHUNK: tl.constexpr):
-    """Return the tensor of a chunk, the offset of the chunk in the tensor, and the number of elements from it on."""
+    """Return the tensor of a chunk, the offset of the chunk in the tensor, and the number of elements from there."""
     i = tl.load(owners + chunk)
     start = (chunk - tl.load(table + FIRST_CHUNK * tensors + i)) * CHUNK
     return i, start, tl.load(table + ELEMENTS * tensors + i) - start
