@@ -319,7 +319,9 @@ def test_training_and_evaluation_give_the_model_the_same_values():
     assert scores.keys() == {"loss", "accuracy", "top5"}
 
 
-@pytest.mark.parametrize(("stem", "pixels", "parameters"), [("7x7", 2, 23_917_832), ("3x3-pool", 4, 23_910_152), ("3x3", 8, 23_910_152)])
+@pytest.mark.parametrize(
+    ("stem", "pixels", "parameters"), [("7x7", 2, 23_917_832), ("3x3-pool", 4, 23_910_152), ("3x3", 8, 23_910_152)]
+)
 def test_a_stem_leaves_feature_maps_of_its_size(stem, pixels, parameters):
     model = resnet50(200, stem).eval()
     assert sum(p.numel() for p in model.parameters()) == parameters

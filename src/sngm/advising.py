@@ -201,9 +201,7 @@ def check_command(asked: Asked) -> str:
 SEEDS = 3  # of each side of a verification, by default
 
 
-def verified(
-    found: Measurement, folder: Path, seeds: int | None, execution: Execution, progress: bool
-) -> Measurement:
+def verified(found: Measurement, folder: Path, seeds: int | None, execution: Execution, progress: bool) -> Measurement:
     """Train the recipe, the advised settings and the scaled recipe, each with all seeds; add the results to the advice.
 
     The runs are stored in a subfolder of `folder` whose name contains a hash of the configs.

@@ -24,7 +24,7 @@ from ..files import locked
 
 CHUNK = 1 << 16  # bytes per read: small enough for steady progress on a slow connection
 TIMEOUT = 30.0  # seconds to wait for a byte
-TRIES = 3  # the most tries in a row that receive no byte, per mirror
+TRIES = 3  # the most tries per mirror since the last byte received
 BACKOFF = 1.0  # seconds before the second try; doubled before each further try
 PATH_CONFLICTS = (FileExistsError, IsADirectoryError, NotADirectoryError)  # a member is both a file and a folder
 MAX_DEPTH, MAX_NAME = 32, 200  # the most folders in a path of an archive, and the most characters of a name

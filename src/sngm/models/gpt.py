@@ -19,8 +19,8 @@ class GPT(nn.Module):
     """A language model of pre-norm transformer blocks, whose embedding is also the matrix of its logits.
 
     With the defaults it has 9,998,400 parameters. It differs from GPT-2 in three points: positions are rotary, layers
-    have no biases, and attention weights have no dropout. Initial weights are GPT-2's: N(0, 0.02^2), and for the two matrices of a block that write to the
-    residual stream 0.02 divided by the square root of twice the number of blocks.
+    have no biases, and attention weights have no dropout. Initial weights are GPT-2's: N(0, 0.02^2), and for the two
+    matrices of a block that write to the residual stream 0.02 divided by the square root of twice the number of blocks.
 
     Args:
         tokens: size of the vocabulary.

@@ -97,7 +97,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     @property
     def skipped(self) -> Tensor:
-        """The number of steps skipped because the norm was not finite, as a 0-d tensor on the device."""
+        """The number of skipped steps (NaN or infinite norm, overflow, bad loss scale): a 0-d device tensor."""
         return self._skipped.clone()
 
     # ---------------------------------------------------------------- groups
@@ -158,9 +158,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
     @property
     def _step_supports_amp_scaling(self) -> bool:
         # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). This needs fused=True, because
-        # trainers refuse to clip the gradients of optimizers that unscale. With a norm_group the value is False,
-        # because sharded scalers exchange overflows when they unscale, and ranks with different scales have no common
-        # norm.
+        # trainers refuse to clip the gradients of optimizers that unscale. With a norm_group or shared norm, it is
+        # False, because sharded scalers exchange overflows when they unscale, and ranks with different scales have no
+        # common norm.
         return (
             self.norm_group is None and self.shared_norm is None and all(group["fused"] for group in self.param_groups)
         )

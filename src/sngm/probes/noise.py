@@ -25,7 +25,7 @@ class Noise:
         low, high: 95 % confidence interval of sigma, see `noise`. NaN with only two batches.
         scale: the gradient noise scale ``sigma^2 / ||grad F||^2`` of McCandlish et al. (arXiv 1812.06162): the batch
             size at which the noise of the mean gradient is as large as the gradient. ``||grad F||^2`` is estimated
-            without bias; if the estimate is not positive, the scale is inf.
+            without bias; if the estimate is not positive, the scale is inf, or NaN without noise.
         scale_low, scale_high: 95 % confidence interval of the scale, see `noise`. NaN with only two batches.
         loss, gradient_norm: mean loss over all samples, and the norm of its gradient.
         block_norms: the norm of that gradient for each parameter; None if the loss does not depend on the parameter.

@@ -58,7 +58,7 @@ def standalone(figure: Figure) -> str:
 
 @contextmanager
 def _matplotlib() -> Iterator[None]:
-    """Use only our style; ignore warnings of glyphs missing in matplotlib's font, because the reader's font is used."""
+    """Use only our style; ignore warnings, such as of glyphs that matplotlib's font lacks: the reader's is used."""
     from matplotlib import style
 
     with warnings.catch_warnings(), style.context(["default", TEMPLATES / "figures.mplstyle"]):

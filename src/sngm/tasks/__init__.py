@@ -83,7 +83,7 @@ def name_of(task: str | type[Task] | Task) -> tuple[str, dict[str, Any]]:
 
 
 def source_digest(task: Task) -> str:
-    """Return a checksum of the code and model architecture of a task that is not in a file (such as in a notebook)."""
+    """Return a checksum of the code, settings and model architecture of a task without a file (as in a notebook)."""
     with torch.random.fork_rng(devices=[]):
         model = task.model()
     if not isinstance(model, nn.Module):

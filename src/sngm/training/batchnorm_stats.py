@@ -18,7 +18,10 @@ from .batch_plan import BatchPlan
 
 
 def may_merge(task: Task, model: nn.Module) -> bool:
-    """Return True if a pass may hold several BatchNorm groups, because `pass_size` is set and no layer mixes groups."""
+    """Return True if a pass may hold several BatchNorm groups.
+
+    This needs a `pass_size`, a loss without random numbers, and layers that do not mix groups.
+    """
     if task.pass_size is None or draws(task, model):
         return False
     norms = [m for m in model.modules() if isinstance(m, _BatchNorm)]

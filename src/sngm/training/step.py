@@ -42,8 +42,8 @@ def worker_passes_of(
         plan, rank, optimizer: the batch plan of the run, the rank of this process, and the optimizer.
         most: the most samples in a pass with several BatchNorm groups; None for one group per pass.
 
-    CLARS needs the gradient of each micro-batch and EXTRAP-SGD the gradient of each worker, so their passes are not
-    merged.
+    CLARS needs the gradient of each micro-batch, so its passes are not merged. EXTRAP-SGD needs the gradient of each
+    worker, so its passes are merged within a worker only.
     """
     mine = plan.workers_of(rank)
     if most is None or isinstance(optimizer, CLARS):

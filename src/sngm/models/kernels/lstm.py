@@ -327,7 +327,7 @@ class Recur(torch.autograd.Function):
 def _launch(
     kernels: tuple[Any, Any], cuts: dict[int, Cut], gates: Tensor, *tensors: Tensor, shape: tuple[int, int, int]
 ) -> None:
-    """Launch the second of two kernels if all its programs can run at the same time, else the first."""
+    """Launch the second of two kernels if elements have 2 bytes and its programs all run at once, else the first."""
     steps, streams, width = shape
     alone, shared = kernels
     cut = cuts[gates.element_size()]
