@@ -193,6 +193,9 @@ def test_from_torch_refuses_what_it_cannot_use():
         sngm.Task.from_torch(nn.Linear(4, 2), TRAIN, TEST)
     with pytest.raises(UsageError, match="test_dataset must be a map-style dataset"):
         sngm.Task.from_torch(linear, TRAIN, iter([]))
+    for empty in ([], TensorDataset(X[:0], Y[:0])):
+        with pytest.raises(UsageError, match="test_dataset has no samples"):
+            sngm.Task.from_torch(linear, TRAIN, empty)
     with pytest.raises(TypeError, match="has no argument 'epoch'"):
         task(epoch=3)
     with pytest.raises(ValueError, match="metric must be"):

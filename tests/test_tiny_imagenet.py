@@ -216,6 +216,8 @@ def without_line(path):
         ("val/images/val_10.JPEG", Path.unlink, r"images lacks val_10\.JPEG, listed in val_annotations\.txt"),
         ("val/val_annotations.txt", without_line, r"val_annotations\.txt lacks the class of val_3\.JPEG"),
         ("wnids.txt", without_line, r"val_3\.JPEG is of class 'n03', which wnids\.txt does not list"),
+        ("val/val_annotations.txt", lambda path: path.write_text("zzz"), "has a line without a class: 'zzz'"),
+        ("wnids.txt", lambda path: path.write_text(""), r"wnids\.txt lists no classes"),
         ("val/val_annotations.txt", Path.unlink, r"tiny-imagenet-200 lacks val/val_annotations\.txt"),
     ],
 )

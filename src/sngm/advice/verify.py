@@ -19,14 +19,14 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
     """
     summary = report.summarise(folder)
     before, after, *scaled = (summary.cells[side] for side in sides)
-    scores = f"{_score(summary, before)}, and {_score(summary, after)} ({before.n} and {after.n} seeds)"
+    scores = f"{_score(summary, before)}, and {_score(summary, after)} (seeds: {before.n} and {after.n})"
     text = f"test {summary.metric} is {scores}: {_difference(summary, after, before)[0]}."
     headline = text[0].upper() + text[1:]
     for own in scaled:
         found, better = _difference(summary, after, own)
         do = {1: "; switching helps", -1: f"; keep {own.method}"}.get(better or 0, "")
         headline += f" Compared with {own.method} at the same batch: {found}{do}."
-        score = f"{_score(summary, own)} ({own.n} seeds), with its lr scaled linearly to {own.lr:g}"
+        score = f"{_score(summary, own)} (seeds: {own.n}), with its lr scaled linearly to {own.lr:g}"
         text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
     if before.method.partition("(")[0] == after.method.partition("(")[0]:
         text += " The advised settings are those of your own method, scaled to the larger batch; SNGM was not tried."
@@ -49,11 +49,11 @@ def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | No
             return f"every run of {cell.method} diverged", verdict if one.n or other.n else None
     p, gap = welch(one, other), difference(list(one.values.values()), list(other.values.values()))
     if p is None or gap is None:
-        return "no test is possible", None
+        return "no test is possible with so few seeds", None
     if one.diverged or other.diverged:
         return "runs diverged, so the means cannot be compared", None
     gain, half = gap[0] if summary.higher_is_better else -gap[0], gap[1]
     if p >= 0.05:
         worse, better = summary.gap(half - gain), summary.gap(half + gain)
-        return f"undecided, between {worse} worse and {better} better (95 %, p = {p:.2g})", 0
+        return f"undecided, between {worse} worse and {better} better (95 %, p = {p:.2g}); more seeds may decide", 0
     return f"{summary.gap(abs(gain))} {'better' if gain > 0 else 'worse'} (p = {p:.2g})", 1 if gain > 0 else -1

@@ -110,6 +110,8 @@ def list_files(folder: Path) -> Listing:
         DataMissing: a class folder or an image is missing, a class is unknown, or a class has no images.
     """
     classes = sorted((folder / "wnids.txt").read_text().split())
+    if not classes:
+        raise DataMissing(f"{folder / 'wnids.txt'} lists no classes; fetch the dataset again")
     if absent := [name for name in classes if not (folder / "train" / name / "images").is_dir()]:
         raise DataMissing(f"{folder / 'train'} lacks {_first(absent)}, listed in wnids.txt; fetch the dataset again")
     labels = {name: label for label, name in enumerate(classes)}
@@ -123,7 +125,10 @@ def list_files(folder: Path) -> Listing:
     train = len(files)
     sizes = _sizes(folder / "val" / "images")
     notes = folder / "val" / "val_annotations.txt"
-    named = dict(line.split("\t")[:2] for line in notes.read_text().splitlines() if line.count("\t"))
+    rows = [line.split("\t") for line in notes.read_text().splitlines() if line.strip()]
+    if broken := [row[0] for row in rows if len(row) < 2]:
+        raise DataMissing(f"{notes} has a line without a class: {broken[0][:80]!r}; fetch it again")
+    named = {file: name for file, name, *_ in rows}
     if odd := [file for file, name in named.items() if name not in labels]:
         raise DataMissing(f"{notes}: {odd[0]} is of class {named[odd[0]]!r}, which wnids.txt does not list")
     if absent := [file for file in named if file not in sizes]:

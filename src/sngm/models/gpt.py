@@ -14,6 +14,8 @@ from .vocabulary_loss import vocabulary_loss
 BASE = 10_000.0  # of the rotary frequencies, as in RoFormer
 STD = 0.02  # of initial weights, as in GPT-2
 
+MOST_LAYERS = 1000
+
 
 class GPT(nn.Module):
     """A language model of pre-norm transformer blocks, whose embedding is also the matrix of its logits.
@@ -33,9 +35,11 @@ class GPT(nn.Module):
     def __init__(
         self, tokens: int = 8192, width: int = 320, layers: int = 6, heads: int = 5, dropout: float = 0.0
     ) -> None:
-        if min(tokens, width, layers, heads) < 1:
-            sizes = f"{tokens}, {width}, {layers} and {heads}"
-            raise UsageError(f"tokens, width, layers and heads must be at least 1, got {sizes}")
+        for name, value in {"tokens": tokens, "width": width, "layers": layers, "heads": heads}.items():
+            if value < 1:
+                raise UsageError(f"{name} must be at least 1, got {value}")
+        if layers > MOST_LAYERS:  # building them would take minutes
+            raise UsageError(f"layers must be at most {MOST_LAYERS:,}, got {layers:,}")
         if width % (2 * heads):
             raise UsageError(f"width must be a multiple of 2 * heads = {2 * heads}, got {width}")
         if not 0 <= dropout < 1:

@@ -103,7 +103,7 @@ def noise(
         estimates.append(norm(difference) ** 2 * (size * before / (size + before)))
         mean += difference * (size / (size + before))
     if mean is None or not estimates:
-        raise UsageError(f"the noise is measured between two batches or more, got {len(seen)}")
+        raise UsageError(f"the noise is measured between batches, so give at least two of them, got {len(seen)}")
     blocks = [norm(part) for part in parts(mean, params)]
     total = sum(seen)
     # the only synchronisation with the device

@@ -136,10 +136,14 @@ def as_samples(name: str, dataset: Any) -> Tensors | DatasetSamples:
     if isinstance(dataset, TensorDataset):
         if len(dataset.tensors) < 2:
             raise UsageError(f"{name}_dataset must hold inputs and targets, as TensorDataset(inputs, targets) does")
-        return Tensors(*dataset.tensors)
-    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, dict)):
-        return DatasetSamples(dataset)
-    raise UsageError(f"{name}_dataset must be a map-style dataset (__len__ and __getitem__), got {dataset!r}")
+        samples: Tensors | DatasetSamples = Tensors(*dataset.tensors)
+    elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__") and not isinstance(dataset, (str, dict)):
+        samples = DatasetSamples(dataset)
+    else:
+        raise UsageError(f"{name}_dataset must be a map-style dataset (__len__ and __getitem__), got {dataset!r}")
+    if not len(samples):
+        raise UsageError(f"{name}_dataset has no samples")
+    return samples
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
