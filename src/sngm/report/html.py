@@ -50,7 +50,7 @@ def words(value: object, missing: str = "None") -> str:
 
 
 def short(value: object) -> str:
-    """Return a number with at most four digits (from 1,000 on, as a whole number); None as a dash.
+    """Return a number below 1,000 with at most four digits, a larger one as a whole number, None as a dash.
 
     >>> short(0.123456), short(12345.6), short(None), short("0.9")
     ('0.1235', '12,346', '–', '0.9')

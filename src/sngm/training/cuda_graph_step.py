@@ -130,7 +130,7 @@ class CapturedStepper:
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """Run the body on the side stream, ordered with the current stream before and after it."""
+        """Run the body on the side stream; each of the two streams waits for the other, before and after."""
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

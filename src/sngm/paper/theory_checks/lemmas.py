@@ -123,7 +123,7 @@ def auxiliary(run: Trace) -> Array:
 
 
 def lemma_2(_: int) -> Finding:
-    """Check the norm of the buffer, for gradients of all sizes and for a constant gradient, which is the worst case."""
+    """Check the bound on the buffer's norm, for gradients of all lengths and a constant gradient, the worst case."""
     random = np.random.default_rng(2)
     rows, lines = [], []
     for slot, beta in enumerate(LEMMA_BETAS):
