@@ -168,7 +168,8 @@ def test_dropout_is_in_training_only_and_is_known_to_draw_random_numbers():
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"width": 0}, "at least 1, got 8192, 0, 6 and 5"),
+        ({"width": 0}, "width must be at least 1, got 0"),
+        ({"layers": 10**8}, "layers must be at most 1,000, got 100,000,000"),
         ({"width": 30, "heads": 4}, "width must be a multiple of 2 \\* heads = 8, got 30"),
         ({"dropout": 1.0}, "dropout must be >= 0 and < 1, got 1.0"),
     ],
