@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from waiting import PATIENCE, endings
 
 from sngm.tasks import Splits, Task, Tensors
-from sngm.training import Options, RunConfig, resolve, train
+from sngm.training import Options, RunConfig, compiled_step, resolve, train
 from sngm.training import checkpoint as checkpoints
 from sngm.training.run_folder import RESUMED
 
@@ -172,6 +172,16 @@ def assert_near_end(ours: Path, theirs: Path, tolerance: float) -> None:
         assert mine.keys() == other.keys()
         for key, value in other.items():
             assert abs(mine[key] - value) <= tolerance * max(abs(value), 1e-3), key
+
+
+def assert_compiled_is_eager(monkeypatch: Any, folder: Path, wanted: RunConfig, **more: Any) -> None:
+    """Assert that compiled steps end near eager ones; the backend needs no C compiler."""
+    monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
+    compiled_step._compile.cache_clear()
+    for step in ("eager", "compiled"):
+        assert run(folder / step, wanted, step=step, **more)["timing"]["step"] == step
+    compiled_step._compile.cache_clear()
+    assert_near_end(folder / "compiled", folder / "eager", 1e-11)
 
 
 def assert_near(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) -> None:

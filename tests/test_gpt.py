@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from console import refused, sngm
-from runs import assert_near_end, assert_same_end, metrics, ranks, run
+from runs import assert_compiled_is_eager, assert_near_end, assert_same_end, metrics, ranks, run
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -17,7 +17,7 @@ from sngm.data.wikitext import load_wikitext2, load_wikitext2_tokens
 from sngm.errors import Interrupted
 from sngm.models.gpt import GPT
 from sngm.tasks import gpt
-from sngm.training import compiled_step, resolve
+from sngm.training import resolve
 from sngm.training.batchnorm_stats import draws
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official words", "ignore:mkldnn_matmul failed")
@@ -274,13 +274,7 @@ def test_two_processes_train_and_score_as_one(tmp_path, shard):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler instantiates an autograd function
 def test_compiled_steps_compute_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
-    compiled_step._compile.cache_clear()
-    for step in ("eager", "compiled"):
-        found = run(tmp_path / step, config(epochs=1), step=step, data_dir=tmp_path / "data")
-        assert found["timing"]["step"] == step
-    compiled_step._compile.cache_clear()
-    assert_near_end(tmp_path / "compiled", tmp_path / "eager", 1e-11)
+    assert_compiled_is_eager(monkeypatch, tmp_path, config(epochs=1), data_dir=tmp_path / "data")
 
 
 @pytest.mark.slow

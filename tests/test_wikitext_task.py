@@ -7,7 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from console import refused, sngm
-from runs import assert_near, assert_near_end, assert_same_end, call_ranks, metrics, ranks, record, strict_json
+from runs import (
+    assert_compiled_is_eager,
+    assert_near,
+    assert_near_end,
+    assert_same_end,
+    call_ranks,
+    metrics,
+    ranks,
+    record,
+    strict_json,
+)
 from runs import state as end_of
 from torch import nn
 
@@ -15,7 +25,7 @@ from sngm import tasks
 from sngm.data.wikitext import load_wikitext2
 from sngm.errors import Interrupted
 from sngm.models.lstm import WordLSTM
-from sngm.training import BatchPlan, Options, compiled_step, resolve, rng, timing, train
+from sngm.training import BatchPlan, Options, resolve, rng, timing, train
 from sngm.training.recurrent_state import RecurrentState
 
 pytestmark = [
@@ -243,13 +253,7 @@ def test_an_extrapolation_without_length_is_msgd(tmp_path):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's compiler instantiates an autograd function
 def test_compiled_steps_compute_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(compiled_step, "BACKEND", "aot_eager")
-    compiled_step._compile.cache_clear()
-    for step in ("eager", "compiled"):
-        found = made(tmp_path / step, config(epochs=1), step=step, data_dir=tmp_path / "data")
-        assert found["timing"]["step"] == step
-    compiled_step._compile.cache_clear()
-    assert_near_end(tmp_path / "compiled", tmp_path / "eager", 1e-11)
+    assert_compiled_is_eager(monkeypatch, tmp_path, config(epochs=1), data_dir=tmp_path / "data")
 
 
 # ---------------------------------------------------------------- the command line
