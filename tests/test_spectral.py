@@ -55,6 +55,26 @@ def test_every_path_equals_the_reference(settings, path):
         assert (p - there).norm() <= 1e-11 * there.norm()
 
 
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("settings", [{}, {"order": "after", "nesterov": True}, {"maximize": True}], ids=str)
+def test_each_group_has_its_own_ball(settings, path):
+    params, balls = make(), ["rows", "euclidean", "rows", "rows", None, "spectral"]
+    w, u = [p.detach().clone() for p in params], [torch.zeros_like(p) for p in params]
+    groups = [{"params": [p], "ball": ball} for p, ball in zip(params, balls, strict=True)]
+    optimizer = SpectralSNGM(groups, lr=0.1, weight_decay=0.2, **settings, **PATHS[path])
+    for t in range(4):
+        grads = gradients(t)
+        grads[0][3] = 0.0  # a token that is not in the batch
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        w, u = reference.spectral_sngm(w, u, grads, eta=0.1, wd=0.2, balls=balls, triples=POLAR["muon"], **settings)
+    for p, there in zip(params, w, strict=True):
+        assert (p - there).norm() <= 1e-11 * there.norm()
+    if not settings:
+        assert optimizer.state[params[0]]["momentum_buffer"].norm(dim=1).max() <= 10
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 def test_polar_express_is_the_exact_polar_factor(order):
     params = make()
@@ -167,7 +187,7 @@ def test_a_group_may_have_the_euclidean_ball():
     [
         ({"order": "first"}, "order must be one of 'before', 'after'"),
         ({"polar": "svd"}, "polar must be one of 'muon', 'polar-express'"),
-        ({"ball": "sign"}, "ball must be one of 'spectral', 'euclidean'"),
+        ({"ball": "sign"}, "ball must be one of 'spectral', 'rows', 'euclidean'"),
         ({"vector_scale": -1.0}, "vector_scale must be a finite number"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov=True needs momentum > 0"),
         ({"lr": -1.0}, "lr must be a finite number"),

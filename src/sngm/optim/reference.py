@@ -77,19 +77,22 @@ def spectral_sngm(
     order: str = "before",
     nesterov: bool = False,
     rho: float = 0.3,
+    balls: Sequence[str | None] | None = None,
     triples: Sequence[tuple[float, float, float]] | None = None,
     eps: float = 1e-12,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """Return w and u after a step of SNGM in the spectral norm.
+    """Return w and u after a step of SNGM in the spectral norm, or for each block in the norm that `balls` names.
 
     `triples` are the coefficients of Newton-Schulz, see `sngm.optim.spectral.POLAR`; None for the exact polar factor.
     """
     eta, wd = each(eta, w), each(wd, w)
 
-    def steepest(d: Tensor) -> Tensor:
-        if d.ndim < 2:
+    def steepest(d: Tensor, ball: str | None) -> Tensor:
+        if d.ndim < 2 or ball == "euclidean":
             return rho * d / max(norm(d), eps)
+        if ball == "rows":
+            return torch.stack([row / max(norm(row), eps) for row in d])
         m = d.reshape(d.shape[0], -1)
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         values = values.sign() if triples is None else values / max(norm(m), eps)
@@ -101,11 +104,12 @@ def spectral_sngm(
     new_w, new_u = [], []
     for s in range(len(w)):
         d = -g[s] if maximize else g[s]
-        x = steepest(d) if order == "before" else d
+        ball = balls[s] if balls else None
+        x = steepest(d, ball) if order == "before" else d
         u_s = beta * u[s] + x
         step = beta * u_s + x if nesterov else u_s
         new_u.append(u_s)
-        new_w.append((1.0 - eta[s] * wd[s]) * w[s] - eta[s] * (step if order == "before" else steepest(step)))
+        new_w.append((1.0 - eta[s] * wd[s]) * w[s] - eta[s] * (step if order == "before" else steepest(step, ball)))
     return new_w, new_u
 
 

@@ -7,7 +7,7 @@ import functools
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from .nsgdm import NSGDM
 from .sngm import SNGM
 from .spectral import SpectralSNGM
 
+EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
 signature_of = functools.cache(inspect.signature)  # a study asks for it thousands of times
 
 
@@ -37,12 +38,14 @@ class Method:
         settings: the method's default settings, if they differ from the defaults of the class.
         lr_scale: the method's usual learning rates divided by those of momentum SGD.
         recipe: options of a run that the method needs, such as a constant learning rate.
+        embeddings: settings of the parameter group of embeddings, if the method treats them in a special way.
     """
 
     build: Callable[..., torch.optim.Optimizer] | str
     settings: dict[str, Any] = field(default_factory=dict)
     lr_scale: float = 1.0
     recipe: dict[str, Any] = field(default_factory=dict)
+    embeddings: dict[str, Any] = field(default_factory=dict)
 
 
 METHODS = {
@@ -58,7 +61,9 @@ METHODS = {
     "lars-unscaled": Method(LARS, {"variant": "unscaled", "max_ratio": 50.0, "clamp_grad": 10.0}, lr_scale=100.0),
     "lion": Method("pytorch_optimizer:Lion", {"weight_decay": 0.1}, lr_scale=0.003),
     "msgd": Method(torch.optim.SGD, {"momentum": 0.9}),
-    "muon": Method("timm.optim:Muon", {"nesterov": True, "weight_decay": 0.1}, lr_scale=0.1),
+    "muon": Method(
+        "timm.optim:Muon", {"nesterov": True, "weight_decay": 0.1}, lr_scale=0.1, embeddings={"use_fallback": True}
+    ),
     "nesterov": Method(torch.optim.SGD, {"momentum": 0.9, "nesterov": True}),
     "nsgdm": Method(NSGDM, lr_scale=3.0),
     "schedule-free": Method(
@@ -67,7 +72,7 @@ METHODS = {
     "signum": Method("pytorch_optimizer:SignSGD", {"weight_decay": 0.1}, lr_scale=0.003),
     "sngd": Method(SNGM, {"momentum": 0.0}, lr_scale=10.0),
     "sngm": Method(SNGM),
-    "spectral-sngm": Method(SpectralSNGM, {"weight_decay": 1.0}, lr_scale=0.1),
+    "spectral-sngm": Method(SpectralSNGM, {"weight_decay": 1.0}, lr_scale=0.1, embeddings={"ball": "rows"}),
 }
 
 
@@ -262,11 +267,19 @@ def nearest(word: str, words: list[str]) -> str:
     return f" (did you mean {' or '.join(best)}?)" if best else ""
 
 
-def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+def decay_groups(
+    model: nn.Module, weight_decay: float, *, embeddings: dict[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """Return two parameter groups of a model: weights with decay, and biases and normalisation layers without decay.
 
     Parameters of at most one dimension count as biases, since scales and gains should not decay either. SNGM's global
-    norm is taken over both groups.
+    norm is taken over all groups.
+
+    Args:
+        model: the model.
+        weight_decay: the weight decay of the first group.
+        embeddings: settings of a third group, to which the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` then
+            belong, such as ``{"ball": "rows"}`` for :class:`SpectralSNGM`. They decay like other weights.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 1e-4)]
@@ -277,12 +290,19 @@ def decay_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     checks.number("weight_decay", weight_decay, 0.0)
     decayed: list[Tensor] = []
     exempt: list[Tensor] = []
-    seen: set[int] = set()
+    # first, because an output layer may share its weight with an embedding
+    found = [module.weight for module in model.modules() if isinstance(module, EMBEDDINGS)] if embeddings else []
+    tables = list(dict.fromkeys(found))
+    seen = set(map(id, tables))
     for module in model.modules():
         is_norm = re.search("[Nn]orm(?![a-z])", type(module).__name__)  # LayerNorm2d, not NormalLinear
         for name, p in module.named_parameters(recurse=False):
             if id(p) not in seen:
                 seen.add(id(p))
                 (exempt if is_norm or p.ndim <= 1 or "bias" in name else decayed).append(p)
-    groups: Iterable[tuple[list[Tensor], float]] = ((decayed, weight_decay), (exempt, 0.0))
-    return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+    groups = [
+        {"params": decayed, "weight_decay": weight_decay},
+        {"params": exempt, "weight_decay": 0.0},
+        {"params": tables, "weight_decay": weight_decay, **(embeddings or {})},
+    ]
+    return [group for group in groups if group["params"]]

@@ -21,7 +21,7 @@ from .sharded_norms import group_of, is_dtensor, local, redistribute_like
 from .sngm import MIN_EPS
 
 ORDERS = ("before", "after")
-BALLS = ("spectral", "euclidean")
+BALLS = ("spectral", "rows", "euclidean")
 MARGIN = 1.01  # bfloat16 may round singular values to above 1, where the polynomials of "polar-express" grow fast
 EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -67,14 +67,15 @@ class SpectralSNGM(LargeBatchOptimizer):
         u_{t+1} = \beta u_t + x_t, \qquad w_{t+1} = (1 - \eta\lambda) w_t - \eta u_{t+1}
 
     Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, use
-    :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. As in SNGM, :math:`u` is never
-    longer than :math:`1/(1-\beta)` times the longest :math:`x` (for matrices, in the spectral norm), and scaling the
-    loss does not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon
+    :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. In groups with
+    ``ball="rows"``, each row of :math:`x_t` is the row of the gradient divided by its norm. As in SNGM, :math:`u` is
+    never longer than :math:`1/(1-\beta)` times the longest :math:`x`, in the norm of the group, and scaling the loss does
+    not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon
     does:
     :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
 
-    Put embeddings and output layers into a group with ``ball="euclidean"``, because each of their rows belongs to one
-    token or class and is used separately.
+    Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:
+    ``decay_groups(model, weight_decay, embeddings={"ball": "rows"})`` does this.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -86,8 +87,9 @@ class SpectralSNGM(LargeBatchOptimizer):
         nesterov: step by :math:`\beta u_{t+1} + x_t`, or in the order "after" by :math:`x(\beta v_{t+1} + g_t)`.
         vector_scale: :math:`\rho`.
         polar: coefficients of the Newton-Schulz iteration that computes :math:`U V^T`, "muon" or "polar-express".
-        ball: None normalises matrices in the spectral norm and vectors in the Euclidean norm; "euclidean" normalises
-            all tensors in the Euclidean norm. Each parameter group may have its own value.
+        ball: None or "spectral" normalises matrices in the spectral norm, "rows" each of their rows in the Euclidean
+            norm, and "euclidean" whole matrices in the Euclidean norm. Vectors always have the Euclidean norm. Each
+            parameter group may have its own value.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
         maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only makes
             ranks agree on skipped steps. A matrix may be sharded as a DTensor, but not as plain tensors on several
@@ -211,16 +213,20 @@ class SpectralSNGM(LargeBatchOptimizer):
     ) -> list[Tensor]:
         """Return x for each tensor. For a sharded tensor, the entry of `wholes` is its DTensor."""
         group = bucket.group
-        spectral = [group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0 for p in bucket.owners]
+        is_matrix = [group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0 for p in bucket.owners]
         found: list[Tensor | None] = [None] * len(tensors)
-        vectors = [i for i, matrix in enumerate(spectral) if not matrix]
+        vectors = [i for i, matrix in enumerate(is_matrix) if not matrix]
+        matrices = [i for i, matrix in enumerate(is_matrix) if matrix]
         if vectors:
             squares = self._whole_squares(bucket, [tensors[i] for i in vectors], vectors)
             factors = group["vector_scale"] / at_least(eps, squares.sqrt())
             for i, factor in zip(vectors, factors.unbind(), strict=True):
                 x = upcast(tensors[i])
                 found[i] = x * factor.to(x.dtype)
-        matrices = [i for i, matrix in enumerate(spectral) if matrix]
+        if group["ball"] == "rows":
+            for i in matrices:
+                found[i] = upcast(tensors[i]) / at_least(eps, row_norms(tensors[i], bucket.owners[i]))
+            matrices = []
         sharded = [i for i in matrices if is_dtensor(bucket.owners[i])]
         plain = [i for i in matrices if not is_dtensor(bucket.owners[i])]
         for i, x in zip(plain, polar_factors([tensors[i] for i in plain], group["polar"], eps), strict=True):
@@ -237,6 +243,18 @@ class SpectralSNGM(LargeBatchOptimizer):
         packed = torch.zeros(1, len(self._shards.params), dtype=squares.dtype, device=squares.device)
         packed[0, [bucket.indices[i] for i in which]] = squares
         return self._shards.tensors(packed, over_group=False)[0, [bucket.indices[i] for i in which]]
+
+
+def row_norms(tensor: Tensor, owner: Any) -> Tensor:
+    """Return the norm of each row of a tensor; `tensor` is the local shard if its parameter `owner` is a DTensor."""
+    norms: Tensor = torch.linalg.vector_norm(upcast(tensor), dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    split = [k for k, place in enumerate(getattr(owner, "placements", ())) if getattr(place, "dim", 0)]
+    if split:  # rows lie on several ranks
+        squares = norms.square()
+        for k in split:
+            dist.all_reduce(squares, group=owner.device_mesh.get_group(k))
+        norms = squares.sqrt()
+    return norms
 
 
 def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:

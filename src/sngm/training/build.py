@@ -20,7 +20,7 @@ from ..optim import CLARS, LARS, decay_groups
 from ..optim.base import LargeBatchOptimizer
 from ..optim.external import restores_its_state, set_mode
 from ..optim.lars import trust
-from ..optim.registry import BUILT_IN, builder
+from ..optim.registry import BUILT_IN, METHODS, builder
 from ..optim.state import EXECUTION_FLAGS
 from ..options import Execution
 from ..tasks import Samples, Schedule, Splits, Task
@@ -208,13 +208,14 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     """
     settings = dict(config.method_settings)
     try:
-        groups = decay_groups(model, settings.get("weight_decay", 0.0))
+        groups = decay_groups(model, settings.get("weight_decay", 0.0), embeddings=_for_embeddings(config))
         if config.decay_on == "all":
             groups = [{**group, "weight_decay": settings.get("weight_decay", 0.0)} for group in groups]
         if not any(group["weight_decay"] for group in groups):  # the model has only vectors
             settings |= dict.fromkeys(settings.keys() & {"weight_decay"}, 0.0)
         if "weight_decay" not in settings:
-            groups = [{"params": group["params"]} for group in groups]
+            for group in groups:
+                del group["weight_decay"]
         build = builder(config.method, settings)
         optimizer = build(groups, lr=config.lr)
     except (TypeError, ValueError) as error:
@@ -240,6 +241,12 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     if tensor_rates:
         _hold_rates_in_tensors(optimizer)
     return optimizer
+
+
+def _for_embeddings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of the embeddings' parameter group; settings that the user chose hold for all groups."""
+    special = METHODS[config.method].embeddings if config.method in METHODS else {}
+    return {} if special.keys() & config.method_settings.keys() else special
 
 
 def _check_function(
