@@ -104,8 +104,8 @@ class Block(nn.Module):
         """Return the residual stream after this block, of shape (batch, length, width)."""
         # one product for all three, which is faster than three
         weight = torch.cat([layer.weight for layer in (self.query, self.key, self.value)])
-        y = linear(self.norm1(x), weight).unflatten(-1, (3, self.heads, -1))
-        both, value = y.split([2, 1], dim=2)
+        y = linear(self.norm1(x), weight).view(*x.shape[:2], 3, self.heads, -1)
+        both, value = torch.split(y, [2, 1], dim=2)
         query, key = rotated(both, *(part.to(y.dtype) for part in rotation)).unbind(2)
         query, key, value = (t.transpose(1, 2) for t in (query, key, value.squeeze(2)))
         y = scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib.util
 import inspect
 import re
 import sys
@@ -219,11 +220,13 @@ def builder(name: str, settings: dict[str, Any]) -> functools.partial[torch.opti
 
 
 def settings_of(name: str) -> list[str]:
-    """Return the names of a method's settings.
+    """Return the names of a method's settings; of a method whose library is missing, only `lr` and the registered ones.
 
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
     """
+    if name in METHODS and not is_installed(name):
+        return ["lr", *METHODS[name].settings]
     return list(signature_of(find(name).build).parameters)[1:]  # the first argument is `params`
 
 
@@ -246,15 +249,27 @@ def find(name: str) -> Found:
     return Found(cls, {**settings, **method.settings})
 
 
+def is_installed(name: str) -> bool:
+    """Return whether the library of a registered method can be imported.
+
+    >>> is_installed("sngm")
+    True
+    """
+    build = METHODS[name].build
+    return not isinstance(build, str) or importlib.util.find_spec(build.partition(":")[0].partition(".")[0]) is not None
+
+
 def usual_decay(name: str, of_task: float) -> float:
     """Return the default weight decay of a method on a task: the method's own default if it has one, else the task's.
 
     >>> usual_decay("adamw", 1e-4), usual_decay("sngm", 1e-4)
     (0.01, 0.0001)
     """
-    method = find(name)
-    parameter = signature_of(method.build).parameters.get("weight_decay")
-    own = method.settings.get("weight_decay", parameter.default if parameter else None)
+    own = METHODS[name].settings.get("weight_decay") if name in METHODS else None
+    if own is None:
+        method = find(name)
+        parameter = signature_of(method.build).parameters.get("weight_decay")
+        own = method.settings.get("weight_decay", parameter.default if parameter else None)
     return float(own) if own and isinstance(own, (int, float)) else of_task
 
 

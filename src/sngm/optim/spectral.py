@@ -69,9 +69,8 @@ class SpectralSNGM(LargeBatchOptimizer):
     Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, use
     :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. In groups with
     ``ball="rows"``, each row of :math:`x_t` is the row of the gradient divided by its norm. As in SNGM, :math:`u` is
-    never longer than :math:`1/(1-\beta)` times the longest :math:`x`, in the norm of the group, and scaling the loss does
-    not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon
-    does:
+    never longer than :math:`1/(1-\beta)` times the longest :math:`x`, in the norm of the group, and scaling the loss
+    does not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
     :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
 
     Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:

@@ -271,7 +271,10 @@ def check_types(method: str, settings: dict[str, Any]) -> None:
 
     >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
     """
-    parameters = inspect.signature(registry.find(method).build).parameters
+    try:
+        parameters = inspect.signature(registry.find(method).build).parameters
+    except ValueError as error:  # such as a library that is not installed
+        raise UsageError(str(error)) from error
     for key, value in settings.items():
         if key == "lr":
             raise UsageError(f"{method}: lr is not a setting; give it as `lr` or `lrs`")
