@@ -16,7 +16,7 @@ from waiting import wait_for
 from sngm import tasks
 from sngm.errors import UsageError
 from sngm.optim import registry
-from sngm.study import Cell, StudyConfig, launch
+from sngm.study import Cell, StudyConfig, launch, worker
 from sngm.study.grid import check_types, run_name, split_settings
 from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
@@ -562,6 +562,31 @@ def test_a_killed_study_leaves_no_process_behind_and_goes_on(uninterrupted):
 
 @linux
 @pytest.mark.slow
+@pytest.mark.parametrize(("moment", "exits"), [("starting a run", True), ("training", False), ("between runs", False)])
+def test_a_worker_ends_at_once_only_before_the_first_step_of_a_run(monkeypatch, moment, exits):
+    # between runs it may be sending a record: half of one would block the parent process forever
+    ended = []
+    for name, value in {"_stop": False, "_end": False, "_starting": False}.items():
+        monkeypatch.setattr(worker, name, value)
+    monkeypatch.setattr(os, "_exit", ended.append)
+
+    def train(config, path, options):
+        if moment == "training":
+            assert not options.should_stop()
+        if moment != "between runs":
+            worker.on_signal(signal.SIGTERM, None)
+            assert ended == [0] * exits
+        return {"status": "finished"}
+
+    monkeypatch.setattr(worker, "train", train)
+    assert worker.make(None, Path("run"), {}, None) == {"status": "finished"}
+    if moment == "between runs":
+        worker.on_signal(signal.SIGTERM, None)
+        assert not ended
+        worker.make(None, Path("run"), {}, None)  # a run that comes after the signal does not start
+    assert ended
+
+
 def test_a_killed_worker_is_one_line_and_the_study_goes_on(uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})

@@ -174,20 +174,22 @@ def between(known: Rates, batch: int) -> float:
     return float(f"{value:.6g}")
 
 
-def _by_batch(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of experiments.toml with its keys, the batches, converted to integers."""
-    return {
-        key: {int(batch): value for batch, value in values.items()} if key in ("rates", "seconds") else values
-        for key, values in given.items()
-    }
+def _row_or_item(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a table of experiments.toml with batches as integers, and settings such as betas as tuples."""
+    found = dict(given)
+    for key in {"rates", "seconds"} & found.keys():
+        found[key] = {int(batch): value for batch, value in found[key].items()}
+    if own := found.get("method_settings"):
+        found["method_settings"] = {key: tuple(v) if isinstance(v, list) else v for key, v in own.items()}
+    return found
 
 
 def _read() -> Iterator[Item]:
     """Read experiments.toml; titles and tasks of tables are in tables.toml."""
     for name, given in tomllib.loads(Path(__file__).with_name("experiments.toml").read_text("utf-8")).items():
         about = {key: TABLES[name][key] for key in ("title", "where", "task", "metric")} if name in TABLES else {}
-        rows = tuple(Row(**_by_batch(row)) for row in given.pop("rows"))
-        yield Item(name=name, rows=rows, **about, **_by_batch(given))
+        rows = tuple(Row(**_row_or_item(row)) for row in given.pop("rows"))
+        yield Item(name=name, rows=rows, **about, **_row_or_item(given))
 
 
 ITEMS = tuple(_read())

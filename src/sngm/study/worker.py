@@ -35,7 +35,7 @@ def mask_signals(how: str, signals: Iterable[int]) -> set[Any]:
     return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
 
 
-_stop = _end = _steps = False  # whether to stop the run, whether to end the process, whether the run has made steps
+_stop = _end = _starting = False  # whether to stop the run, to end the process; whether a run has yet to make a step
 
 
 def pack_local() -> bytes | None:
@@ -76,10 +76,14 @@ def _exit_with_parent() -> None:
 
 
 def on_signal(number: int, _: Any) -> None:
-    """Stop the run at its next step. On SIGTERM, exit after that, or at once if the run has made no step yet."""
+    """Stop the run at its next step. On SIGTERM, exit after that, or at once if the run has made no step yet.
+
+    Between runs the process goes on: it may hold a lock of the pool or be sending a record, and half a record would
+    block the parent process forever.
+    """
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
-    if _end and not _steps:
+    if _end and _starting:
         os._exit(0)
 
 
@@ -91,16 +95,17 @@ def stop_runs_here(stop: bool) -> None:
 
 def _should_stop() -> bool:
     """Return whether to stop the run. It is called after each step; before the first call, SIGTERM exits at once."""
-    global _steps
-    _steps = True
+    global _starting
+    _starting = False
     return _stop
 
 
 def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | None) -> dict[str, Any]:
     """Train one run; return its record, or a record with the status "interrupted" or "failed"."""
-    global _steps
+    global _starting
     if commit is not None:  # SNGM_COMMIT may have changed since the fork server started
         os.environ["SNGM_COMMIT"] = commit
+    _starting = True
     try:
         if _stop:
             return {"status": "interrupted"}
@@ -113,7 +118,7 @@ def make(config: RunConfig, path: Path, options: dict[str, Any], commit: str | N
         text = "".join(traceback.format_exception(error))
         return {"status": "failed", "error": f"{type(error).__name__}: {error}", "traceback": text, "result": {}}
     finally:
-        _steps = False
+        _starting = False
         if _end:
             os._exit(0)
 
