@@ -753,6 +753,7 @@ def archive_with(path, *entries):
     [
         "../outside",
         "/tmp/sngm-outside",
+        "//tmp/sngm-outside",
         "cifar-10-batches-bin/../../outside",
         "C:/outside",
         "cifar-10-batches-bin\\..\\..\\outside",

@@ -242,9 +242,10 @@ def _extract(tar: tarfile.TarFile, root: Path) -> None:
             neither a file nor a folder.
     """
     for member in tar:
-        parts = PurePosixPath(member.name).parts
+        path = PurePosixPath(member.name)
+        parts = path.parts
         # on Windows a drive letter or a backslash would leave `root` too
-        outside = {"/", ".."} & set(parts) or set("\\:") & set(member.name)
+        outside = path.is_absolute() or ".." in parts or set("\\:") & set(member.name)
         if outside or len(parts) > MAX_DEPTH or max(map(len, parts), default=0) > MAX_NAME:
             raise tarfile.TarError(f"its path {member.name[:100]!r} is not allowed")
         if not (member.isreg() or member.isdir()):
