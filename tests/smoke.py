@@ -11,16 +11,13 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import warnings
 from importlib import metadata, resources
 from pathlib import Path
 
-with warnings.catch_warnings():
-    warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # optional for torch
-    import torch
-    from torch import Tensor, nn
+import torch
+from torch import Tensor, nn
 
-    import sngm
+import sngm
 
 STEPS = 20
 COMMAND = str(Path(sysconfig.get_path("scripts")) / "sngm")
@@ -75,7 +72,7 @@ def run(*command: str, folder: str | None = None) -> str:
 
 def check_core() -> None:
     """Check that the base install has no trainer, and that the command says how to install it."""
-    there = [name for name in ("typer", "rich", "scipy", "sklearn") if importlib.util.find_spec(name)]
+    there = [name for name in ("matplotlib", "typer", "rich", "scipy", "sklearn") if importlib.util.find_spec(name)]
     assert not there, f"the base install brought {', '.join(there)}"
     for command in ([COMMAND], [sys.executable, "-I", "-m", "sngm"]):
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)
@@ -83,6 +80,13 @@ def check_core() -> None:
         assert done.stdout == "", done
         assert done.stderr.count("\n") == 1, done
         assert "pip install 'sngm[train]'" in done.stderr, done
+    for name in ("advise_model", "compare", "train"):
+        error = None
+        try:
+            getattr(sngm, name)
+        except ImportError as raised:
+            error = raised
+        assert "pip install 'sngm[train]'" in str(error), f"sngm.{name}: {error!r}"
     from sngm import theory
 
     assert theory.kappa(0.9) > 1

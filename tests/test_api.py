@@ -17,6 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 import sngm
 from sngm import tasks
+from sngm.__main__ import NEEDS
 from sngm.cli import exit_codes
 from sngm.errors import DataMissing, Failed, UsageError
 from sngm.optim import registry
@@ -580,3 +581,11 @@ def test_the_optimizers_need_no_trainer():
     code = "import sys; from sngm import SNGM; sys.exit('sngm.api' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
     assert importlib.import_module("sngm").__version__
+
+
+def test_a_function_of_the_trainer_names_the_extra_that_is_missing(monkeypatch):
+    monkeypatch.setitem(NEEDS, "no_such_module", "no-such-package")
+    monkeypatch.delitem(vars(sngm), "compare", raising=False)
+    with pytest.raises(ImportError, match=r"sngm\.compare needs no-such-package: run pip install 'sngm\[train\]'"):
+        sngm.compare()
+    assert "compare" not in dir(sngm)

@@ -37,6 +37,7 @@ _HOMES = {
     ".checkup": ("check",),
     ".measure": ("probe",),
 }
+_NEED_TRAIN = {"advise", "advise_model", "compare", "load_study", "probe", "train"}  # need the extra sngm[train]
 
 
 def __getattr__(name: str) -> Any:
@@ -44,6 +45,8 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name == "load":  # kept for older code; load_run(...).model replaces it
         return importlib.import_module(".training", __name__).load_model
+    if name in _NEED_TRAIN and (packages := _lacking()):
+        raise ImportError(f"sngm.{name} needs {', '.join(packages)}: run pip install 'sngm[train]'")
     for home, names in _HOMES.items():
         if name in names:
             value = globals()[name] = getattr(importlib.import_module(home, __name__), name)
@@ -52,4 +55,10 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__} - (_NEED_TRAIN if _lacking() else set()))
+
+
+def _lacking() -> list[str]:
+    from .__main__ import lacking
+
+    return lacking()

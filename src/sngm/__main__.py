@@ -4,15 +4,20 @@ import os
 import sys
 from importlib.util import find_spec
 
-NEEDS = {"filelock": "filelock", "rich": "rich", "sklearn": "scikit-learn", "scipy": "scipy", "typer": "typer"}
+# modules and packages of sngm[train], without those that torch installs
+NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn", "scipy": "scipy", "typer": "typer"}
+
+
+def lacking() -> list[str]:
+    """Return the packages of sngm[train] that are not installed."""
+    return [package for module, package in NEEDS.items() if find_spec(module) is None]
 
 
 def main() -> None:
     """Run the command line; if its packages are missing, print how to install them and exit."""
     try:
-        lacking = [package for module, package in NEEDS.items() if find_spec(module) is None]
-        if lacking:
-            sys.exit(f"sngm: {', '.join(lacking)} not installed; the command line comes with pip install 'sngm[train]'")
+        if names := lacking():
+            sys.exit(f"sngm: {', '.join(names)} not installed; the command line comes with pip install 'sngm[train]'")
         from .cli import main as run
     except KeyboardInterrupt:
         print("sngm: interrupted", file=sys.stderr)
