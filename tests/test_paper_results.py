@@ -883,6 +883,11 @@ def test_a_budget_ends_and_the_rest_is_run_later(tiny):
     assert sngm("paper run table-9 --device cpu --jobs 2 --json").json["missing_runs"] == 0
 
 
+def test_a_budget_without_the_signal_for_it_is_refused(tiny, monkeypatch):
+    monkeypatch.delattr("signal.SIGALRM")  # as on Windows
+    refused(sngm("paper run table-9 --budget 1h --device cpu"), "--budget needs the signal SIGALRM")
+
+
 def test_a_run_that_fails_is_told_and_the_others_are_kept(tiny, tmp_path, monkeypatch):
     def failing(study, folder, *, known, show, **_):
         record = {"status": "failed", "error": "ValueError: no", "result": {}}

@@ -141,6 +141,8 @@ class OutOfTime(Exception):
 @contextmanager
 def _time_limit(seconds: float) -> Iterator[None]:
     """Raise OutOfTime in the ``with`` block after this many seconds; unfinished runs can be resumed."""
+    if not hasattr(signal, "SIGALRM"):
+        raise UsageError("`budget` needs the signal SIGALRM, which Windows does not have; run without a budget")
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise OutOfTime
