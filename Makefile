@@ -1,8 +1,8 @@
 # Everything starts here: `make demo` and `make test` set themselves up. `make help` lists the rest.
 
-# Python 3.11 where it is there, else the newest that is. A name on the PATH may be a stub, so each is run.
+# Python 3.11 where it is there, else the newest in docs/versions.md, else another. A name on the PATH may be a stub, so each is run.
 suitable = $(1) -c 'import sys, venv, ensurepip; sys.version_info >= (3, 11) and print(sys.executable)' 2>/dev/null
-PYTHON ?= $(shell for p in python3.11 python3.14 python3.13 python3.12 python3; do $(call suitable,$$p); done | head -n 1)
+PYTHON ?= $(shell for p in python3.11 python3.13 python3.12 python3.14 python3; do $(call suitable,$$p); done | head -n 1)
 new_venv = if [ -n "$$($(call suitable,"$(PYTHON)"))" ]; then "$(PYTHON)" -m venv $(1); \
 	elif [ "$(origin PYTHON)" = file ] && command -v uv >/dev/null; then \
 	uv venv --quiet --seed --allow-existing --python '>=3.11' $(1); \
@@ -105,8 +105,8 @@ dist: $(TOOLS)/.ready  ## build sdist and wheel, and try each in an empty enviro
 fresh:  ## set up a fresh clone with a bare environment, and run demo and test-quick there
 	@tools/fresh.sh test-quick $(if $(filter file,$(origin PYTHON)),,"$(PYTHON)")
 
-matrix: $(READY)  ## test the oldest and the newest torch, on every Python found (half an hour)
-	@$(BIN)/python tools/matrix.py
+matrix:  ## test the oldest and the newest torch, on every Python found (half an hour)
+	@"$(PYTHON)" tools/matrix.py
 
 resolve: $(TOOLS)/.ready  ## resolve constraints.txt from PyPI for every platform and Python
 	@tools/resolve.sh $(TOOLS)/bin/uv

@@ -11,7 +11,7 @@ for platform in x86_64-unknown-linux-gnu aarch64-unknown-linux-gnu aarch64-apple
     # torch's wheels need macOS 14
     if env -i SSL_CERT_FILE="${SSL_CERT_FILE:-}" https_proxy="${https_proxy:-}" HOME="$PWD/build" PATH="$PATH" MACOSX_DEPLOYMENT_TARGET=14.0 "$1" pip compile --quiet \
       --system-certs --no-config --only-binary :all: --python-platform "$platform" --python-version "$version" \
-      --constraints constraints.txt --extra dev --extra ray --extra slurm pyproject.toml --output-file "build/resolved/$platform-$version.txt" >/dev/null; then
+      --constraints constraints.txt --extra dev --extra ray --extra slurm --extra wandb --extra mlflow pyproject.toml --output-file "build/resolved/$platform-$version.txt" >/dev/null; then
       echo "$platform, Python $version: resolved"
     else
       status=1
