@@ -8,6 +8,7 @@ shift
 root=$(git rev-parse --show-toplevel)
 if [[ $# -eq 0 ]]; then
   while read -r python; do set -- "$@" "$python"; done < <("$root/tools/pythons.sh" | sed -n '1p;$p' | uniq)
+  [[ $# -gt 0 ]] || { echo "no Python 3.11 or newer with venv found" >&2; exit 1; }
 fi
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
