@@ -19,6 +19,7 @@ from sngm.models.gpt import GPT
 from sngm.tasks import gpt
 from sngm.training import resolve
 from sngm.training.batchnorm_stats import draws
+from sngm.training.build import build_optimizer
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*does not hold the official words", "ignore:mkldnn_matmul failed")
 SMALL = {"vocabulary": 280, "context": 16, "width": 8, "layers": 2, "heads": 2}
@@ -284,6 +285,16 @@ def test_each_method_learns_at_the_middle_of_its_grid(tmp_path, method):
     found = sngm(f"{line} --method {method} --batch 4 --epochs 12 --json --out run")
     assert found.code == 0, found.err
     assert found.json["result"]["test_token_perplexity"] < 8  # without context: 27
+
+
+@pytest.mark.parametrize(("settings", "ball"), [({}, "rows"), ({"ball": "spectral"}, "spectral")])
+def test_spectral_sngm_normalises_the_rows_of_the_embedding_unless_told_otherwise(settings, ball):
+    model = GPT(tokens=23, width=8, layers=1, heads=2)
+    optimizer = build_optimizer(config("spectral-sngm", method_settings=settings), model)
+    balls = {id(p): group["ball"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(balls) == len(list(model.parameters()))
+    assert balls[id(model.embedding.weight)] == ball
+    assert balls[id(model.blocks[0].query.weight)] == settings.get("ball")
 
 
 def test_a_dry_run_shows_tokens_and_bytes():

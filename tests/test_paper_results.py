@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -343,7 +344,7 @@ OPTIONS = {"warmup": float, "epochs": int, "seed": int, "workers": int, "micro":
 
 def from_command(command):
     """Return the config of a command, as `sngm train` resolves it on a GPU."""
-    _, _, task, *words = command.split()
+    _, _, task, *words = shlex.split(command)
     given, settings = {}, {}
     for option, value in zip(words[::2], words[1::2], strict=True):
         name = option[2:].replace("-", "_")

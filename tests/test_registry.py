@@ -383,3 +383,21 @@ def test_a_layer_is_not_taken_for_a_normalisation_layer_by_half_its_name():
     decayed, exempt = sngm.optim.decay_groups(layer, 0.1)
     assert decayed["params"] == [layer.weight]
     assert exempt["params"] == [layer.bias]
+
+
+def test_embeddings_have_a_group_of_their_own_also_if_an_output_layer_shares_their_weight():
+    model = nn.ModuleDict({"head": nn.Linear(4, 9, bias=False), "inner": nn.Linear(4, 4), "table": nn.Embedding(9, 4)})
+    model["head"].weight = model["table"].weight
+    groups = decay_groups(model, 0.1, embeddings={"ball": "rows"})
+    assert [[tuple(p.shape) for p in group.pop("params")] for group in groups] == [[(4, 4)], [(4,)], [(9, 4)]]
+    assert groups == [{"weight_decay": 0.1}, {"weight_decay": 0.0}, {"weight_decay": 0.1, "ball": "rows"}]
+    (plain,) = decay_groups(nn.Embedding(9, 4), 0.1)
+    assert "ball" not in plain
+
+
+def test_a_run_with_a_method_whose_library_is_missing_can_be_planned_and_not_made(monkeypatch):
+    monkeypatch.setitem(registry.METHODS, "absent", registry.Method("no_such_library:Muon", {"weight_decay": 0.1}))
+    assert registry.settings_of("absent") == ["lr", "weight_decay"]
+    assert registry.usual_decay("absent", 1e-4) == 0.1
+    with pytest.raises(ValueError, match=r"no optimizer class at 'no_such_library:Muon'"):
+        create("absent", [nn.Parameter(torch.ones(2))], lr=0.1)

@@ -232,4 +232,5 @@ def text_of(value: float | None, metric: str, signed: bool = False) -> str:
         return f"{100 * value:{sign}.2f}"
     if metric == "perplexity":
         return f"{value:{sign}.2f}" if abs(value) < 1e4 else f"{value:{sign}.2g}"
-    return f"{value:{sign}.4f}" if metric == "auc" else f"{value:{sign}.4g}"
+    digits = {"auc": ".4f", "bits_per_byte": ".3f"}.get(metric, ".4g")
+    return f"{value:{sign}{digits}}"

@@ -78,7 +78,7 @@ def _exit_with_parent() -> None:
 def on_signal(number: int, _: Any) -> None:
     """Stop the run at its next step. On SIGTERM, exit after that, or at once if the run has made no step yet.
 
-    Between runs the process goes on: it may hold a lock of the pool or be sending a record, and half a record would
+    Between runs the process continues: it may hold a lock of the pool or be sending a record, and half a record would
     block the parent process forever.
     """
     global _stop, _end
