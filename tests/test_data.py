@@ -1184,6 +1184,8 @@ def test_what_is_said_beside_a_bar_stays_in_one_line(server, archive, tmp_path, 
 
 def test_data_check_names_what_is_wrong(tree):
     refused(sngm("data check --data-dir nowhere"), "no dataset in nowhere", code=3)
+    Path("file").touch()
+    refused(sngm("data --data-dir file"), "--data-dir must be a folder; file is a file")
     refused(sngm("data check cifar10 --data-dir data"), "no CIFAR-10 in data", "sngm data get cifar10", code=3)
     folder = make("data")
     shown = sngm("data check cifar10 --data-dir data")

@@ -297,6 +297,12 @@ def test_spectral_sngm_normalises_the_rows_of_the_embedding_unless_told_otherwis
     assert balls[id(model.blocks[0].query.weight)] == settings.get("ball")
 
 
+def test_a_run_of_one_epoch_is_not_all_warm_up():
+    assert resolve("wikitext2-gpt", "sngm", lr=0.1, epochs=1).warmup == 0.5
+    assert resolve("wikitext2-gpt", "sngm", lr=0.1, epochs=10).warmup == 1.0
+    assert resolve("wikitext2-gpt", "sngm", lr=0.1, epochs=1, warmup=1.0).warmup == 1.0
+
+
 def test_a_dry_run_shows_tokens_and_bytes():
     plan = sngm(f"{LINE} --lr 1 --batch 4 --dry-run --json").json
     corpus = load_wikitext2_tokens(Path("data"), 280)

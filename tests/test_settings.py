@@ -82,7 +82,7 @@ def test_what_the_user_does_not_say_is_the_tasks():
 def test_defaults_may_follow_the_batch():
     wanted = resolve(PAPER, "sngm", lr=0.1, batch=48)
     assert (wanted.warmup, wanted.workers, wanted.micro) == (3.0, 2, 4)
-    assert resolve(PAPER, "sngm", lr=0.1, batch=48, epochs=2).warmup == 2  # at most the length of the run
+    assert resolve(PAPER, "sngm", lr=0.1, batch=48, epochs=2).warmup == 1  # at most half of a shortened run
 
 
 def test_a_task_that_says_nothing_has_plain_defaults():

@@ -46,6 +46,8 @@ def overview(context: typer.Context, data_dir: DATA = None, as_json: JSON = Fals
     from .. import tasks
     from ..data.check import find
 
+    if data_dir is not None and data_dir.is_file():
+        raise UsageError(f"`data_dir` must be a folder; {data_dir} is a file")
     found: list[dict[str, Any]] = []
     for name in tasks.names():
         dataset = getattr(tasks.find(name), "dataset", None)

@@ -250,7 +250,8 @@ def resolve(
     recipe = registry.METHODS[method].recipe if method in registry.METHODS else {}
     for name in ("epochs", "schedule", "decay_on", "bias_lr", "running_stats"):
         settings.setdefault(name, recipe.get(name, usual[name]))
-    settings.setdefault("warmup", min(usual["warmup"], settings["epochs"]))
+    shortened = settings["epochs"] < usual["epochs"]  # then at most half of the run is warm-up
+    settings.setdefault("warmup", min(usual["warmup"], settings["epochs"] / (2 if shortened else 1)))
     averaged = "ema" in settings or "bn_samples" in recipe
     settings.setdefault("bn_samples", recipe.get("bn_samples", BN_SAMPLES) if averaged else None)
     clip = usual["clip"]
