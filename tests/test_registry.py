@@ -6,6 +6,7 @@ import itertools
 import math
 import sys
 import types
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,8 @@ import sngm
 from sngm import CLARS, LAMB, LARS, NSGDM, SNGM, ExtrapSGD, SpectralSNGM
 from sngm.optim import create, decay_groups, names, registry
 from sngm.optim.external import restores_its_state, set_mode
+from sngm.training import resolve
+from sngm.training.build import build_optimizer
 
 KNOWN = {  # name: the equivalent class and settings
     "adam": lambda p: torch.optim.Adam(p, lr=0.02),
@@ -393,6 +396,23 @@ def test_embeddings_have_a_group_of_their_own_also_if_an_output_layer_shares_the
     assert groups == [{"weight_decay": 0.1}, {"weight_decay": 0.0}, {"weight_decay": 0.1, "ball": "rows"}]
     (plain,) = decay_groups(nn.Embedding(9, 4), 0.1)
     assert "ball" not in plain
+    computed = nn.utils.parametrizations.weight_norm(nn.Embedding(9, 4))
+    listed = [p for group in decay_groups(computed, 0.1, embeddings={"ball": "rows"}) for p in group["params"]]
+    assert {*map(id, listed)} == {*map(id, computed.parameters())}
+
+
+def test_muon_leaves_embeddings_to_adamw(monkeypatch):
+    model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
+    monkeypatch.setitem(registry.METHODS, "muon", replace(registry.METHODS["muon"], build=Noted))
+    optimizer = build_optimizer(resolve("digits", "muon", lr=0.1), model)
+    assert [group.get("use_fallback", False) for group in optimizer.param_groups] == [False, False, True]
+
+
+class Noted(torch.optim.SGD):
+    """An optimizer with settings of timm's Muon."""
+
+    def __init__(self, params, lr, weight_decay=0.0, nesterov=False):
+        super().__init__(params, lr, weight_decay=weight_decay)
 
 
 def test_a_run_with_a_method_whose_library_is_missing_can_be_planned_and_not_made(monkeypatch):

@@ -560,8 +560,6 @@ def test_a_killed_study_leaves_no_process_behind_and_goes_on(uninterrupted):
     assert (results("study"), cells_of("study")) == uninterrupted
 
 
-@linux
-@pytest.mark.slow
 @pytest.mark.parametrize(("moment", "exits"), [("starting a run", True), ("training", False), ("between runs", False)])
 def test_a_worker_ends_at_once_only_before_the_first_step_of_a_run(monkeypatch, moment, exits):
     # between runs it may be sending a record: half of one would block the parent process forever
@@ -587,6 +585,8 @@ def test_a_worker_ends_at_once_only_before_the_first_step_of_a_run(monkeypatch, 
     assert ended
 
 
+@linux
+@pytest.mark.slow
 def test_a_killed_worker_is_one_line_and_the_study_goes_on(uninterrupted):
     mark = f"SNGM_TEST_{uuid.uuid4().hex}"
     process = start(f"{LONG} --out study", **{mark: "1"})

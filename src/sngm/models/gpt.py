@@ -82,7 +82,10 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal attention and a perceptron of two layers; each reads a LayerNorm of the residual stream and adds to it."""
+    """Causal attention and a perceptron of two layers; each reads a LayerNorm of the residual stream and adds to it.
+
+    The layers `query`, `key` and `value` only hold weights: they are not called, so hooks on them have no effect.
+    """
 
     OUTPUTS = ("out.weight", "down.weight")  # the matrices that write to the residual stream
 
@@ -127,5 +130,5 @@ def rotations(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def rotated(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Return heads of shape (batch, length, ..., size) with each pair (i, i + size / 2) rotated by its angle."""
+    """Return heads of shape (batch, length, any, any, size) with each pair (i, i + size / 2) rotated by its angle."""
     return torch.addcmul(x * cosines, x.roll(x.shape[-1] // 2, -1), sines)

@@ -109,7 +109,11 @@ def spectral_sngm(
         u_s = beta * u[s] + x
         step = beta * u_s + x if nesterov else u_s
         new_u.append(u_s)
-        new_w.append((1.0 - eta[s] * wd[s]) * w[s] - eta[s] * (step if order == "before" else steepest(step, ball)))
+        if order == "after":
+            step = steepest(step, ball)
+            if ball == "rows" and d.ndim > 1:  # rows without a gradient do not move
+                step = torch.stack([row * (norm(own) > 0) for row, own in zip(step, d, strict=True)])
+        new_w.append((1.0 - eta[s] * wd[s]) * w[s] - eta[s] * step)
     return new_w, new_u
 
 

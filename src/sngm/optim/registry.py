@@ -285,7 +285,7 @@ def nearest(word: str, words: list[str]) -> str:
 def decay_groups(
     model: nn.Module, weight_decay: float, *, embeddings: dict[str, Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return two parameter groups of a model: weights with decay, and biases and normalisation layers without decay.
+    """Return the parameter groups of a model: weights with decay, and biases and normalisation layers without decay.
 
     Parameters of at most one dimension count as biases, since scales and gains should not decay either. SNGM's global
     norm is taken over all groups.
@@ -306,8 +306,8 @@ def decay_groups(
     decayed: list[Tensor] = []
     exempt: list[Tensor] = []
     # first, because an output layer may share its weight with an embedding
-    found = [module.weight for module in model.modules() if isinstance(module, EMBEDDINGS)] if embeddings else []
-    tables = list(dict.fromkeys(found))
+    found = [module for module in model.modules() if isinstance(module, EMBEDDINGS)] if embeddings else []
+    tables = list(dict.fromkeys(p for module in found for p in module.parameters(recurse=False)))
     seen = set(map(id, tables))
     for module in model.modules():
         is_norm = re.search("[Nn]orm(?![a-z])", type(module).__name__)  # LayerNorm2d, not NormalLinear

@@ -224,7 +224,10 @@ class SpectralSNGM(LargeBatchOptimizer):
                 found[i] = x * factor.to(x.dtype)
         if group["ball"] == "rows":
             for i in matrices:
-                found[i] = upcast(tensors[i]) / at_least(eps, row_norms(tensors[i], bucket.owners[i]))
+                x = upcast(tensors[i]) / at_least(eps, row_norms(tensors[i], bucket.owners[i]))
+                if group["order"] == "after":  # else tokens that are not in the batch would take steps of full size
+                    x = x * (row_norms(bucket.grads[i], bucket.owners[i]) > 0)
+                found[i] = x
             matrices = []
         sharded = [i for i in matrices if is_dtensor(bucket.owners[i])]
         plain = [i for i in matrices if not is_dtensor(bucket.owners[i])]

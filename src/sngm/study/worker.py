@@ -89,8 +89,8 @@ def on_signal(number: int, _: Any) -> None:
 
 def stop_runs_here(stop: bool) -> None:
     """Set or clear the request that a run in a thread of this process stops at its next step."""
-    global _stop
-    _stop = stop
+    global _stop, _end
+    _stop, _end = stop, False
 
 
 def _should_stop() -> bool:

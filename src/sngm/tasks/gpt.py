@@ -46,7 +46,7 @@ class WikiText2GPT(Task):
     micro = 16
     pass_size = 128
     pass_size_on_cpu = 16
-    # around the best learning rates at batch 512, see docs/gpt.md
+    # around the best learning rates at batch 512, see docs/gpt.md; those of other methods are guesses
     usual_lrs = (0.03, 0.1, 0.3, 1.0)
     lrs = {  # noqa: RUF012
         "adam": (0.0003, 0.001, 0.003, 0.01),

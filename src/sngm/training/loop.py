@@ -106,7 +106,10 @@ class State:
         if sharding.is_sharded(setup.model):
             raise UsageError(f"{folder} holds a run that was begun without `shard`; continue it without, or restart it")
         setup.model.load_state_dict(packed["model"])
-        setup.optimizer.load_state_dict(packed["optimizer"])
+        try:
+            setup.optimizer.load_state_dict(packed["optimizer"])
+        except ValueError as error:  # torch: a different number of parameters or groups
+            raise UsageError(f"{folder} holds a run of another version of sngm ({error}); restart it") from error
         return cls(**packed["run"], best_model=packed.get("best_model"))
 
 
