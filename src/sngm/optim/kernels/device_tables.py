@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from array import array
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import compress, groupby
+from itertools import chain, compress, groupby
 from operator import attrgetter, itemgetter, or_
 from typing import Any, NamedTuple
 
@@ -264,10 +264,8 @@ def send(step: KernelStep, rows: Rows) -> Tensor:
     there = {i: value for i, value in enumerate(numbers) if isinstance(value, Tensor)}
     for i in there:
         numbers[i] = 0.0
-    words = array("q", array("d", numbers).tobytes())
-    for row in rows:
-        words.extend(row)
-    sent = to_device(step, torch.frombuffer(words, dtype=torch.int64))
+    words = struct.pack(f"{len(numbers)}d{sum(map(len, rows))}q", *numbers, *chain.from_iterable(rows))
+    sent = to_device(step, torch.frombuffer(bytearray(words), dtype=torch.int64))
     for i, value in there.items():
         sent.view(torch.float64)[i] = value.reshape(())
     return sent
