@@ -1,4 +1,4 @@
-"""``sngm`` and ``python -m sngm``, also under torchrun."""
+"""Entry point of the commands ``sngm`` and ``python -m sngm``, also under torchrun."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Judge from the last operations that compute each loss whether a gradient is the mean over micro-batches."""
+"""Judge whether a gradient is the mean over micro-batches, from the last operations that compute each loss."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TOLERANCE = 1e-3  # allowed relative error of a factor, because the factor may b
 
 
 class Loss(NamedTuple):
-    """A loss as the product of a number (NaN if not known) and a second factor, which `kind` describes."""
+    """A loss, written as the constant `factor` (NaN if not known) times a second factor, which `kind` describes."""
 
     factor: float
     kind: str  # "mean" or "sum" if the second factor is a mean or sum over samples, else "other"
@@ -66,7 +66,7 @@ def _kind(name: str, function: Any) -> str:
 
 
 def gradient_size(optimizers: Iterable[Any]) -> float:
-    """Return the norm of this rank's gradients, to detect whether the gradients were scaled."""
+    """Return the norm of this rank's gradients. If two calls differ, the gradients were scaled in between."""
     grads = [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
     parts = [torch.linalg.vector_norm(_values(grad)).item() for grad in grads]
     return math.sqrt(sum(part**2 for part in parts))

@@ -47,15 +47,15 @@ def advise(
 
     Give `from_sgd` or `from_adamw` the settings that you train with now, called a recipe. Then the result says how far
     the batch can grow and what to change. It has the keys "answer" (a sentence), "lr", "weight_decay", "batch", "diff"
-    (the changes to your own training loop) and "command" (trains with the advised settings). With `gradients`, the
-    result says how large a batch each method's error bound allows. Each number is marked as given, measured, theory or
-    rule of thumb. :func:`sngm.advise_model` gives advice on a recipe without a task.
+    (the changes to your own training loop) and "command" (trains with the advised settings). With `gradients` instead
+    of a recipe, the result says how large a batch each method's error bound allows. Each number is marked as given,
+    measured, theory or rule of thumb. :func:`sngm.advise_model` gives advice on a recipe without a task.
 
     Args:
         task: a task name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
         from_sgd: the SGD recipe, such as ``dict(lr=0.1, batch=128, weight_decay=1e-4, momentum=0.9, epochs=160)``.
         from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
-        to_batch: the larger batch. Default: twice the batch of the recipe.
+        to_batch: the larger batch size. Default: twice the batch size of the recipe.
         verify: train with the recipe and with the advised settings, and compare the results. With `from_sgd`, also
             train SGD at the larger batch with the learning rate scaled linearly.
         seeds: number of runs that `verify` makes with each of these settings. Default: 3.
@@ -105,7 +105,7 @@ def advise_model(
             ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         loader: your DataLoader, or any iterable of batches.
         optimizer: your optimizer, which must be SGD, Adam or AdamW.
-        to_batch: the larger batch. Default: twice the batch of the loader.
+        to_batch: the larger batch size. Default: twice the batch size of the loader.
         steps: the number of steps to train the copy. Default: two epochs, but at most 200 steps. The measured norm is
             most accurate with an epoch or more.
 
@@ -150,7 +150,7 @@ class Asked(NamedTuple):
 
 
 def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measurement:
-    """Return advice from a pilot run or from numbers, for arguments that `check_advice` accepts."""
+    """Return advice from a pilot run, a probe's folder or given numbers, for arguments that `check_advice` accepts."""
     from .advice import Recipe, carry_recipe
     from .advice.text import in_words
 
@@ -187,7 +187,7 @@ def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_command(asked: Asked) -> str:
-    """Return the call or the command that verifies advice on a recipe."""
+    """Return the Python call or the shell command that verifies advice on a recipe."""
     assert asked.recipe is not None
     name, given = asked.recipe
     if not isinstance(asked.task, str):
@@ -199,13 +199,14 @@ def check_command(asked: Asked) -> str:
     return shlex.join([*words, *set_flags({}, asked.settings or {}), "--verify"])
 
 
-SEEDS = 3  # of each side of a verification, by default
+SEEDS = 3  # default number of runs of each config in a verification
 
 
 def verified(found: Measurement, folder: Path, seeds: int | None, execution: Execution, progress: bool) -> Measurement:
-    """Train the recipe, the advised settings and the scaled recipe, each with all seeds; add the results to the advice.
+    """Train with every config in ``found["configs"]`` and every seed, and return the advice with a comparison added.
 
-    The runs are stored in a subfolder of `folder` whose name contains a hash of the configs.
+    The configs are those of the recipe, of the advised settings and, from SGD, of SGD scaled linearly to the larger
+    batch. The runs are stored in a subfolder of `folder` whose name contains a hash of the configs.
     """
     from .advice.verify import compare_runs
 
@@ -222,7 +223,7 @@ def verified(found: Measurement, folder: Path, seeds: int | None, execution: Exe
 
 
 def check_advice(asked: Asked) -> None:
-    """Raise UsageError for arguments that cannot be combined, before anything is run."""
+    """Raise UsageError for arguments that are invalid or cannot be combined, before anything is run."""
     task, budget, pilot_steps, settings = asked.task, asked.budget, asked.pilot_steps, asked.settings
     gradients, recipe = budget.gradients, asked.recipe
     constants = {name: value for name, value in as_dict(budget).items() if name != "gradients" and value is not None}

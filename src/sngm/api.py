@@ -1,4 +1,4 @@
-"""Train, compare, probe and advise from Python; the command line calls these functions."""
+"""Train models, compare methods, and load runs and studies, from Python; the command line calls these functions."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from .training.distributed import choose_device
 
 TaskLike = str | type[Task] | Task
 MethodLike = str | Callable[..., torch.optim.Optimizer]
-Rates = Sequence[float] | Mapping[Any, Sequence[float]]  # by method
+Rates = Sequence[float] | Mapping[Any, Sequence[float]]  # learning rates for all methods, or by method
 Search = Sequence[str] | Mapping[str, tuple[float, float] | None]
 
 

@@ -54,7 +54,7 @@ class Checkup:
 
 @dataclass
 class _Watch:
-    """What was recorded during one step."""
+    """What `_watching` records during one step."""
 
     squares: list[float] = field(default_factory=list)  # squared norm of the whole gradient of each optimizer
     steps: dict[int, int] = field(default_factory=dict)  # number of steps of each optimizer, by the optimizer's index
@@ -125,7 +125,10 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
 
 
 def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
-    """Return what is wrong with the user's function, if it did not take one step with a gradient."""
+    """Return a finding if the user's function took no step, several steps, or a step without any gradient; else None.
+
+    With DeepSpeed's ZeRO (`zero`), only a missing step is found.
+    """
     if not watch.squares:
         scaled = ", or a GradScaler skipped it because the gradient is NaN or infinite" if watch.loss_scale else ""
         return Finding("step", False, f"the step function did not call the optimizer's step(){scaled}")
@@ -148,7 +151,7 @@ def _change(watch: _Watch) -> float:
 
 @contextlib.contextmanager
 def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[None]:
-    """Record in `watch` what happens during a step."""
+    """Record in `watch` the losses, clipping, gradients and optimizer steps of the ``with`` block."""
     backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
     clip_value, scale = torch.nn.utils.clip_grad_value_, torch.amp.GradScaler.scale
 
@@ -208,7 +211,7 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
 
 @torch.no_grad()
 def _square(optimizer: Any) -> float:
-    """Return the square of the value that `grad_norm` should have, computed from whole tensors in float64."""
+    """Return the square of the norm that `optimizer.grad_norm` should equal, from unsharded tensors in float64."""
     scale = float(getattr(optimizer, "grad_scale", None) or 1.0)
     total = 0.0
     for group in optimizer.param_groups:
@@ -236,7 +239,7 @@ def _zero_wrapper(optimizer: Any) -> Any:
 
 
 def _gathered(value: Any) -> list[Any]:
-    """Return the values of all ranks."""
+    """Return a list with the value of each rank."""
     if not (dist.is_available() and dist.is_initialized()):
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -286,7 +289,7 @@ def _norms(inner: list[Any], watch: _Watch, zero: bool) -> list[Finding]:
 
 
 def _replicated(optimizers: list[Any], group: Any) -> bool:
-    """Return whether all ranks of a group hold the same parameters, apart from DTensors."""
+    """Return whether the parameters are equal on all ranks of a group; DTensors are not compared."""
     plain = [p for o in optimizers for g in o.param_groups for p in g["params"] if not is_dtensor(p)]
     prints = [(tuple(p.shape), float(p.detach().double().abs().sum())) for p in plain]
     parts: list[Any] = [None] * dist.get_world_size(group)
@@ -356,7 +359,7 @@ def _parameters(watch: _Watch) -> Finding:
 
 
 def _path(optimizer: Any) -> str:
-    """Return how the last step was computed."""
+    """Return a text that says how the last step was computed, such as "Triton kernels"."""
     if optimizer._layout is not None:
         return "Triton kernels"
     (foreach, fused), *_ = [(group["foreach"], group["fused"]) for group in optimizer.param_groups]

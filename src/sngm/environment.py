@@ -1,4 +1,4 @@
-"""The environment variables of torchrun, read and validated."""
+"""Read and validate the environment variables of torchrun."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def local_ranks() -> int:
 
 
 def launch() -> tuple[int, int, int]:
-    """Return the rank of this process, the number of processes, and the rank on this machine.
+    """Return the rank of this process, the number of processes, and the rank of this process on its machine.
 
     Raises:
         UsageError: a variable is missing, is not a whole number, or does not fit the others.

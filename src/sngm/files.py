@@ -81,7 +81,7 @@ def metrics_digest(folder: Path) -> str | None:
 
 
 def metrics_changed(folder: Path, record: dict[str, Any]) -> bool:
-    """Return whether metrics.jsonl was changed after the run ended; False for records of older versions."""
+    """Return whether metrics.jsonl was changed after the run ended; False if an older version wrote the record."""
     return "metrics_digest" in record and record["metrics_digest"] != metrics_digest(folder)
 
 

@@ -1,4 +1,4 @@
-"""Probe a task or runs, from Python."""
+"""Measure gradient noise and curvature of a task or of finished runs, from Python."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def probe_folder(config: RunConfig, probe: ProbeOptions) -> Path:
 
 
 def probe_task(config: RunConfig, options: ProbeOptions, execution: Execution, progress: bool) -> Measurement:
-    """Measure a task along a pilot run."""
+    """Measure gradient noise and curvature of a task along a pilot run."""
     from .probes import pilot
     from .probes.text import in_words
 
@@ -100,7 +100,11 @@ def probe_runs(
     execution: Execution,
     progress: bool,
 ) -> Measurement:
-    """Measure at the last checkpoints of runs; raise UsageError for options that only apply to a pilot run."""
+    """Measure gradient noise and curvature at the last checkpoints of runs.
+
+    Raises:
+        UsageError: an option was set that applies only to a pilot run.
+    """
     from .probes import pilot
     from .probes.text import in_words
 
@@ -145,7 +149,9 @@ def probe(
 ) -> Measurement:
     """Measure gradient noise and curvature, the constants of the theory.
 
-    These are sigma and the gradient noise scale, the Hessian norm L, and rho and cos of the per-tensor gradient norms.
+    These are sigma, the standard deviation of a per-sample gradient, and the gradient noise scale; L, the norm of the
+    Hessian H; L(lambda), the least L with ``||H|| <= L + lambda ||g||`` at all measured points, for the gradient g; and
+    rho and cos of the norms of the gradient's tensors, which docs/probes.md defines.
 
     Args:
         what: a task, which is measured along a short pilot run; or a list of run folders, which are measured at their

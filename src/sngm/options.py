@@ -170,7 +170,7 @@ class Cluster:
         return self.executor != "local"
 
     def sbatch_options(self) -> dict[str, str]:
-        """Return `slurm_options` by name."""
+        """Return `slurm_options` as a dict from name to value."""
         pairs = [part.partition("=") for part in self.slurm_options.split(",") if part]
         for name, _, value in pairs:
             if not name.strip() or not value.strip():
@@ -243,7 +243,7 @@ def misfit(value: Any, kind: Any) -> str:
 
 @functools.cache
 def _kinds_of(kind: Any) -> tuple[list[Any], tuple[Any, ...]]:
-    """Return the classes of an annotation, and those that also fit; no classes if the annotation is not supported."""
+    """Return the classes of an annotation, and all classes that fit it; both empty if the annotation is unsupported."""
     union = typing.get_origin(kind) in (types.UnionType, typing.Union)
     kinds = [typing.get_origin(one) or one for one in (typing.get_args(kind) if union else (kind,))]
     if any(one not in WORDS for one in kinds):
@@ -312,7 +312,7 @@ def parameters_of(group: type[Any]) -> list[inspect.Parameter]:
 
 
 def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Give a function the fields of dataclasses as keyword arguments.
+    """Return a decorator that gives a function the fields of dataclasses as keyword arguments.
 
     The decorated function receives one instance of each dataclass as a keyword argument named after its class in lower
     case, such as ``runoptions``. The signature and docstring that users see list the fields.
@@ -348,7 +348,7 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
 
 
 def help_of(group: type[Any], name: str) -> str:
-    """Return the help text of a field."""
+    """Return the help text of a field of a dataclass."""
     return str(next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == name))
 
 

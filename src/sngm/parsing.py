@@ -107,7 +107,7 @@ def format_call(name: str, settings: Settings) -> str:
 
 
 def sorted_label(label: str) -> str:
-    """Return the label of a method with its settings in alphabetical order, as this version writes labels.
+    """Return the label of a method with its settings in alphabetical order. Labels of older versions are not sorted.
 
     >>> sorted_label("sngm(scope=tensor,momentum=0.8)")
     'sngm(momentum=0.8,scope=tensor)'
@@ -134,7 +134,7 @@ def set_flags(method: Mapping[str, Any], task: Mapping[str, Any]) -> list[str]:
 
 
 def without_settings(label: str, names: Iterable[str]) -> str:
-    """Return the label of a method without some settings.
+    """Return the label of a method without the settings in `names`.
 
     >>> without_settings("sngm(weight_decay=0.001,scope=tensor)", ["weight_decay"])
     'sngm(scope=tensor)'

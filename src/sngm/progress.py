@@ -84,7 +84,7 @@ class Pace:
 def step_progress(
     wanted: bool = True, *, on_cpu: bool = False, clock: Callable[[], float] = time.monotonic
 ) -> Iterator[Steps]:
-    """Yield a function to call after each step of a run; only the first process shows anything.
+    """Yield a function that shows progress, to be called after each step of a run; only rank 0 shows anything.
 
     If a run on a CPU is estimated to take long, a message says so as soon as possible.
     """

@@ -43,7 +43,7 @@ class Run:
 
     @property
     def history(self) -> list[dict[str, Any]]:
-        """The metrics of each epoch."""
+        """The metrics of each epoch, as a list of dicts."""
         try:
             lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
         except FileNotFoundError:
@@ -80,7 +80,7 @@ class Best(NamedTuple):
 
 
 class Study:
-    """A comparison: its folder, its runs and its table."""
+    """A comparison of methods: its folder, its runs and its table of results."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = Path(folder)
@@ -92,15 +92,15 @@ class Study:
         return [Run(path.parent) for path in sorted((self.folder / "runs").glob("*/run.json"))]
 
     def table(self) -> str:
-        """The results as a Markdown table, with mean and 95 % interval over seeds."""
+        """Return the results as a Markdown table, with mean and 95 % interval over seeds."""
         return report.table(self.summary)
 
     def answer(self) -> str:
-        """Which method is best at the largest batch size, and how significant the difference is."""
+        """Return sentences: which method is best at the largest batch size, and how significant the difference is."""
         return self.summary.answer()
 
     def best(self, batch: int | None = None) -> Best:
-        """The method with the best mean at a batch size, by default the largest."""
+        """Return the method with the best mean at a batch size, by default at the largest."""
         batch = self.summary.batches[-1] if batch is None else batch
         if batch not in self.summary.batches:
             raise ValueError(f"batch must be one of {', '.join(map(str, self.summary.batches))}, got {batch!r}")
@@ -111,7 +111,7 @@ class Study:
         return Best(cell.method, cell.batch, cell.lr, cell.mean, cell.half_width, cell.n)
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with a row for each run."""
+        """Return a pandas DataFrame with one row per run."""
         try:
             import pandas
         except ImportError as error:
@@ -126,7 +126,7 @@ class Study:
         return pandas.DataFrame(rows)
 
     def report(self, path: Folder | None = None) -> Path:
-        """Write the report, one HTML page that opens offline; by default report.html in the study's folder."""
+        """Write the report and return the path of its page, which opens offline; by default report.html in `folder`."""
         return report.write(self.folder, None if path is None else Path(path))
 
     def __repr__(self) -> str:

@@ -19,14 +19,14 @@ Record = dict[str, Any]
 
 
 class Constants(NamedTuple):
-    """Constants of the bounds.
+    """Constants of the convergence bounds in `sngm.theory`.
 
     Attributes:
         gap: the loss at the start minus its minimum.
         sigma: the standard deviation of a sample's gradient.
         beta: momentum.
         L: the largest norm of the Hessian; None if only relaxed smoothness is known.
-        relaxed: pairs (lambda, L) with ``||H|| <= L + lambda ||g||`` and lambda > 0.
+        relaxed: pairs (lambda, L) with lambda > 0 and ``||H|| <= L + lambda ||g||`` for the Hessian H and gradient g.
         start: the norm of the gradient at the start, if measured.
         flat_L: the Hessian's norm at the point with the smallest gradient, if measured: a lower limit of every L in
             `relaxed`.
@@ -80,7 +80,7 @@ class Constants(NamedTuple):
             ) from None
 
     def facts(self, measured: bool) -> list[Fact]:
-        """Return the constants as rows of a table, with their sources."""
+        """Return the constants as rows of a table, with their sources; set `measured` if a pilot measured them."""
         source = MEASURED if measured else GIVEN
         most = "the largest of the points visited" if measured else ""
         highest = "the high end of its 95 % interval, where it has one; " if measured else ""
@@ -125,13 +125,13 @@ class Curve(NamedTuple):
         return max((i for i, bound in enumerate(self.bounds) if bound <= self.target), default=None)
 
     def below(self, other: Curve) -> bool:
-        """Return True if this bound is lower than another bound at every batch."""
+        """Return True if this bound is lower than the bound of another curve at every batch."""
         pairs = zip(self.bounds, other.bounds, strict=True)
         return all(mine < (1 - ROUNDING) * its for mine, its in pairs)
 
 
 def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
-    """Return the bound of each method for a budget, at batches that are powers of two, at its best learning rate.
+    """Return the bounds of each method for a budget: at each power of two as the batch, with the best learning rate.
 
     A batch is allowed if the bound is at most the target: 1.1 times the lowest bound of any method. If each method had
     its own target, a method that is bad at small batches would seem to allow large batches. The third term of MSGD's
@@ -140,7 +140,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
 
     Args:
         gradients: the budget: the number of single-sample gradients, epochs times samples.
-        constants: constants of the problem.
+        constants: constants of the bounds, such as L and sigma.
 
     >>> for curve in budget_curves(2**20, Constants(gap=1, sigma=1, beta=0, L=1)):
     ...     print(curve.method, curve.largest if curve.largest is None else curve.batches[curve.largest])
@@ -180,7 +180,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
 
 
 def advise_budget(gradients: float, constants: Constants, measured: bool) -> Record:
-    """Return the advice for a budget, as a record for the modules `text` and `page`."""
+    """Return advice for a budget, as a dict for `text` and `page`; set `measured` if a pilot measured the constants."""
     curves = budget_curves(gradients, constants)
     rows = [_row(curve, gradients) for curve in curves]
     return {
@@ -196,7 +196,7 @@ def advise_budget(gradients: float, constants: Constants, measured: bool) -> Rec
 
 
 def _row(curve: Curve, gradients: float) -> Record:
-    """Return the row of a method in the table; its fields are None if no batch is allowed."""
+    """Return the table row of a method; its batch, lr, steps and bound are None if no batch is allowed."""
     at = curve.largest
     return {
         "method": curve.method,

@@ -10,7 +10,7 @@ GIVEN, MEASURED, THEORY, RULE = "given", "measured", "theory", "rule of thumb"
 
 @dataclass(frozen=True, slots=True)
 class Fact:
-    """A number with its source: a row of the table.
+    """A number behind advice, with its source: a row of the table that the advice shows.
 
     Attributes:
         name: name of the number.

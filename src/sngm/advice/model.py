@@ -41,7 +41,11 @@ def carry_model(
     to_batch: int | None,
     steps: int | None,
 ) -> dict[str, Any]:
-    """Train a copy of a model for some steps, and return advice as :func:`carry_recipe` does, without a command."""
+    """Train a copy of a model for some steps, and return advice on the batch size of the user's training loop.
+
+    The result has the keys of :func:`carry_recipe` that need no task. It also has the key "check": code that compares
+    the advised settings with the user's own.
+    """
     given = _settings(optimizer)
     if steps is None:  # two epochs, the usual length of a task's pilot
         steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
@@ -128,7 +132,7 @@ def carry_model(
 
 
 def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batch: int | None, steps: int) -> Any:
-    """Return the first batch of a loader; raise UsageError if an argument has the wrong type, or there is no batch."""
+    """Return the first batch of a loader; raise UsageError if an argument is invalid, or there is no batch."""
     if not isinstance(model, nn.Module) or next(model.parameters(), None) is None:
         raise UsageError(f"`model` must be an nn.Module with parameters, got {type(model).__name__}")
     if isinstance(loss_fn, nn.Module) or not callable(loss_fn):
@@ -161,7 +165,7 @@ def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings of the first parameter group, as a recipe."""
+    """Return the settings of the optimizer's first parameter group, as arguments of `Recipe`."""
     if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)):
         name = type(optimizer).__name__
         raise UsageError(
@@ -218,7 +222,7 @@ def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Opt
 
 
 def _length(of: Any) -> int | None:
-    """Return the length of a loader or a dataset; None for a stream."""
+    """Return the length of a loader or a dataset; None if it has none, such as a stream."""
     try:
         return len(of)
     except TypeError:
@@ -226,7 +230,7 @@ def _length(of: Any) -> int | None:
 
 
 def _longest_epoch(norms: list[float], per_epoch: int | None) -> tuple[float, str]:
-    """Return the largest root mean square of the norms over an epoch, and the steps of that epoch in words."""
+    """Return the root mean square of the gradient norms of the epoch where it is largest, and its steps in words."""
     each = len(norms) if per_epoch is None else min(per_epoch, len(norms))
     start = max(range(0, len(norms) - each + 1, each), key=lambda i: math.hypot(*norms[i : i + each]))
     steps = f"in steps {start + 1} to {start + each}"
@@ -251,17 +255,17 @@ def _cycle(loader: Iterable[Any]) -> Iterator[Any]:
 
 
 def _moved(data: Any, device: torch.device) -> Any:
-    """Move each value of a batch that has a method `to` to a device, also inside tuples, lists and mappings."""
+    """Move a batch to a device: each value that has a method `to`, also inside tuples, lists and mappings."""
     return _mapped(data, lambda value: value.to(device) if hasattr(value, "to") else None)
 
 
 def _part(data: Any, rows: slice, size: int) -> Any:
-    """Return some samples of a batch: the given rows of each tensor whose length is the batch size."""
+    """Return a slice of the samples of a batch: `rows` of each tensor whose first dimension is the batch size."""
     return _mapped(data, lambda value: value[rows] if isinstance(value, Tensor) and size in value.shape[:1] else None)
 
 
 def _mapped(data: Any, change: Callable[[Any], Any]) -> Any:
-    """Return `change(data)`; if the result is None, apply `change` to the values of a tuple, list or mapping."""
+    """Return `change(data)`; if that is None, return `data` with the values in tuples, lists and mappings changed."""
     changed = change(data)
     if changed is not None:
         return changed

@@ -16,7 +16,7 @@ Record = dict[str, Any]
 
 
 def write(folder: Path, advice: Record) -> Path:
-    """Write advice.json and report.html, and return the path of report.html."""
+    """Write advice.json and report.html into a folder, and return the path of report.html."""
     with results_in(folder):
         write_json(folder / "advice.json", plain(advice))
         write_atomically(folder / "report.html", html(advice).encode())
@@ -24,7 +24,7 @@ def write(folder: Path, advice: Record) -> Path:
 
 
 def plain(advice: Record) -> Record:
-    """Return the advice as JSON types."""
+    """Return the advice with its facts and curves as dicts, for JSON."""
     found = dict(advice)
     for key in ("facts", "constants"):
         if key in found:
@@ -47,7 +47,7 @@ def answer(advice: Record) -> str:
 
 
 def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
-    """Return the header and the rows of the table of methods."""
+    """Return the header and the rows of the table with the largest batch of each method."""
     said = {"largest batch": RULE, "lr": THEORY, "steps": "counted", "bound": THEORY, "lowest bound": THEORY}
     head = ["method", *(f"{name} ({source})" for name, source in said.items()), "by"]
     rows = [
@@ -60,7 +60,7 @@ def methods_table(advice: Record) -> tuple[list[str], list[list[str]]]:
 
 
 def html(advice: Record) -> str:
-    """Return the HTML page."""
+    """Return the advice as an HTML page."""
     recipe = advice["kind"] == "recipe"
     head, rows = ([], []) if recipe else methods_table(advice)
     title = f"Advice for {advice.get('task') or 'your numbers'}"

@@ -32,9 +32,9 @@ from .rules import Carried, carry_adamw, carry_over, check_trains, rounded
 from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
-MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal, though defaults may differ
+MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
 TOO_LONG = 5  # a recipe does not train if a step is longer than the norm of the weights times this
-FEW_STEPS = 200  # with fewer steps, running statistics may be far from those of the last weights
+FEW_STEPS = 200  # with fewer steps, BatchNorm's running statistics may be far from those of the last weights
 NOISE_SAMPLES = 1024  # the fewest samples to measure the noise scale on, after each epoch of the pilot
 Record = dict[str, Any]
 
@@ -50,7 +50,7 @@ FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """A recipe of SGD ("msgd") or AdamW ("adamw"); None stands for the task's default."""
+    """The settings that a user trains with now, by SGD ("msgd") or AdamW ("adamw"); None means the task's default."""
 
     lr: float
     batch: int
@@ -61,7 +61,7 @@ class Recipe:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], method: str = "msgd") -> Recipe:
-        """Build a recipe from a dict; raise UsageError if a value is invalid.
+        """Build a recipe from a dict; raise UsageError if a key or a value is invalid.
 
         >>> Recipe.of({"lr": 0.1, "batch": 128, "weight_decay": 1e-4})
         Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None, method='msgd')
@@ -82,18 +82,18 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The settings that differ from the method's defaults, valid for SGD and SNGM, whose defaults are the same."""
+        """The method settings that differ from the defaults; SGD and SNGM have the same defaults."""
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return decay if self.momentum == 0.9 else {"momentum": self.momentum, **decay}
 
 
 class Epoch(NamedTuple):
-    """Root mean squares over the steps of one epoch of the pilot."""
+    """Root mean squares over the steps of one epoch of the pilot, the short run of the recipe."""
 
     step: float
     """Length of SGD's steps: learning rate times norm of the gradient."""
     norm: float
-    """Norm of the gradient, weighted by learning rate."""
+    """Norm of the gradient, each step weighted by its squared learning rate."""
 
 
 def carry_recipe(
@@ -119,7 +119,7 @@ def carry_recipe(
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
-        A dict with the following keys: "answer", a sentence; "facts", the numbers with their sources; "diff", what to
+        A dict. Its main keys are "answer", a sentence; "facts", the numbers with their sources; "diff", what to
         change in one's own training loop; "command", which trains with the advised settings; "warnings"; "notes";
         "norms", the gradient norm of each step of the pilot; "configs", the configs of the recipe and of the advised
         run. If the recipe is of SGD, "configs" also has SGD at the larger batch with a linearly scaled learning rate.
@@ -189,13 +189,13 @@ def convert(
     own_class: str | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> tuple[Carried, Record]:
-    """Return the advised learning rate and weight decay, and the facts, answer, diff and evidence.
+    """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
     Args:
         recipe: a recipe of SGD or AdamW.
         to_batch: the larger batch.
         decay: the recipe's weight decay.
-        norm: norm of SGD's gradient, as in `carry_over`.
+        norm: root mean square of the norm of SGD's gradient, as in `carry_over`.
         which: the steps over which `norm` was measured, in words.
         noises: gradient noise measured along the pilot.
         epochs: number of epochs of the recipe, if known.
@@ -203,7 +203,7 @@ def convert(
         samples: number of training samples.
         sums: factor by which the loss grows with the batch if the loss is a sum over the batch, else 1.
         own_class: the class of the recipe's optimizer, such as "torch.optim.Adam", if it is not the method's own.
-        extra: arguments of the optimizer that stay as they are.
+        extra: further arguments of the optimizer, which do not change with the batch.
     """
     growth = f"sqrt({to_batch} / {recipe.batch})"
     summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
@@ -242,10 +242,13 @@ def _pilot(
     say: Callable[[str], None],
     progress: Callable[[int, int, Record], None],
 ) -> tuple[list[float], list[Epoch], list[Noise]]:
-    """Train with `config` until steps stop getting longer; return gradient norms, epochs and gradient noise.
+    """Train with `config` until steps (learning rate times gradient norm) stop growing, or for `most` steps.
 
-    At first, steps may get longer from epoch to epoch: during warm-up, or until the model leaves a plateau. SNGM's
-    learning rate, the peak of its schedule, corresponds to the longest steps.
+    At first, steps may grow from epoch to epoch: during warm-up, or until the model leaves a plateau. SNGM's learning
+    rate, the peak of its schedule, corresponds to the epoch with the largest steps.
+
+    Returns:
+        The gradient norm of each step, an `Epoch` for each epoch, and the gradient noise after each epoch.
     """
     steps = setup.steps if most is None else min(most, setup.steps)
     each = f"{setup.per_epoch:,} steps and {setup.per_epoch * config.batch:,} gradients of single samples each"
@@ -358,7 +361,7 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
 
 
 def _longest_step(config: RunConfig) -> float:
-    """Return the largest possible length of a step of SNGM: learning rate / (1 - momentum)."""
+    """Return the largest possible norm of an update of SNGM: learning rate / (1 - momentum)."""
     return float(config.lr / (1 - config.method_settings.get("momentum", 0.9)))
 
 

@@ -25,13 +25,14 @@ def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Ca
     """Return SNGM's learning rate and coupled weight decay for a batch `growth` times that of an SGD recipe.
 
     - Learning rate: an epoch of SGD has n steps of length ``lr * norm``; an epoch of SNGM has n / growth steps, whose
-      length is SNGM's learning rate. Steps in random directions cover a distance equal to the root of the sum of their
-      squared lengths. Both methods cover the same distance if SNGM's learning rate is ``lr * norm * sqrt(growth)``.
-      Momentum and schedule have the same effect on both methods.
+      length is SNGM's learning rate. (The length of a step is the norm of the change of the weights.) Steps in random
+      directions cover a distance equal to the root of the sum of their squared lengths. Both methods cover the same
+      distance if SNGM's learning rate is ``lr * norm * sqrt(growth)``. Momentum and schedule have the same effect on
+      both methods.
     - Weight decay: a step of SGD shrinks the weights by the fraction ``lr * weight_decay``; a step of SNGM shrinks the
       weights by SNGM's own ``lr * weight_decay`` divided by the norm of the gradient. Over an epoch, both methods
       shrink the weights equally if SNGM's weight decay is ``weight_decay * sqrt(growth)`` and the norm of the gradient
-      is the same.
+      is the same at both batches.
 
     Args:
         lr, weight_decay: learning rate and weight decay of the SGD recipe.
@@ -45,13 +46,13 @@ def carry_over(lr: float, weight_decay: float, norm: float, growth: float) -> Ca
 
 
 def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
-    """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times as large.
+    """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times that of an AdamW recipe.
 
     - Learning rate: AdamW's steps have nearly the same length at every batch. So to cover the same distance in an epoch
       of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM. This
       is the scaling rule of Malladi et al. (arXiv 2205.10287).
     - Weight decay: a step shrinks the weights by the fraction ``lr * weight_decay``. Over an epoch, the weights shrink
-      as before if the weight decay is ``weight_decay * sqrt(growth)``.
+      as much as in the recipe if the weight decay is ``weight_decay * sqrt(growth)``.
 
     >>> carry_adamw(lr=1e-3, weight_decay=0.01, growth=16)
     Carried(lr=0.004, weight_decay=0.04)
@@ -60,14 +61,16 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
 
 
 def rounded(value: float) -> float:
-    """Return a number rounded to the digits of advised numbers."""
+    """Round an advised number to `DIGITS` significant digits."""
     return float(f"{value:.{DIGITS}g}")
 
 
 def check_trains(losses: Sequence[float]) -> None:
-    """Raise UsageError if a recipe does not train: the mean of the last losses exceeds the first by over a quarter.
+    """Raise UsageError if a recipe does not train, judged by the losses of its steps.
 
-    A smaller rise is allowed, because small batches have noisy losses, and the loss may not fall during warm-up.
+    It does not train if there are at least 20 losses and the mean of their last quarter exceeds the first loss by more
+    than 25 %. A smaller rise is allowed, because small batches have noisy losses, and the loss may not fall during
+    warm-up.
 
     >>> check_trains([2.3] * 10 + [1.9] * 10)
     >>> check_trains([-2.3] * 10 + [-2.4] * 10)

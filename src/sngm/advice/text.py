@@ -9,7 +9,7 @@ from .page import methods_table
 
 
 def in_words(advice: dict[str, Any]) -> str:
-    """Return the numbers with their sources, the warnings and notes; for a recipe also the answer and the changes."""
+    """Return advice as text: numbers with sources, warnings and notes; for a recipe also the answer and the changes."""
     from rich.console import Console
 
     recipe = advice["kind"] == "recipe"

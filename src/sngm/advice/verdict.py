@@ -1,4 +1,4 @@
-"""The answer to "can I grow my batch?": how far the gradient noise scale allows, what to expect and what to change."""
+"""The answer to "can I grow my batch?": how far the gradient noise scale allows it, what to expect, what to change."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Settings(NamedTuple):
 
     @property
     def optimizer(self) -> str:
-        """The class of the optimizer."""
+        """The name of the optimizer's class."""
         return self.own_class or CLASSES[self.method]
 
     @property
@@ -73,7 +73,7 @@ def _shown(value: Any) -> str:
 
 
 def _with_interval(noise: Noise) -> str:
-    """Return a noise scale with its interval, to two digits."""
+    """Format a noise scale and its interval with two digits."""
     scale, low, high = (f"{float(format(x, '.2g')):g}" for x in (noise.scale, noise.scale_low, noise.scale_high))
     return scale if math.isnan(noise.scale_low) else f"{scale} ({low} to {high})"
 
@@ -90,7 +90,7 @@ def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
 
 
 def has_normalisation(model: nn.Module) -> bool:
-    """Return whether a model has a normalisation layer, judged by class names, to find custom layers too.
+    """Return whether a model has a normalisation layer, judged by class names, which also finds custom layers.
 
     The name of the model's own class does not count, and neither do parametrizations such as weight_norm.
     """
@@ -105,7 +105,7 @@ def conclude(
     normalised: bool,
     samples: float,
 ) -> dict[str, Any]:
-    """Return facts, the answer in one sentence, a diff for the user's training loop, and the evidence for the rule.
+    """Return a dict: facts, the answer in one sentence, a diff for the user's training loop, the evidence for the rule.
 
     Args:
         before, after: the recipe and the advised settings.

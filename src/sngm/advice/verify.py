@@ -1,4 +1,4 @@
-"""The comparison behind ``sngm advise --verify``: a recipe, the advised settings and the scaled recipe, over seeds."""
+"""Compare runs for ``sngm advise --verify``: of a recipe, of the advised settings and of the scaled recipe."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
 
     Args:
         folder: folder that contains the run folders.
-        sides: label and batch of the recipe and of the advised settings; if the advised method is another one, also of
-            the recipe's own method at the larger batch.
+        sides: pairs of a method's label and a batch: one for the recipe, one for the advised settings and, if these
+            have another method, one for the recipe's own method at the larger batch.
     """
     summary = report.summarise(folder)
     before, after, *scaled = (summary.cells[side] for side in sides)
@@ -42,7 +42,8 @@ def _score(summary: Summary, cell: Cell) -> str:
 def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | None]:
     """Return the difference between two cells (a method at a batch) in words, and a number.
 
-    The number is 1 if the first cell is better, -1 if it is worse, 0 if the test does not decide, None without a test.
+    The number is 1 if the first cell is better, -1 if it is worse, 0 if the test does not decide, and None if the cells
+    cannot be compared.
     """
     for cell, verdict in ((other, 1), (one, -1)):
         if cell.only_diverged:

@@ -96,7 +96,11 @@ def _function(script: str) -> Callable[[], Any]:
 
 
 def _of_user(script: str, call: Callable[[], Any], passed: Any = ()) -> Any:
-    """Call the user's code. Errors in `passed` are raised again; for others, show a traceback without sngm's frames."""
+    """Call the user's code.
+
+    Errors of the types in `passed` are raised again. For others, print a traceback without sngm's frames, and raise
+    UsageError.
+    """
     import traceback
 
     from ..errors import UsageError
@@ -133,7 +137,7 @@ def _disk_free_gb() -> float:
 
 
 def _gpu_kernels() -> str:
-    """Return whether steps on a GPU can use the Triton kernels."""
+    """Return "Triton" if steps on a GPU can use the Triton kernels, else why they cannot."""
     from ..optim import kernels
 
     return "Triton" if kernels.installed() else "none: Triton is not installed"
@@ -148,7 +152,7 @@ def _trackers() -> list[str]:
 
 
 def _executors() -> dict[str, str]:
-    """Return the executors that this machine can use, and why it cannot use the others."""
+    """Return, for each executor, how this machine can use it or why it cannot."""
     from ..study.executors import executors_usable
 
     return {name: with_flags(why if usable else f"unusable: {why}") for name, usable, why in executors_usable()}

@@ -91,7 +91,7 @@ def secure_streams() -> None:
 
 
 def show_warning_once() -> Callable[..., None]:
-    """Return a `warnings.showwarning` that prints each warning once, in the first process only."""
+    """Return a replacement for `warnings.showwarning` that prints each warning once, and only on rank 0."""
     told: set[str] = set()
 
     def show(message: Warning | str, *_: Any, **__: Any) -> None:
@@ -103,7 +103,7 @@ def show_warning_once() -> Callable[..., None]:
 
 
 def check_none_empty(words: list[str]) -> None:
-    """Raise UsageError for an empty argument. It is often an unset variable, and as a path it means this folder."""
+    """Raise UsageError if an argument is empty. An unset shell variable is empty; an empty path means this folder."""
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
         if not word:
@@ -113,7 +113,7 @@ def check_none_empty(words: list[str]) -> None:
 
 
 def run_verb(app: typer.Typer) -> None:
-    """Run a command. Errors that the user can fix end with a one-line message and their own exit code."""
+    """Run a command. For errors that the user can fix, print one line, and exit with the code of the kind of error."""
     secure_streams()
     warnings.showwarning = show_warning_once()
     interrupted: list[int] = []

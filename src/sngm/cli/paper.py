@@ -99,7 +99,7 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
 
 
 def _print(paragraphs: list[str]) -> None:
-    """Print Markdown, with its tables, for reading in a terminal. Links are left out."""
+    """Print Markdown, with its tables, for reading in a terminal. Only the text of a link is printed."""
     from rich.console import Console
     from rich.markdown import Markdown
 

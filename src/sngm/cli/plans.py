@@ -1,4 +1,4 @@
-"""Plans of runs and studies (``--dry-run``), and the final line of a run."""
+"""Print the plans of runs and studies (``--dry-run``), and format the line that reports the outcome of a run."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def outcome(record: dict[str, Any], folder: Path) -> str:
 def plan_of(
     config: RunConfig, options: Options, *, measured: bool = False, splits: Splits | None = None
 ) -> dict[str, Any]:
-    """Return what a run would do, and if `measured` its time and memory; raise an error if it cannot run."""
+    """Return what a run would do and, if `measured`, its time and memory. Raise an error if the run is impossible."""
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from ..tasks import Moment
@@ -85,7 +85,7 @@ def plan_of(
 
 
 def _measured(config: RunConfig, setup: Setup, device: torch.device, options: Options) -> dict[str, Any]:
-    """Return time and memory. If they cannot be measured, return why, because a plan is useful without them."""
+    """Return time and memory of a run. If measuring fails, return the reason: a plan is useful without them."""
     from ..training.cost import measure
 
     try:
@@ -219,7 +219,7 @@ def _job_script(cluster: Cluster, folder: Path) -> str:
 
 
 def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
-    """Return weight decay, momentum, schedule and warm-up of a method's runs, except those that are searched."""
+    """Return as text weight decay, momentum, schedule and warm-up of a config, except those that are searched."""
     settings = config["method_settings"]
     values = {
         "weight_decay": f"weight decay {settings['weight_decay']:g}" if "weight_decay" in settings else "",
@@ -231,16 +231,16 @@ def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
 
 
 def _runs(cell: Cell) -> int:
-    """Return the least number of runs of a cell: one per seed, plus one per learning rate if there are several."""
+    """Return the least number of runs of a method at a batch: one per seed, and one per lr if there are several."""
     return cell.study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0)
 
 
 def _study_time(
     study: StudyConfig, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
 ) -> dict[str, dict[str, Any] | str]:
-    """Estimate the seconds of training, or say why this is impossible.
+    """Return the estimated seconds of training of a study, or the reason why they cannot be estimated.
 
-    Only the first method is measured, at each batch size, because measuring every method would take too long. Runs on a
+    At each batch size only the first method is measured, because measuring every method would take too long. Runs on a
     GPU are counted one after another, even if they share the GPU.
     """
     from ..study.executors.local import default_jobs

@@ -1,4 +1,4 @@
-"""The command `sngm probe`: measure sigma, L, lambda, rho and cos along a short run of a task, or of finished runs."""
+"""The command `sngm probe`: measure gradient noise and curvature along a short run of a task, or of finished runs."""
 
 from __future__ import annotations
 

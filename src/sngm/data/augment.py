@@ -1,4 +1,4 @@
-"""Random crops and flips of small images, on their device; the randomness depends only on seed, epoch and sample."""
+"""Crop and flip small images at random, on their device. The randomness depends only on seed, epoch and sample."""
 
 from __future__ import annotations
 
@@ -75,10 +75,10 @@ def on_device(values: Channels, device: torch.device) -> Tensor:
 def batch_of(
     samples: Any, indices: Tensor, seed: int, epoch: int | Tensor, mean: Channels, std: Channels, pad: int | None = PAD
 ) -> tuple[Tensor, Tensor]:
-    """Return training images and labels of samples held as tensors: augmented, normalised, and in autocast's dtype.
+    """Return training images (augmented, normalised, and in autocast's dtype) and their labels.
 
     Args:
-        samples: uint8 images and labels, as :class:`sngm.data.tensors.Tensors`, or a part of them.
+        samples: uint8 images and labels, as :class:`sngm.data.tensors.Tensors`, or a subset of them.
         pad: black pixels on each side before a random crop and flip; None for no augmentation.
     """
     (images, labels), rows = samples.rows(indices)

@@ -21,7 +21,7 @@ def shifted(value, BY: tl.constexpr):
 
 @triton.jit
 def folded(state, value):
-    """Return the hash state after one more value, as in `hashing.random_bits`."""
+    """Return the hash state after `value` is hashed too, as in `hashing.random_bits`."""
     state = (state ^ value) + GOLDEN
     state = (state ^ shifted(state, 30)) * FIRST
     state = (state ^ shifted(state, 27)) * SECOND

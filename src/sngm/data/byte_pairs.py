@@ -1,4 +1,4 @@
-"""Byte-pair vocabularies: make them from a text, keep them in a file, and encode any text into their tokens."""
+"""Byte-pair vocabularies: make them from a text, store them in a file, and encode any text into their tokens."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class BytePairs:
         return [token for piece in self.encode_pieces(PIECES.findall(text)) for token in piece]
 
     def encode_pieces(self, pieces: Iterable[str]) -> list[list[int]]:
-        """Return the tokens of each piece, as `PIECES` finds them."""
+        """Return the tokens of each piece of a text, where pieces are matches of `PIECES`."""
         known, found = self._known, []
         for piece in pieces:
             if piece not in known:
@@ -74,7 +74,7 @@ class BytePairs:
 
 
 def merged(tokens: Sequence[int], pair: Pair, number: int) -> list[int]:
-    """Return the tokens with each occurrence of a pair replaced by a token, from left to right.
+    """Return the tokens with each occurrence of a pair replaced by the token `number`, from left to right.
 
     >>> merged([7, 7, 7, 1], (7, 7), 9)
     [9, 7, 1]

@@ -29,7 +29,7 @@ FINDERS: dict[str, Callable[[Path | None], Path]] = {
     "criteo": lambda root: find_criteo(root)[0].parent,
 }
 NAMES = tuple(FINDERS)
-# folders that, if they exist, are meant to hold the dataset
+# folders whose existence means that the dataset should be in them
 OWN_FOLDERS = {"imagenet": "imagenet", "tiny-imagenet": tiny_imagenet.FOLDER, "wikitext2": FOLDER}
 CRITEO_ROWS = 80_000  # rows of the default sample
 
@@ -144,7 +144,7 @@ def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
 
 
 def _tiny_imagenet(root: Path | None, finding: Finding, folder: Path) -> str:
-    """Check the numbers of images, and the decoded images. If these do not exist, decode all images first."""
+    """Check the numbers of images, and checksums of the decoded images, which are decoded first if necessary."""
     found = load_tiny_imagenet(root)
     finding.wrong = verify(found.folder)
     if len(found.classes) != tiny_imagenet.CLASSES:

@@ -1,4 +1,4 @@
-"""CIFAR-10 and CIFAR-100 from the folders of their official archives, in the binary and in the Python form."""
+"""Load CIFAR-10 and CIFAR-100 from the folders of their official archives, in the binary or the Python form."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ COARSE = 20  # superclasses of CIFAR-100; in the binary form the superclass labe
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout(Archive):
-    """One published form of the dataset, binary or Python; the last of its files is the test set.
+    """One published form of CIFAR-10 or CIFAR-100, binary or Python; the last of its files is the test set.
 
     Attributes:
         checksums: checksums of the files, separated by spaces, in the order of the files: SHA256 for the binary form,
@@ -217,7 +217,7 @@ class _Pixels:
 
 
 class _Plain(pickle.Unpickler):
-    """Unpickler of dictionaries, lists, numbers, strings and arrays of bytes; any other name is an error."""
+    """Unpickler of dictionaries, lists, numbers, strings and arrays of bytes; any other type is an error."""
 
     known: ClassVar[dict[tuple[str, str], Any]] = {
         ("numpy.core.multiarray", "_reconstruct"): _Pixels,

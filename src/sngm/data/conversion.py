@@ -1,4 +1,7 @@
-"""Convert datasets to arrays once, in a folder beside the data or in the user's cache, which is complete or absent."""
+"""Convert datasets to arrays once, into a folder beside the data or in the user's cache.
+
+This folder is always complete or absent.
+"""
 
 from __future__ import annotations
 
@@ -39,13 +42,13 @@ def load_or_convert(
 ) -> T:
     """Load the converted form of a dataset; if it is missing, incomplete or outdated, convert the dataset first.
 
-    The result is written to ``.sngm`` in `source`, or below ``~/.cache/sngm`` if ``.sngm`` is not writable. A second
-    process waits for the first.
+    The result is written to ``.sngm`` in `source`, or below ``~/.cache/sngm`` if ``.sngm`` is not writable. While
+    another process converts the same dataset, this function waits.
 
     Args:
         source: folder of the dataset.
         dataset: name of its folder in ``~/.cache/sngm``.
-        key: values, for JSON, that the converted arrays depend on besides the content of `source`.
+        key: values, of JSON types, that the converted arrays depend on besides the content of `source`.
         load: returns the converted form in a folder, or None if it must be converted.
         convert: writes the converted form into a folder.
         title: name of the data in messages.
@@ -73,7 +76,7 @@ def load_or_convert(
 
 
 def writable(folder: Path, name: str) -> bool:
-    """Return whether a folder exists or can be created, and the lock `name` can be created in it."""
+    """Create a folder if it is missing, and return whether the lock file of `name` can be created in it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f".{name}.lock", "a"):
@@ -104,7 +107,7 @@ def _atomic_folder(target: Path, space: str) -> Iterator[Path]:
 
 
 def new_array(stack: contextlib.ExitStack, path: Path, shape: tuple[int, ...], dtype: str) -> IO[bytes]:
-    """Create a .npy file of known shape, to which the elements are then written in order."""
+    """Open a new .npy file and write its header; the caller then writes the elements in order."""
     file = stack.enter_context(path.open("wb"))
     header = {"descr": dtype, "fortran_order": False, "shape": shape}
     np.lib.format.write_array_header_1_0(file, header)  # type: ignore[no-untyped-call,unused-ignore]

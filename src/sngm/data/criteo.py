@@ -1,4 +1,4 @@
-"""Criteo's click logs: text of any size, converted once to memory-mapped arrays, and split as in the paper's example.
+"""Load Criteo's click logs: convert text of any size once to memory-mapped arrays, and split the rows at random.
 
 The rules follow DeepCTR-Torch's ``run_classification_criteo.py``, which the paper seems to have used:
 
@@ -64,13 +64,13 @@ class Rows(Tensors):
 
 @dataclass(frozen=True, slots=True)
 class Criteo:
-    """The converted rows.
+    """Criteo's rows, converted to arrays and split.
 
     Attributes:
         field_sizes: how many numbers encode the categories of each field: 0 stands for a missing category, 1 for a
             category unseen in training; the categories of the training rows follow, in the order of their bytes.
-        facts: facts.json of the conversion: sources with checksums, rows, malformed rows, missing and unseen values,
-            scales, and the checksums of the arrays.
+        facts: content of facts.json, which the conversion wrote: sources with checksums, rows, malformed rows, missing
+            and unseen values, scales, and the checksums of the arrays.
         folder: folder of the arrays and of facts.json; vocabulary.npy in this folder lists the categories field by
             field, 8 bytes each.
     """
@@ -95,7 +95,7 @@ class Criteo:
 
 
 def find_criteo(root: Path | None = None, files: Sequence[str | Path] | None = None) -> list[Path]:
-    """Return the paths of text files. The folder "criteo" of a data folder is searched first, then the data folder."""
+    """Return the paths of Criteo's text files: search the folder "criteo" of a data folder, then the data folder."""
     if files is not None and (isinstance(files, (str, Path)) or not files):
         raise UsageError(f"files must be a list of at least one name, got {files!r}")
     folders = [folder for parent in data_roots(root) for folder in (parent / "criteo", parent)]
@@ -119,8 +119,9 @@ def load_criteo(
     """Return training, validation and test rows. The first call converts the text, later calls reuse the arrays.
 
     The arrays are written to ``.sngm`` beside the first file, or below ``~/.cache/sngm`` if ``.sngm`` is not writable.
-    The text is converted again when the content of a file changes. A second process waits for the first. Malformed
-    lines are left out, with a warning; a file with more malformed than good lines is an error.
+    The text is converted again when the content of a file changes. While another process converts it, this
+    function waits. Malformed lines are left out, with a warning; a file with more malformed than good lines is an
+    error.
 
     Args:
         root: data folder; None: see :func:`sngm.data.data_dirs.data_roots`.
@@ -168,7 +169,7 @@ def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
 
 
 def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
-    """Return the facts of a converted folder; None if it is missing or incomplete, or if the text has changed."""
+    """Return facts.json of a converted folder; None if it is missing or incomplete, or the text has changed since."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
         if not complete(folder, facts["arrays"]):
@@ -189,7 +190,7 @@ def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
 
 
 def _map(folder: Path, split: str) -> Rows:
-    """Memory-map one split."""
+    """Return the rows of one split, with integers and categories memory-mapped."""
     # mode "c" (copy on write), because torch warns about read-only arrays
     dense, categories = (
         torch.from_numpy(np.load(folder / f"{split}-{kind}.npy", mmap_mode="c")) for kind in ("dense", "categories")

@@ -37,7 +37,7 @@ MAX_NAMED = 10  # malformed lines that messages list
 
 
 def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: Show) -> None:
-    """Write the arrays of all splits, vocabulary.npy and facts.json into `folder`."""
+    """Convert text files: write the arrays of all splits, vocabulary.npy and facts.json into `folder`."""
     began = time.monotonic()
     progress = throttled(show)
     show(f"converting {len(paths)} file{'s' * (len(paths) > 1)} of Criteo's rows once, into {folder.parent}")
@@ -81,7 +81,7 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
 
 
 def split_of(rows: int, seed: int) -> Array:
-    """Return for each row 0, 1 or 2: train, validation or test.
+    """Return the split of each row, as 0 (train), 1 (validation) or 2 (test).
 
     The split is that of scikit-learn's ``train_test_split(test_size=0.2, random_state=seed)``, but the last fifth of
     its training rows, in their random order, is for validation. The peak memory is 9 bytes per row.
@@ -101,7 +101,7 @@ def split_of(rows: int, seed: int) -> Array:
 def _read(
     paths: list[Path], names: list[str], raw: list[IO[bytes]], progress: Show
 ) -> tuple[list[dict[str, Any]], dict[str, Any], Array]:
-    """Write all good rows to `raw`; return the sources, the malformed lines, and counts of missing values by column."""
+    """Write all good rows to `raw`; return facts on files, facts on malformed lines, and missing values per column."""
     total, before = sum(path.stat().st_size for path in paths), 0
     sources: list[dict[str, Any]] = []
     first: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ def _read(
 
 
 def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
-    """Yield blocks of rows: a slice of row numbers, labels, and integers and keys of shape (columns, rows)."""
+    """Yield blocks of rows: a slice of row numbers, labels, and integers and category keys of shape (columns, rows)."""
     for file in raw:
         file.seek(0)
     for start in range(0, len(splits), BLOCK):
@@ -180,7 +180,7 @@ def _encode(
     arrays: dict[str, IO[bytes]],
     progress: Show,
 ) -> tuple[Array, list[int]]:
-    """Write all splits; count the unseen categories of each split and field, and the positive labels of each split."""
+    """Write the arrays of all splits; return counts of unseen categories by split and field, and of positive labels."""
     low, span = least.astype(np.float64)[:, None], (most.astype(np.float64) - least)[:, None]
     span[span == 0] = 1  # a constant column becomes 0, as in scikit-learn
     unseen, positives = np.zeros((3, CATEGORIES), np.int64), np.zeros(3, np.int64)
@@ -198,7 +198,7 @@ def _encode(
 
 
 def _numbers(keys: Array, known: Array) -> Array:
-    """Return the numbers that encode the categories of one field."""
+    """Return the numbers that encode `keys`, categories of one field; `known` are those of training rows, sorted."""
     ids = np.full(len(keys), UNSEEN, np.int32)
     if len(known):
         at = np.minimum(np.searchsorted(known, keys), len(known) - 1)

@@ -1,4 +1,4 @@
-"""Criteo's text, a click per line, read from files in chunks and parsed by array operations.
+"""Read Criteo's text, a click per line, from files in chunks, and parse it by array operations.
 
 A line is a label, 13 integers and 26 categories, separated by tabs.
 """
@@ -108,7 +108,7 @@ def parse(text: bytes) -> Lines:
 
 
 def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:
-    """Return the numbers, a mask of rows without a valid number, and a mask of rows whose number is too long."""
+    """Return the integers of each row, and masks of the rows with an invalid integer and with one that is too long."""
     minus = (text[starts] == MINUS) & (lengths > 0)
     begins, digits = (starts + minus).ravel(), (lengths - minus).ravel()
     values, wrong = np.zeros(len(begins), np.int64), digits == 0
@@ -128,7 +128,7 @@ def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array,
 
 
 def whole_lines(path: Path) -> Iterator[tuple[bytes, int]]:
-    """Yield the text of a file, plain or gzip, in chunks that end with a newline, and the bytes read so far.
+    """Yield pairs: a chunk of a file's text (plain or gzip) that ends with a newline, and the file's bytes read so far.
 
     A newline is added to the last line if it has none.
     """

@@ -59,8 +59,8 @@ def tell(text: str) -> None:
 def get(archive: Archive, root: Path, show: Show = lambda done, total: None, say: Say = tell) -> Path:
     """Return the archive's folder in `root`; if there is none, download and unpack the archive first.
 
-    A second process waits for the first. An archive file that is already in `root` is unpacked, and kept. An incomplete
-    folder is an error: the user has to delete it.
+    While another process downloads the archive, this function waits. An archive file that is already in `root` is
+    unpacked, and not deleted. An incomplete folder is an error: the user has to delete it.
 
     Args:
         show: called with the bytes received so far and the total, for each chunk.
@@ -140,7 +140,7 @@ def download(
 
 
 def _fetch(url: str, part: Path, size: int, show: Show, say: Say) -> None:
-    """Complete a partial download. Only tries that receive no byte count towards the limit."""
+    """Complete a partial download. A failed try that received new bytes starts the count of tries again."""
     if _size(part) > size:  # it must be a part of another file
         part.unlink()
     tries, most = 0, _size(part)
@@ -162,7 +162,7 @@ def _size(path: Path) -> int:
 
 
 def _request(url: str, part: Path, size: int, show: Show) -> None:
-    """Request the missing bytes once, and append them to `part`; a server without ranges sends the whole file."""
+    """Request the missing bytes once and append them to `part`; overwrite `part` if the server sends the whole file."""
     done = _size(part)
     headers = {"User-Agent": f"sngm/{__version__}", "Accept-Encoding": "identity"}
     if done:

@@ -83,11 +83,11 @@ class ImageFolder:
         return len(self.labels)
 
     def fingerprint(self) -> str:
-        """Return a short hash of the names of files and classes, without reading the files."""
+        """Return a short hash of the names of files and classes and of the image sizes, without reading the files."""
         return hashlib.sha256(repr((self.classes, self.size, self.resize)).encode() + self._names).hexdigest()[:12]
 
     def file(self, index: int) -> str:
-        """Return the path of a sample's file, as a str, because creating a Path would take most of the time."""
+        """Return the path of a sample's file. It is a str, because creating a Path would take most of the time."""
         name = self._names[self._begins[index] : self._begins[index + 1] - 1]
         return os.path.join(self.folder, self.classes[int(self.labels[index])], os.fsdecode(name))
 

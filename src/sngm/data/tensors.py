@@ -1,4 +1,4 @@
-"""Samples held in memory as tensors, and their fingerprints (short hashes)."""
+"""Samples stored as tensors, and their fingerprints (short hashes)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINGERPRINT_ROWS = 256
 
 
 class Tensors:
-    """Samples held in memory: tensors with one sample per row.
+    """Samples stored as tensors, whose first dimension is the sample.
 
     >>> Tensors(torch.zeros(4, 2), torch.arange(4))[torch.tensor([3, 1])][1]
     tensor([3, 1])
@@ -39,7 +39,7 @@ class Tensors:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
 
     def rows(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return the tensors that hold the samples, and the row numbers of the samples at `indices`."""
+        """Return all the tensors, and the positions in their first dimension of the samples at `indices`."""
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:

@@ -46,7 +46,7 @@ class TinyImageNet:
         train, val: images, uint8 of shape (n, 3, 64, 64) in channels_last format, and labels, int64. The labels of the
             official test set are not published, so `val` serves as the test set.
         classes: WordNet ids, sorted; a label is an index of this list.
-        folder: folder of the arrays and of facts.json, their sizes and checksums.
+        folder: folder of the arrays, and of facts.json, which has their sizes and checksums.
     """
 
     train: Tensors
@@ -57,7 +57,7 @@ class TinyImageNet:
 
 @dataclass(frozen=True, slots=True)
 class Listing:
-    """The image files of a dataset, training images first: paths in `folder`, sizes in bytes and labels."""
+    """The image files of a dataset. `files` has the path, size in bytes and label of each, training images first."""
 
     folder: Path
     classes: list[str]
@@ -76,11 +76,11 @@ def find_tiny_imagenet(root: Path | None) -> Path:
 
 
 def load_tiny_imagenet(root: Path | None = None, show: Show | None = None) -> TinyImageNet:
-    """Return training and validation images. The first call decodes the JPEGs, later ones map the result into memory.
+    """Return training and validation images. The first call decodes the JPEGs, later ones memory-map the result.
 
-    The result, 1.35 GB, is written as by :func:`sngm.data.conversion.load_or_convert`. It is decoded again when a file
-    is added, removed or changes its size. A dataset with other numbers of images than the official one is read with a
-    warning, so that small samples work.
+    :func:`sngm.data.conversion.load_or_convert` chooses the folder of the result, 1.35 GB. The JPEGs are decoded again
+    when a file is added, removed or changes its size. A dataset with other numbers of images than the official one is
+    read with a warning, so that small samples work.
 
     Args:
         root: folder that holds tiny-imagenet-200; None: see :func:`sngm.data.data_dirs.data_roots`.
@@ -152,7 +152,7 @@ def _first(names: Sequence[str]) -> str:
 
 
 def _open(folder: Path, listing: Listing) -> TinyImageNet | None:
-    """Map the decoded images; return None if they are missing or incomplete, or if the files have changed."""
+    """Memory-map the decoded images; return None if they are missing, incomplete or not of the files in `listing`."""
     try:
         facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
         if not complete(folder, facts["arrays"]) or facts["files"] != listing.digest():
@@ -168,7 +168,7 @@ def _open(folder: Path, listing: Listing) -> TinyImageNet | None:
 
 
 def _decode(listing: Listing, folder: Path, show: Show) -> None:
-    """Write images.npy, labels.npy and facts.json into `folder`."""
+    """Decode all images of a listing, and write images.npy, labels.npy and facts.json into `folder`."""
     need_pillow()
     began, count, done = time.monotonic(), len(listing.files), 0
     show(f"decoding {count:,} images once, into {folder.parent}")
@@ -198,7 +198,7 @@ def _decode(listing: Listing, folder: Path, show: Show) -> None:
 
 
 def _pixels(folder: Path, files: Sequence[tuple[str, int, int]]) -> Array:
-    """Return some images as RGB, uint8 of shape (n, 64, 64, 3)."""
+    """Decode image files to RGB, uint8 of shape (n, 64, 64, 3)."""
     found = np.empty((len(files), SIDE, SIDE, 3), np.uint8)
     for pixels, (path, _, _) in zip(found, files, strict=True):
         pixels[:] = decode(os.path.join(folder, path), _checked)

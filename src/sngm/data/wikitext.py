@@ -1,4 +1,4 @@
-"""WikiText-2: as numbered words in streams, as in pytorch/examples' word_language_model, or as byte-pair tokens."""
+"""Load WikiText-2: as numbered words, read in streams as by pytorch/examples' word_language_model, or as byte pairs."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ Versions = tuple[tuple[Path, int, int], ...]  # files with sizes and modificatio
 
 
 def _versions(paths: list[Path]) -> Versions:
-    """Return a cache key, so that the files are loaded once for all runs of a study."""
+    """Return a cache key of files, with which all runs of a study share one loaded corpus."""
     return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
 
 
@@ -120,7 +120,7 @@ def _text(path: Path) -> str:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TokenText:
-    """A text as byte-pair tokens: for each token its number, its bytes, and the words that begin with it.
+    """A text as byte-pair tokens: for each token its number, its length in bytes, and how many words begin with it.
 
     Words are those of :func:`load_wikitext2`. A line break counts as a word, `<eos>`.
     """
@@ -159,7 +159,7 @@ class TokenCorpus:
 def load_wikitext2_tokens(root: Path | None = None, size: int = 8192) -> TokenCorpus:
     """Return all three splits as byte-pair tokens. Their bytes are those of the files, with ``\\n`` for line breaks.
 
-    The vocabulary is kept in ``.sngm`` beside the files, or in ``~/.cache/sngm`` if ``.sngm`` is not writable.
+    The vocabulary is stored in ``.sngm`` beside the files, or in ``~/.cache/sngm`` if ``.sngm`` is not writable.
 
     Args:
         root: as for :func:`load_wikitext2`.
@@ -235,8 +235,8 @@ class Windows(Tensors):
 
     A window has `bptt` tokens as inputs and `bptt` tokens as targets; a target is the token after its input. The first
     token of a stream is never a target, and the last is never an input. The last window holds the remaining 1 to `bptt`
-    tokens, padded with targets of -1. As in word_language_model, the mean loss of this window is one step, like that of
-    any other window.
+    tokens, padded with targets of -1. As in word_language_model, this window makes one step with its mean loss, as any
+    other window does.
 
     >>> inputs, targets = Windows(streams(torch.arange(12), 2), bptt=3)[torch.tensor([2, 3])]
     >>> inputs.tolist(), targets.tolist()

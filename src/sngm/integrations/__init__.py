@@ -1,4 +1,4 @@
-"""Small helpers for training frameworks, one module for each. Nothing here is imported by the optimizers."""
+"""Small helpers for training frameworks, one module for each framework. The optimizers import none of them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def unwrap(optimizer: Any) -> list[LargeBatchOptimizer]:
     Containers have the attribute `optimizers` (torchtitan) or are lists.
 
     Raises:
-        TypeError: there is no sngm optimizer in it.
+        TypeError: `optimizer` neither is, nor wraps, nor contains an sngm optimizer.
     """
     found = _inside(optimizer)
     if not found:
@@ -32,9 +32,9 @@ def _inside(optimizer: Any) -> list[LargeBatchOptimizer]:
 
 
 def measure_norms(optimizer: Any) -> None:
-    """Let CLARS measure its mean norms in `backward`, because the `step` of wrappers does not take them as arguments.
+    """Make CLARS measure its mean norms in `backward`, for wrappers whose `step` does not accept them as an argument.
 
-    Call it once, after Accelerate's `prepare` or in Lightning's `configure_optimizers`. If torch.distributed is
+    Call this once, after Accelerate's `prepare` or in Lightning's `configure_optimizers`. If torch.distributed is
     initialised, norms are averaged over all ranks, which must be data-parallel.
     """
     import torch.distributed as dist

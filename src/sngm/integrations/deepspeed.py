@@ -17,16 +17,17 @@ from . import unwrap
 def share_norm(engine: Any) -> None:
     """Let SNGM divide by the norm of the whole gradient under ZeRO 1, 2 or 3.
 
-    Call it once, after ``deepspeed.initialize``, before or after loading a checkpoint. Without ZeRO it does nothing,
+    Call this once, after ``deepspeed.initialize``, before or after loading a checkpoint. Without ZeRO it does nothing,
     because the optimizer then has the whole gradient.
 
     Args:
-        engine: what ``deepspeed.initialize`` returned first, or the model that Accelerate prepared with DeepSpeed.
+        engine: the first result of ``deepspeed.initialize``, or the model that Accelerate prepared with DeepSpeed.
 
     Raises:
         TypeError: `engine` is not an engine, or its optimizer is not SNGM with scope "global". (ZeRO flattens
             parameters, so the norms of single tensors are not available.)
-        ValueError: experts or tensor parallelism, or a GradScaler of DeepSpeed's torch_autocast, are in use.
+        ValueError: the engine uses groups of experts, tensor parallelism, or the GradScaler of torch_autocast, or the
+            optimizer has a `norm_group` or already has a shared norm.
     """
     if not (isinstance(engine, torch.nn.Module) and hasattr(engine, "optimizer")):
         raise TypeError(f"engine must be what deepspeed.initialize returned first, got {type(engine).__name__}")
@@ -51,7 +52,7 @@ def share_norm(engine: Any) -> None:
 
 
 class ZeroNorm:
-    """The norm over all groups and ranks, computed in each step of ZeRO before the first gradient is used."""
+    """The norm over all groups and ranks, computed once in each step of ZeRO, before ZeRO uses the first gradient."""
 
     hides_parameters = True  # ZeRO gives the optimizer only some of its parameters at a time
 
@@ -61,7 +62,7 @@ class ZeroNorm:
         self._square: Tensor | None = None
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        """Take a step of ZeRO, which steps the optimizer once for each group or part of a group."""
+        """Call ZeRO's own `step`, which calls the optimizer's `step` once for each group or part of a group."""
         self._square = None
         return self._step(*arguments, **options)
 
@@ -97,7 +98,7 @@ class ZeroNorm:
         return whole
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor], dict[str, Any]]]:
-        """Yield the gradient and value of each flat parameter, in pieces without padding, and its parameter group."""
+        """Yield lists of gradients and of values, without padding, for each flat parameter, and its parameter group."""
         zero = self.zero
         third = hasattr(zero, "fp32_partitioned_groups_flat")  # ZeRO 3
         flats = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups

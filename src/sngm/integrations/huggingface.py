@@ -1,4 +1,4 @@
-"""Hugging Face: an optimizer for the Trainer, with the weight decay that the user sets."""
+"""Hugging Face: an optimizer for the Trainer, with the weight decay that is passed to the optimizer."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from torch.optim import Optimizer
 
 
 def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optimizer], dict[str, Any]]:
-    """Return the argument `optimizer_cls_and_kwargs` of ``transformers.Trainer``.
+    """Return the argument `optimizer_cls_and_kwargs` of ``transformers.Trainer`` for an optimizer of class `cls`.
 
     The Trainer makes two parameter groups: one with decay, and one without (biases and normalisation layers). It sets
     ``args.weight_decay``, 0 by default, in the first group, so a `weight_decay` in the optimizer's settings has no
-    effect. The optimizer of this function puts its own `weight_decay` into the first group. `args.weight_decay` and
-    `args.learning_rate` are not used.
+    effect. With the result of this function, the first group gets the `weight_decay` in `settings` instead.
+    `args.weight_decay` and `args.learning_rate` are not used.
 
     Args:
         cls: the optimizer class, such as :class:`sngm.SNGM`.
@@ -40,7 +40,7 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
     build([torch.zeros(2, 2, device="cpu", requires_grad=True)], **{k: v for k, v in settings.items() if k != "fused"})
 
     class ForTrainer(Optimizer):
-        """Class that the Trainer calls with its groups; an Optimizer, because it uses other classes as factories."""
+        """The class that the Trainer calls; an Optimizer, because the Trainer uses other classes as factories."""
 
         def __new__(cls_: Any, params: list[dict[str, Any]], **given: Any) -> Any:
             if len(params) != 2:

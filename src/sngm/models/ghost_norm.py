@@ -15,7 +15,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
     A forward pass of N samples consists of N / group contiguous groups, each with its own mean and variance, as if
     each were a pass of its own. Parameters, buffers and evaluation are the same as in :class:`torch.nn.BatchNorm2d`. On
-    a GPU a layer must be called on one stream at a time.
+    a GPU a layer must be called on one CUDA stream at a time.
 
     Attributes:
         group: number of samples that share statistics; None for all samples of a pass.
@@ -76,7 +76,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         return *self._usual[key], batches
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the caches out of copies."""
+        """Return the state without the caches, which copies and pickles do not need."""
         return {**self.__dict__, "_usual": {}, "_counters": []}
 
     def _has_kernels(self, x: Tensor) -> bool:
@@ -139,7 +139,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:
-    """Return the weight of each group in running statistics that are updated group by group, and that of old values.
+    """Return the weight of each group in running statistics that are updated group by group, and that of the old ones.
 
     >>> one_after_another(3, 0.5)
     (tensor([0.1250, 0.2500, 0.5000], dtype=torch.float64), 0.125)

@@ -18,11 +18,11 @@ MOST_LAYERS = 1000
 
 
 class GPT(nn.Module):
-    """A language model of pre-norm transformer blocks, whose embedding is also the matrix of its logits.
+    """A language model of pre-norm transformer blocks. The embedding matrix also computes the logits (tied weights).
 
     With the defaults it has 9,998,400 parameters. It differs from GPT-2 in three points: positions are rotary, layers
-    have no biases, and attention weights have no dropout. Initial weights are GPT-2's: N(0, 0.02^2), and for the two
-    matrices of a block that write to the residual stream 0.02 divided by the square root of twice the number of blocks.
+    have no biases, and attention weights have no dropout. Initial weights are GPT-2's: N(0, 0.02^2). For the two
+    matrices of a block that write to the residual stream, the standard deviation is 0.02 / sqrt(2 * layers).
 
     Args:
         tokens: size of the vocabulary.
@@ -58,9 +58,9 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=STD / math.sqrt(2 * layers) if name.endswith(Block.OUTPUTS) else STD)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
-        """Return the logits of the token after each token; with `targets`, their loss instead.
+        """Return the logits of the next token at each position; with `targets`, return the cross-entropy loss.
 
-        The loss does not hold all logits at once: see :func:`sngm.models.vocabulary_loss.vocabulary_loss`.
+        The loss never stores all logits at once: see :func:`sngm.models.vocabulary_loss.vocabulary_loss`.
 
         Args:
             tokens: token numbers, of shape (batch, length).
@@ -118,10 +118,10 @@ class Block(nn.Module):
 
 
 def rotations(length: int, size: int, like: Tensor) -> tuple[Tensor, Tensor]:
-    """Return cosines and sines of the angles of each position, of shape (length, 1, 1, size), for `rotated`.
+    """Return cosines and sines of the rotary angles at each position, of shape (length, 1, 1, size), for `rotated`.
 
-    The angle of pair i at position p is ``p * BASE ** (-2 i / size)``. The results are on the device of `like`, in
-    float64 if `like` is float64, else in float32.
+    At position p, elements i and i + size / 2 of a head are rotated by ``p * BASE ** (-2 i / size)``. The
+    results are on the device of `like`, in float64 if `like` is float64, else in float32.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
     exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / -size

@@ -12,7 +12,7 @@ Hidden = tuple[Tensor, Tensor]  # outputs and cells, each of shape (layers, batc
 
 
 class Layer(nn.LSTM):
-    """One LSTM layer, time first. Triton kernels compute it if they can: cuDNN launches several kernels per step."""
+    """One LSTM layer, time first. Triton kernels compute it where they can: cuDNN launches several kernels per step."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__(inputs, width)
@@ -44,7 +44,7 @@ class WordLSTM(nn.Module):
     the embedding and after each of two layers. With the same seed, the initial weights equal those of
     word_language_model.
 
-    `forward` returns features. `logits` applies the decoder to features; `loss` does so without holding all logits at
+    `forward` returns features. `logits` applies the decoder to features; `loss` does so without storing all logits at
     once.
     """
 

@@ -36,10 +36,10 @@ class Bottleneck(nn.Module):
 
 
 class ResNet(nn.Module):
-    """Stages of bottleneck blocks after a convolution, the stem, initialised as in torchvision.
+    """A convolution, the stem, followed by stages of bottleneck blocks; initialised as in torchvision.
 
-    Convolutions are drawn from N(0, 2 / fan_out). All BatchNorm layers, also the last of a block, start with scale 1
-    and bias 0. The linear layer has torch's default initialisation.
+    Convolution weights are drawn from N(0, 2 / fan_out). All BatchNorm layers, also the last of a block, start with
+    scale 1 and bias 0. The linear layer has torch's default initialisation.
 
     Args:
         blocks: number of blocks of each stage.

@@ -12,7 +12,7 @@ from .ghost_norm import GhostBatchNorm2d
 
 
 class Block(nn.Module):
-    """Two 3 x 3 convolutions and a shortcut without parameters: option A of the paper."""
+    """Two 3 x 3 convolutions and a shortcut without parameters: option A of He et al."""
 
     def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Block(nn.Module):
 class CifarResNet(nn.Module):
     """A convolution, three stages of blocks with 16, 32 and 64 channels, the mean over pixels, a linear layer.
 
-    Convolutions and the linear weight are drawn from N(0, 2 / fan_in), as in akamaster's published code.
+    Weights of convolutions and of the linear layer are drawn from N(0, 2 / fan_in), as in akamaster's published code.
 
     Args:
         blocks: number of blocks per stage; the network has ``6 * blocks + 2`` layers.

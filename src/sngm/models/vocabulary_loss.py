@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary, without holding all logits in memory at once."""
+"""Cross entropy over a large vocabulary, without storing all logits at once."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from ..triton_support import kernels_support
 
-MAX_LOGITS = 1 << 26  # number of logits held at once: 256 MiB in float32
-# On a GPU, more logits are held, in the dtype of the products: 512 MiB in bfloat16. With more rows per chunk, the
+MAX_LOGITS = 1 << 26  # number of logits in memory at once: 256 MiB in float32
+# On a GPU, more logits are in memory, in the dtype of the products: 512 MiB in bfloat16. With more rows per chunk, the
 # gradient of the features uses the GPU better, and the gradient of the weight is accumulated less often.
 MAX_LOGITS_OF_KERNELS = 1 << 28
 
@@ -26,7 +26,7 @@ def vocabulary_loss(
     reduction: str = "mean",
     chunk: int | None = None,
 ) -> Tensor:
-    """Return ``cross_entropy(linear(features, weight, bias), targets)``, computed in chunks of rows.
+    """Return ``cross_entropy(linear(features, weight, bias), targets)``, computed in chunks of rows of `features`.
 
     Gradients are computed together with the loss, chunk by chunk, so that `backward` needs no logits: only tensors of
     the sizes of features, weight and bias are saved. Gradients that are not required are not computed.
@@ -57,7 +57,7 @@ def vocabulary_loss(
 
 
 class _Sum(torch.autograd.Function):
-    """The sum of the loss over rows. `forward` saves the gradients, and `backward` only scales them."""
+    """The sum of the loss over rows of `features`. `forward` saves the gradients, and `backward` only scales them."""
 
     @staticmethod
     def forward(
@@ -157,7 +157,7 @@ def _by_kernels(
 
 
 def wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """Return the product in float32. A GPU accumulates it in float32; a CPU first rounds it to the inputs' dtype."""
+    """Return the matrix product in float32. A GPU sums in float32; a CPU rounds it to the inputs' dtype first."""
     if a.dtype == torch.float32:
         return a @ b
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else (a @ b).float()

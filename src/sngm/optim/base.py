@@ -23,7 +23,7 @@ grad_of = attrgetter("grad")
 
 
 def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
-    """Return the group's learning rate as a number, or as a 0-d tensor if its value is on a device."""
+    """Return a group's learning rate as a number, or as a 0-d tensor if it is on a GPU or the step is compiled."""
     lr: float | Tensor = group[key]
     if not isinstance(lr, Tensor):
         return lr
@@ -97,13 +97,13 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     @property
     def skipped(self) -> Tensor:
-        """The number of skipped steps (NaN or infinite norm, overflow, bad loss scale): a 0-d device tensor."""
+        """The number of steps skipped for a NaN or infinite norm, an overflow or a bad loss scale, as a 0-d tensor."""
         return self._skipped.clone()
 
     # ---------------------------------------------------------------- groups
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise an error for invalid hyper-parameters. Subclasses extend this to check theirs."""
+        """Raise an error if a hyper-parameter of the group is invalid. Subclasses also check their own ones."""
         checks.rate("lr", group["lr"])
         checks.number("weight_decay", group["weight_decay"], 0.0)
         checks.number("momentum", group.get("momentum", 0.0), 0.0, 1.0)
@@ -157,10 +157,10 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). This needs fused=True, because
-        # trainers refuse to clip the gradients of optimizers that unscale. With a norm_group or shared norm, it is
-        # False, because sharded scalers exchange overflows when they unscale, and ranks with different scales have no
-        # common norm.
+        # If True, torch.amp.GradScaler leaves unscaling and skipping to step(). True only with fused=True, because
+        # trainers raise an error when they should clip the gradients of an optimizer that unscales. False with a
+        # norm_group or shared norm, because sharded scalers exchange overflows when they unscale, and ranks with
+        # different scales have no common norm.
         return (
             self.norm_group is None and self.shared_norm is None and all(group["fused"] for group in self.param_groups)
         )
@@ -175,11 +175,11 @@ class LargeBatchOptimizer(StatefulOptimizer):
         return loss
 
     def _norm_spans(self) -> str:
-        """Return the scope of one norm: "global", "group" or "tensor"; "none" if steps do not depend on norms."""
+        """Return what one norm covers: "global" (all parameters), "group" or "tensor"; "none" if there is no norm."""
         return "tensor"
 
     def _check_parameters(self, params: list[Tensor]) -> None:
-        """Create state for parameters that a wrapper added; raise an error if a norm would miss some parameters."""
+        """Raise an error if a norm would miss some parameters; create state for parameters that a wrapper added."""
         if torch.compiler.is_compiling():
             return
         if self._checked_shards is self._shards and self._shards.matches(params, self.norm_group):
@@ -206,7 +206,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         raise NotImplementedError
 
     def _adapts(self, bucket: Bucket) -> list[bool]:
-        """Return for each parameter whether its step is scaled by a ratio of norms."""
+        """Return for each parameter of the bucket whether its step is scaled by a ratio of norms."""
         adapt: bool | None = bucket.group.get("adapt", False)
         return [p.ndim > 1 if adapt is None else adapt for p in bucket.owners]
 
@@ -223,7 +223,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         }
 
     def _step_by_kernels(self, mean_norms: Any = None) -> bool:
-        """Take this step with the Triton kernels; return False if they are not enabled or do not support it."""
+        """Take a step with the Triton kernels, if they are enabled and support it; return whether it was taken."""
         groups = self.param_groups
         params: list[Any] = [p for group in groups for p in group["params"]]
         if (
@@ -285,9 +285,10 @@ class LargeBatchOptimizer(StatefulOptimizer):
     # ---------------------------------------------------------------- torch operations
 
     def _rounding_step(self) -> Tensor | None:
-        """Return the counter of steps if a group rounds stochastically, on the device of the first parameter.
+        """Return the counter of steps, or None if no group rounds stochastically.
 
-        The counter is stored in the first parameter group, so checkpoints contain it.
+        The counter is on the device of the first parameter that is rounded stochastically. It is stored in the first
+        parameter group, so checkpoints contain it.
         """
         params = [p for group in self.param_groups if group.get("stochastic_rounding") for p in group["params"]]
         if not params:
@@ -300,9 +301,10 @@ class LargeBatchOptimizer(StatefulOptimizer):
         return step
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
-        """Return all parameters that have a gradient (`.grad`, or an entry of `grads`), in buckets.
+        """Return the inputs of a step: all parameters that have a gradient, sorted into buckets.
 
-        DTensors are replaced by their local shards.
+        Gradients are the parameters' `.grad`, or the values in `grads` if given. DTensors are replaced by their local
+        shards.
         """
         checks.rates(self.param_groups)
         self._check_parameters([p for group in self.param_groups for p in group["params"]])
@@ -331,7 +333,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
             for bucket in parts:
                 if bucket.dtype == torch.bfloat16 and bucket.group.get("stochastic_rounding"):
                     bucket.rounding = step.to(bucket.device)
-        # `home` counts even if this rank has no gradient, because all ranks must take part in the same collectives
+        # include `home` even if this rank has no gradient, because all ranks must take part in the same collectives
         on_host = eager and all(device.type == "cpu" for device in {home, *(b.device for b in parts)})
         on_host = on_host and not any(group["capturable"] for group in self.param_groups)
         # torch.amp.GradScaler sets these during a step, as one-element tensors
@@ -367,7 +369,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         bucket.grads.append(grad)
 
     def _skip(self, work: Work, total: Tensor) -> bool | Tensor:
-        """Record the norm whose square is `total`, and return whether this step must be skipped.
+        """Set `grad_norm` to the root of `total` divided by the loss scale, and return whether to skip this step.
 
         Returns:
             A bool if the value may be read on the host, else a 0-d bool tensor, to avoid a device synchronisation.

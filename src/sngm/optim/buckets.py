@@ -19,7 +19,7 @@ Closure = Callable[[], Any]
 
 @dataclass(slots=True)
 class Bucket:
-    """The tensors of one parameter group with the same device and dtype; complex ones are viewed as real."""
+    """Parameters of one group, device and dtype, with their gradients and state; complex tensors are viewed as real."""
 
     group: dict[str, Any]
     position: int  # index of the group
@@ -35,7 +35,7 @@ class Bucket:
     rounding: Tensor | None = None  # step counter, if rounding is stochastic
 
     def view_as_real(self) -> None:
-        """View complex tensors as pairs of reals. This changes neither norms nor updates, which are linear."""
+        """View complex tensors as pairs of reals, which changes neither their norms nor a linear update."""
         self.params = [torch.view_as_real(p) for p in self.params]
         self.grads = [torch.view_as_real(g.resolve_conj()) for g in self.grads]  # autograd conjugates lazily
         self.buffers = {key: [torch.view_as_real(b) for b in some] for key, some in self.buffers.items()}
@@ -59,13 +59,13 @@ class Bucket:
         return self.dtype in LOW_PRECISION
 
     def rounded(self, values: list[Tensor]) -> list[Tensor]:
-        """Return new parameter values, stochastically rounded if the group enables it."""
+        """Return `values`, the new values of the parameters, stochastically rounded if the group enables it."""
         if self.rounding is None:
             return values
         return [rounded(value, i, self.rounding) for value, i in zip(values, self.indices, strict=True)]
 
     def select(self, which: Iterable[int]) -> Bucket:
-        """Return a bucket with the tensors at these indices."""
+        """Return a bucket with only the tensors at these indices of this bucket."""
 
         def pick(tensors: list[Any]) -> list[Any]:
             return [tensors[i] for i in which]
@@ -83,7 +83,7 @@ class Bucket:
         )
 
     def slices(self, elements: int) -> Iterator[Bucket]:
-        """Yield smaller buckets of at most `elements` elements (or one larger tensor), to limit the size of copies."""
+        """Split this bucket into buckets of up to `elements` elements (or one larger tensor), to save memory."""
         run: list[int] = []
         size = 0
         for i, p in enumerate(self.params):
@@ -101,7 +101,7 @@ class Work:
     """Inputs of one step. The gradients have been multiplied by `scale`, such as a GradScaler's loss scale."""
 
     buckets: list[Bucket]
-    home: torch.device  # where sums over several devices are computed
+    home: torch.device  # the device on which sums over several devices are computed
     on_host: bool  # values can be read without synchronising with a device
     scale: float | Tensor
     found_inf: Tensor | None
@@ -111,12 +111,15 @@ class Work:
     def tensor_squares(
         self, parts: list[Tensor], *, kinds: int, buckets: list[Bucket] | None = None
     ) -> tuple[list[Tensor], Tensor]:
-        """Return the squared norms of whole (unsharded) tensors for each bucket, and the sum of row 0 over all tensors.
+        """Return the squared norms of the unsharded tensors, given those of their local shards.
 
         Args:
-            parts: parts[i] holds the squares of the local shards of bucket i, of shape (kinds, tensors).
-            kinds: number of rows, such as 2 for gradients and parameters.
+            parts: parts[i], of shape (kinds, tensors), holds the squared norms of the local shards of bucket i.
+            kinds: number of rows of parts[i], such as 2 for gradients and parameters.
             buckets: the buckets that `parts` belong to; all by default.
+
+        Returns:
+            A list like `parts` with the squared norms of the unsharded tensors, and the sum of row 0 over all tensors.
         """
         if not self.shards.active:
             return parts, self._total([part[0] for part in parts])
@@ -128,9 +131,10 @@ class Work:
         return whole, packed[0].sum()
 
     def sums(self, parts: list[Tensor], *, by_group: bool = False) -> Tensor:
-        """Return the sum of squares over all ranks: one sum, or one for each group. parts[i] belongs to bucket i.
+        """Return the sum of squared norms over all buckets and ranks (one element), or one sum per group if `by_group`.
 
-        If parameters are sharded, each part must hold one square per local shard; else it may hold only their sum.
+        parts[i] holds the squared norms of the tensors of bucket i. If sums over ranks are needed, it must hold one
+        value per local shard; else it may hold only their sum.
         """
         count = len(self.lengths) if by_group else 1
         if self.shards.active:
@@ -145,7 +149,7 @@ class Work:
         return sums
 
     def _packed(self, buckets: list[Bucket], parts: list[Tensor], kinds: int) -> Tensor:
-        """Return `parts` with one column per parameter, 0 without a gradient: the same columns on all ranks."""
+        """Return `parts` as one tensor with a column for each parameter of the optimizer, zero without a gradient."""
         zero = torch.zeros(kinds, dtype=sum_dtype(self.home), device=self.home)
         columns = [zero] * len(self.shards.params)
         for bucket, part in zip(buckets, parts, strict=True):
@@ -164,7 +168,7 @@ class Work:
 
 
 def evaluate(closure: Closure | None) -> Any:
-    """Return the closure's loss, computed with gradients enabled."""
+    """Return the closure's loss, computed with gradients enabled, or None without a closure."""
     if closure is None:
         return None
     with torch.enable_grad():
@@ -172,7 +176,7 @@ def evaluate(closure: Closure | None) -> Any:
 
 
 def state_dtype(p: Tensor) -> torch.dtype:
-    """Return the dtype of the state: float32 for low-precision parameters, else the parameter's own dtype."""
+    """Return the dtype of a parameter's state: float32 for float16 and bfloat16, else the parameter's own dtype."""
     return torch.float32 if p.dtype in LOW_PRECISION else p.dtype
 
 
@@ -187,7 +191,7 @@ def alike(a: Tensor, b: Tensor) -> bool:
 
 
 def laid_out_as(layout: Tensor, tensor: Any) -> Any:
-    """Return a copy of a tensor with its elements in the memory order of `layout`."""
+    """Return `tensor` with its elements copied into the memory order of `layout`; a DTensor is changed in place."""
     if is_dtensor(tensor):
         tensor._local_tensor = laid_out_as(layout, tensor._local_tensor)
         return tensor

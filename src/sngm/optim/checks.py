@@ -53,7 +53,7 @@ def rates(groups: list[dict[str, Any]]) -> None:
 
 
 def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError if a gradient's shape or device is not the parameter's: kernels would read past its end."""
+    """Raise ValueError unless a gradient has its parameter's shape and device; else kernels could read past its end."""
     if grad.size() != shape:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "

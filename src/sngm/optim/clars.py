@@ -24,15 +24,15 @@ from .lars import adapted_rate, plain_momentum, ratio_limit
 class CLARS(LargeBatchOptimizer):
     r"""Complete layer-wise adaptive rate scaling.
 
-    Per tensor, with :math:`d = g + \lambda w` and :math:`\bar n` the mean over micro-batches of the norm of that
-    tensor's gradient:
+    For each tensor w with gradient g and momentum buffer v, let :math:`d = g + \lambda w`, and let :math:`\bar n` be
+    the norm of the tensor's micro-batch gradients, averaged over micro-batches. Then a step is:
 
     .. math::
         r = \min(r_{\max},\; c\,\|w\| / \bar n), \qquad v = m v + d, \qquad w = w - \eta r v
 
     LARS divides by the norm of the mean gradient, which shrinks when the gradients of samples disagree. The mean of the
-    norms does not shrink, so early steps are short without a warm-up. The caller measures :math:`\bar n` and passes it
-    to :meth:`step`.
+    norms does not shrink, so early steps are small without a warm-up. The caller measures :math:`\bar n` and passes it
+    to :meth:`step`, or calls :meth:`measure_norms` once.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -123,8 +123,9 @@ class CLARS(LargeBatchOptimizer):
             closure: computes the loss and its gradients.
             mean_norms: one value per parameter, in the order of the parameter groups: the norm of the parameter's
                 (unscaled) gradient, averaged over micro-batches. Values of parameters without a gradient are not read.
-                If a value is not finite, the step is skipped. For sharded tensors, pass the norms of the whole
-                tensors, the same on every rank, such as ``p.grad.norm().full_tensor()`` of a DTensor.
+                If another value is NaN or infinite, the step is skipped. For sharded tensors, pass the norms of the
+                unsharded tensors, equal on all ranks, such as ``p.grad.norm().full_tensor()`` of a DTensor. Required
+                unless :meth:`measure_norms` was called.
         """
         if self._measured is not None and mean_norms is None:
             loss = evaluate(closure)
@@ -154,7 +155,7 @@ class CLARS(LargeBatchOptimizer):
                     p.register_hook(functools.partial(_add_norm, self._measured, p))
 
     def _take_measured(self) -> list[Any]:
-        """Return the mean norm of each parameter since the last step, and start again from zero."""
+        """Return the mean norm measured for each parameter since the last step, and reset the measurement."""
         assert self._measured is not None
         params = [p for param_group in self.param_groups for p in param_group["params"]]
         lacking = [i for i, p in enumerate(params) if p.grad is not None and p not in self._measured]
@@ -227,6 +228,6 @@ class CLARS(LargeBatchOptimizer):
 
 
 def _add_norm(sums: dict[Tensor, Tensor], p: Tensor, grad: Tensor) -> None:
-    """Add the norm of a parameter's new gradient to its sum of norms."""
+    """Add the norm of `grad`, a new gradient of `p`, to ``sums[p]``."""
     norm = torch.linalg.vector_norm(grad.detach().to(torch.promote_types(grad.dtype, torch.float32)))
     sums[p] = sums[p] + norm if p in sums else norm

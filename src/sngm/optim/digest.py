@@ -27,7 +27,7 @@ OF_MODULE = {*vars(nn.Module())} - {"training"}
 
 
 def digest_of(*things: Any) -> str:
-    """Return a checksum that differs if the code of functions and classes, or the values they use, differ.
+    """Return a checksum of values, functions and classes, which changes if their code or a value they use changes.
 
     The checksum covers the defaults, closures and global variables of the user's own functions, the attributes of
     objects, and tensors. For functions and classes of installed packages, it covers only the names.
@@ -139,7 +139,7 @@ def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Ite
 
 
 def describe_code(code: types.CodeType) -> Iterator[str]:
-    """Yield the bytecode, names and constants of a function without source."""
+    """Yield the bytecode, names and constants of a function, for functions whose source is missing or ambiguous."""
     yield f"{code.co_code.hex()} {code.co_names}"
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -150,7 +150,7 @@ def describe_code(code: types.CodeType) -> Iterator[str]:
 
 
 def names_in(code: types.CodeType) -> set[str]:
-    """Return the names of global variables and attributes in a function and in the functions inside it."""
+    """Return the names of the global variables and attributes that a function, or a function inside it, uses."""
     inner = [names_in(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return {*code.co_names}.union(*inner)
 
@@ -169,5 +169,5 @@ def in_library(file: str) -> bool:
 
 
 def without_addresses(text: str) -> str:
-    """Return a repr without memory addresses."""
+    """Return `text`, the repr of an object, without memory addresses."""
     return re.sub(r" at 0x[0-9a-f]+", "", text, flags=re.IGNORECASE)

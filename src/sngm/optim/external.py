@@ -46,7 +46,7 @@ def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
 
 
 def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
-    """Return the class that the library's own registry has under this name, else the module's attribute."""
+    """Return the class that the library's registry has under `name`, and its defaults; else the module's attribute."""
     if module.__name__ == "timm":
         from timm import optim
 
@@ -92,7 +92,7 @@ def checksum_of(name: str) -> str | None:
 
 
 def load_file(path: Path) -> Any:
-    """Return a Python file as a module, loaded once."""
+    """Return a Python file as a module; only the first call executes the file."""
     path = path.resolve()
     module_name = f"sngm_file_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if module_name in sys.modules:
@@ -114,9 +114,9 @@ def load_file(path: Path) -> Any:
 
 
 def restores_its_state(build: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> bool:
-    """Return whether a new optimizer takes the same next steps as the optimizer whose `state_dict` it loads.
+    """Return whether an optimizer resumes exactly: a new one that loads its `state_dict` takes the same next steps.
 
-    Also return True, without a comparison, if the optimizer cannot step without arguments, such as a closure.
+    Also return True, without a comparison, if `step` fails without arguments, for example because it needs a closure.
     """
 
     def take_steps(optimizer: torch.optim.Optimizer, params: Iterable[Tensor], numbers: range) -> None:

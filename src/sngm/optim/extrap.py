@@ -23,7 +23,7 @@ from .sharded_norms import aligned, local
 class ExtrapSGD(LargeBatchOptimizer):
     r"""Momentum SGD on extrapolated worker gradients.
 
-    For workers k = 1..K with gradients :math:`g_k`:
+    Let :math:`g_k(w)` be the gradient of worker k = 1..K at the parameters w. Then a step is:
 
     .. math::
         \bar g = \frac1K \sum_k g_k\big(w - \hat\eta\, g_k(w)\big), \qquad
@@ -118,7 +118,7 @@ class ExtrapSGD(LargeBatchOptimizer):
                 workers. A parameter for which no rank has a gradient is not changed.
 
         Returns:
-            The mean of the losses at w, or None if a closure returns None.
+            The mean loss of this rank's workers at the parameters before the step, or None if a closure returns None.
         """
         if "found_inf" in self.__dict__:
             for name in ("found_inf", "grad_scale"):  # the scaler does not remove them if step() raises an error
@@ -180,7 +180,7 @@ class ExtrapSGD(LargeBatchOptimizer):
 
 
 def clear(params: Iterable[Tensor]) -> None:
-    """Set all gradients to None."""
+    """Set the gradient of each parameter to None."""
     for p in params:
         p.grad = None
 

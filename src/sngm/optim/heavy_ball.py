@@ -1,9 +1,10 @@
-"""The momentum update that all methods share: single-tensor, foreach and fused.
+"""The update that all momentum methods share, in three implementations: single-tensor, foreach and fused.
 
     x = gain * g + decay * w            (-g for `maximize`)
     v = momentum * v + x
     w = w - rate * (v + decoupled_decay * w)       (`nesterov`: momentum * v + x instead of v)
 
+Here g is the gradient, w the parameter and v the momentum buffer.
 Methods differ only in the coefficients. For SNGM, gain is 1/norm; for LARS, gain or rate is lr * ratio. The formula is
 not gain * (g + decay / gain * w), because decay / gain * w overflows float32 for small gains.
 A coefficient is a number, a 0-d tensor, or a 1-d tensor with one value for each parameter of the bucket.
@@ -33,7 +34,7 @@ SLICE = 1 << 24  # number of elements of low-precision parameters that are copie
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """The coefficients of one step. If `rate` is None, only the buffers are updated."""
+    """The coefficients of one step, named as in the module's docstring. If `rate` is None, only buffers are updated."""
 
     momentum: Coefficient
     gain: Coefficient = 1.0
@@ -62,11 +63,11 @@ class Rule:
         )
 
     def times(self, factor: Coefficient) -> Rule:
-        """Return this rule with gradient and decay multiplied by `factor`."""
+        """Return this rule with `gain` and `decay` multiplied by `factor`."""
         return replace(self, gain=self.gain * factor, decay=self.decay * factor if self.decays else 0.0)
 
     def select(self, which: int | slice | list[int]) -> Rule:
-        """Return this rule for the tensors of the bucket at these indices."""
+        """Return this rule for only the tensors at these indices of its bucket."""
 
         def pick(c: Any) -> Any:
             return c[which] if isinstance(c, Tensor) and c.ndim else c
@@ -74,7 +75,7 @@ class Rule:
         return replace(self, gain=pick(self.gain), rate=pick(self.rate), decay=pick(self.decay))
 
     def as_numbers(self, coefficient: Coefficient) -> Any:
-        """Return a coefficient as a number or a list of numbers, unless `skip` keeps it on the device."""
+        """Return a coefficient as a number or a list of numbers; with `skip`, return it unchanged, on the device."""
         return coefficient.tolist() if self.skip is None and isinstance(coefficient, Tensor) else coefficient
 
     @property
@@ -87,7 +88,7 @@ class Rule:
 
 
 def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
-    """Take one step of `rule`, with the implementation that the group's `foreach` and `fused` select.
+    """Take one step of `rule` on a bucket, with the implementation that the group's `foreach` and `fused` select.
 
     `skip` is a 0-d bool tensor if only the device knows whether the step must be skipped.
     """
@@ -141,7 +142,7 @@ def _foreach(bucket: Bucket, rule: Rule) -> None:
 
 
 def _fused(bucket: Bucket, rule: Rule) -> None:
-    """Step with torch's fused CPU kernel for SGD where it computes the update of `rule`, else with foreach.
+    """Step with torch's fused CPU kernel for SGD; use foreach for tensors whose step the kernel would compute wrongly.
 
     The kernel reads memory in order without checking that all tensors have the same layout, so this function checks it.
     Nesterov steps use foreach, because the kernel ignores their gain. Gains below LEAST_FUSED_GAIN use foreach too,
@@ -216,7 +217,7 @@ def update_params(bucket: Bucket, rates: list[float] | Tensor, directions: Tenso
 def axpy_(ys: Tensors, alpha: float | list[float] | Tensor, xs: Tensors, skip: Tensor | None = None) -> None:
     """Compute ``ys[i] += alpha[i] * xs[i]`` for all i, unless `skip`, a 0-d bool tensor, is true.
 
-    An alpha outside the range of the dtype is clamped to it.
+    `alpha` may also be one number for all i. Values outside the range of the dtype are clamped to it.
     """
     most = torch.finfo(xs[0].dtype).max
     if isinstance(alpha, list):

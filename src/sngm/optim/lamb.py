@@ -24,16 +24,16 @@ SLICE = 1 << 22  # number of elements whose direction is computed at a time, to 
 class LAMB(LargeBatchOptimizer):
     r"""Layer-wise adaptive moments.
 
-    Per tensor, at step t:
+    For each tensor w with gradient g and moments m and v, step t is:
 
     .. math::
         m = \beta_1 m + (1-\beta_1) g, \quad v = \beta_2 v + (1-\beta_2) g^2, \quad
         q = \frac{m/(1-\beta_1^t)}{\sqrt{v/(1-\beta_2^t)} + \epsilon} + \lambda w, \quad
         w = w - \eta \frac{\phi(\|w\|)}{\|q\|} q
 
-    If :math:`\phi(\|w\|)` or :math:`\|q\|` is zero, the ratio is 1 and the step is :math:`\eta q`.
-    The group key ``adapt=False`` turns the ratio off for all tensors of a group; with None or True, the ratio applies
-    to every tensor, as published.
+    If :math:`\phi(\|w\|)` or :math:`\|q\|` is zero, their ratio is replaced by 1, and the step is :math:`-\eta q`.
+    The group key ``adapt=False`` replaces the ratio by 1 for all tensors of a group; with None or True, the ratio
+    applies to every tensor, as published.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -42,7 +42,7 @@ class LAMB(LargeBatchOptimizer):
         eps: :math:`\epsilon`, added to the root of the second moment; more than 0.
         weight_decay: :math:`\lambda`, at least 0.
         bias_correction: divide the moments by :math:`1-\beta^t`.
-        phi: None for :math:`\phi(z) = z`, or a pair (low, high) that z is clipped to.
+        phi: the limits (low, high) to which :math:`\phi` clips :math:`\|w\|`; None for :math:`\phi(\|w\|) = \|w\|`.
         max_grad_norm: clip the gradients of all parameters to this global norm before the step; None for no clipping.
             Some libraries clip to 1 by default.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`.
@@ -162,7 +162,7 @@ class LAMB(LargeBatchOptimizer):
                 apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
-        """Return the squared norm of each tensor. If its exp_avg_sq would overflow, return inf, to skip the step."""
+        """Return the squared norm of each gradient, or inf (which skips the step) if exp_avg_sq could overflow."""
         squares = norms.squares(bucket.grads)
         if bucket.group["max_grad_norm"] is not None:
             return squares
@@ -172,7 +172,7 @@ class LAMB(LargeBatchOptimizer):
         return torch.where(squares.sqrt() / scale > most, math.inf, squares)
 
     def _direction(self, bucket: Bucket, norm: Tensor, scale: float | Tensor, skip: Tensor | bool) -> list[Tensor]:
-        """Update the moments and return q for each tensor."""
+        """Update the moments, and return q (see the class) for each tensor; `norm` is the norm of all gradients."""
         group = bucket.group
         grads = [g.to(m.dtype) for g, m in zip(bucket.grads, bucket.buffers["exp_avg"], strict=True)]
         factor: Coefficient = 1.0 / scale
@@ -216,7 +216,7 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
 
 
 def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Compute q with torch's fused CPU kernel for Adam: with lr=-1, it adds Adam's direction to weight_decay * w."""
+    """Update the moments and return q. With lr=-1, torch's fused Adam adds its direction to weight_decay * w."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
@@ -254,7 +254,7 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
 
 
 def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip: Tensor | bool) -> None:
-    """Update the parameters by -lr * phi(||w||) / ||q|| * q."""
+    """Add -lr * phi(||w||) / ||q|| * q to the parameters w, unless `skip` is true."""
     size = clip(w_norm, bucket.group["phi"])
     ratio = torch.where((size > 0) & (q_norm > 0), size / q_norm, 1.0)
     if bucket.group["adapt"] is False:
@@ -267,7 +267,7 @@ def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip
 
 
 def _decay_factors(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:
-    """Return the factors of the moments: the betas, or 1 if the step is skipped."""
+    """Return the factors by which a step multiplies the old moments: the betas, or ones if the step is skipped."""
     if not isinstance(skip, Tensor):
         return betas
     there, like = skip.to(bucket.device), bucket.buffers["exp_avg"][0]

@@ -23,7 +23,8 @@ MAX_RATIO = 1e35  # largest ratio, so that lr times the ratio does not overflow 
 class LARS(LargeBatchOptimizer):
     r"""Layer-wise adaptive rate scaling.
 
-    Per tensor, with :math:`d = g + \lambda w` and :math:`r = c\,\phi(\|w\|) / (\|g\| + \lambda\|w\| + \epsilon)`:
+    For each tensor w with gradient g and momentum buffer v, let :math:`d = g + \lambda w` and
+    :math:`r = c\,\phi(\|w\|) / (\|g\| + \lambda\|w\| + \epsilon)`. Then a step is:
 
     =============  =====================================================  =======================================
     variant        rule                                                   source
@@ -39,9 +40,9 @@ class LARS(LargeBatchOptimizer):
     None (the default) those of more than one dimension. The other tensors take plain momentum steps with the group's
     `lr` and weight decay. With the usual c = 0.001, a typical `lr` of LARS is many times that of momentum SGD. If this
     is too large for the other tensors, put them into a group with a smaller `lr`.
-    If :math:`\phi(\|w\|)` or the denominator is zero, r is 1, as in the published code; otherwise a tensor of zeros
-    would never change. (The published code also uses 1 for a zero gradient with weight decay, although the
-    formula defines r there.)
+    If :math:`\phi(\|w\|)` or the denominator is zero, r is 1, as in the published code; with r = 0, a tensor of zeros
+    would never change. (If the gradient is zero and weight decay is not, the published code uses 1 too, but this class
+    uses the formula.)
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -50,10 +51,10 @@ class LARS(LargeBatchOptimizer):
         weight_decay: :math:`\lambda`, at least 0.
         variant: "you2017", "unscaled" or "momentum".
         trust_coefficient: c; None stands for 0.001, or for 1.0 with variant "momentum".
-        phi: None for :math:`\phi(z) = z`, or a pair (low, high) that z is clipped to.
-        eps: added to the denominator of r.
-        max_ratio: upper limit of the ratio (of :math:`c\,\phi(\|w\|)/\|v\|` for "momentum"), or None.
-        clamp_grad: clamp each element of d to [-clamp_grad, clamp_grad], or None.
+        phi: the limits (low, high) to which :math:`\phi` clips :math:`\|w\|`; None for :math:`\phi(\|w\|) = \|w\|`.
+        eps: :math:`\epsilon` in the denominator of r, at least 0.
+        max_ratio: upper limit of r (of :math:`c\,\phi(\|w\|)/\|v\|` for "momentum"); None for no limit.
+        clamp_grad: clamp each element of d to [-clamp_grad, clamp_grad]; None for no clamping.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. On a CPU, variant
             "momentum" has no fused step and uses foreach.
 
@@ -67,7 +68,7 @@ class LARS(LargeBatchOptimizer):
                 [0.9000, 0.9000]])
 
     Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, reads and
-    writes 28 bytes of memory per parameter (SGD: 20). With variant "momentum" these are 36 bytes.
+    writes 28 bytes of memory per parameter (SGD: 20), or 36 bytes with variant "momentum".
 
     References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.
@@ -163,7 +164,10 @@ class LARS(LargeBatchOptimizer):
         self._step_along_average(work, averaged, skip)
 
     def _step_along_average(self, work: Work, averaged: list[tuple[Bucket, Tensor]], skip: Tensor | bool) -> None:
-        """Update the parameters for variant "momentum", whose ratio depends on the norms of the new buffers."""
+        """Update the parameters for variant "momentum", whose ratio depends on the norms of the new buffers.
+
+        `averaged` holds the buckets with this variant, each with the squared norms of its parameters.
+        """
         if not any(group["variant"] == "momentum" for group in self.param_groups):
             return
         buckets = [bucket for bucket, _ in averaged]
@@ -181,7 +185,7 @@ class LARS(LargeBatchOptimizer):
 
 
 def trust(group: dict[str, Any]) -> float:
-    """Return the trust coefficient, or its default for the variant."""
+    """Return the group's trust coefficient, or the default of its variant if it is None."""
     given: float | None = group["trust_coefficient"]
     if given is not None:
         return given
@@ -189,17 +193,20 @@ def trust(group: dict[str, Any]) -> float:
 
 
 def clip(norm: Tensor, phi: tuple[float, float] | None) -> Tensor:
-    """Return phi(norm): the norm, or the norm clipped to (low, high)."""
+    """Return the norm clipped to the limits (low, high) in `phi`, or the norm itself if `phi` is None."""
     return norm if phi is None else norm.clamp(*phi)
 
 
 def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
-    """Return the limits of phi as settings of the kernels."""
+    """Return the limits in `phi` as settings of the kernels, or no settings if `phi` is None."""
     return {} if phi is None else {"phi_low": phi[0], "phi_high": phi[1]}
 
 
 def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
-    """Return lr * ratio of each tensor. The ratio is at most max_ratio; it is 1 if undefined or if not adapted."""
+    """Return lr * ratio for each tensor of a bucket, or lr if the step of the tensor is not scaled by a ratio.
+
+    A ratio is replaced by 1 where `defined` is False, and limited to the group's `max_ratio`.
+    """
     ratio = torch.where(defined, ratio, 1.0).clamp_max(ratio_limit(bucket.group))
     chosen = optimizer._adapts(bucket)
     if not all(chosen):
@@ -212,13 +219,17 @@ def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, 
 
 
 def ratio_limit(group: dict[str, Any]) -> float:
-    """Return the group's `max_ratio`, limited to MAX_RATIO. Only tiny gradients have a ratio that large."""
+    """Return the group's `max_ratio`, but at most MAX_RATIO, which only the ratios of tiny gradients reach."""
     given: float | None = group["max_ratio"]
     return MAX_RATIO if given is None else min(given, MAX_RATIO)
 
 
 def plain_momentum(bucket: Bucket, scale: float | Tensor, clamp: float | None = None) -> tuple[Bucket, Rule]:
-    """Return the bucket and the rule of momentum SGD with rate 1, for gradients scaled by `scale`."""
+    """Return a bucket and the rule that takes a step of momentum SGD with learning rate 1 on it.
+
+    The gradients in the given bucket have been multiplied by `scale`. With `clamp`, the gradients in the returned
+    bucket are g + weight_decay * w with each element clamped to [-clamp, clamp].
+    """
     group = bucket.group
     wd = group["weight_decay"]
     if clamp is None:

@@ -21,7 +21,7 @@ PIECE = 1 << 20  # elements of a temporary sum or copy, few enough for the cache
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype of sums of squares: float64 if the device supports it."""
+    """Return the dtype of sums of squares: float64, or float32 on MPS, which does not support float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
@@ -111,7 +111,7 @@ def _reduced(
 
 
 def _reduce(t: Tensor, parts: list[Tensor]) -> int:
-    """Append the norms of a tensor's rows and the elements of the last, partial row to `parts`; return their number."""
+    """Append the norm of each row of ROW elements, and the elements left over, to `parts`; return their number."""
     size = t.numel()
     rest = size % ROW
     if not rest and t.is_contiguous():
@@ -126,9 +126,9 @@ def _reduce(t: Tensor, parts: list[Tensor]) -> int:
 
 
 def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts: list[Tensor], scratch: Tensor) -> int:
-    """Append the norms of the rows of `t`, or of ``t + alpha * other``, to `parts`; return their number.
+    """Apply :func:`_reduce` to `t`, or to ``t + alpha * other``; return the number of values appended to `parts`.
 
-    Works like :func:`_reduce`, but in pieces that fit the cache, each computed in `scratch` in float32 or better.
+    This is done in pieces that fit the cache, each computed in `scratch` in float32 or better.
     """
     count = 0
     for piece, others in _pieces(t, other):
@@ -144,7 +144,7 @@ def _reduce_pieces(t: Tensor, other: Tensor | None, alpha: float | Tensor, parts
 
 
 def _pieces(t: Tensor, other: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
-    """Split a tensor, and the matching elements of `other` if given, into pieces that fit the cache."""
+    """Return 1-d pieces of a tensor that fit the cache, each with the matching piece of `other` (None if not given)."""
     if other is not None and other.stride() != t.stride():
         t, other = t.contiguous(), other.contiguous()
     t, other = flat(t), None if other is None else flat(other)
@@ -168,5 +168,5 @@ def flat(t: Tensor) -> Tensor:
 
 
 def upcast(t: Tensor) -> Tensor:
-    """Return `t` in float32 or better."""
+    """Return `t` as float32 if it is float16 or bfloat16, else unchanged."""
     return t.float() if t.dtype in LOW_PRECISION else t

@@ -23,13 +23,15 @@ MODES = ("coupled", "decoupled")
 class NSGDM(LargeBatchOptimizer):
     r"""Normalised SGD with momentum: average the gradients, then normalise the average. (SNGM normalises first.)
 
-    With :math:`d_t = g_t + \lambda w_t` (`weight_decay_mode` "coupled"; else :math:`d_t = g_t`):
+    For parameters :math:`w_t` with gradient :math:`g_t` and momentum buffer :math:`m_t`, let
+    :math:`d_t = g_t + \lambda w_t` if `weight_decay_mode` is "coupled", else :math:`d_t = g_t`. Then a step is:
 
     .. math::
         m_{t+1} = \beta m_t + (1-\beta) d_t, \qquad w_{t+1} = w_t - \eta\, m_{t+1} / \max(\|m_{t+1}\|, \epsilon)
 
-    The norm is taken over all parameters that have a gradient, so every step has length :math:`\eta`. A step of SNGM
-    can be :math:`1/(1-\beta)` times as long, so for momentum 0.9, start with ten times the learning rate of SNGM.
+    The norm is taken over all parameters that have a gradient, so the norm of every step is :math:`\eta`. The norm of
+    a step of SNGM can be :math:`1/(1-\beta)` times as large, so for momentum 0.9, start with ten times the learning
+    rate of SNGM.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.

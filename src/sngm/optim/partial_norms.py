@@ -1,4 +1,4 @@
-"""Errors for steps whose norm would cover only some of the parameters, because a wrapper hides or splits them."""
+"""Checks that raise an error if a norm would cover only some parameters, because a wrapper hides or splits others."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SHARE = "call sngm.integrations.deepspeed.share_norm(engine) after deepspeed.ini
 def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
     """Raise ValueError if a step on these parameters would use the norm of only a part of the gradient.
 
-    This function is called when the parameters in the groups have changed since the last step.
+    This function is called before the first step, and whenever the parameters in the groups have changed.
     """
     spans = optimizer._norm_spans()
     if spans == "none":
@@ -61,7 +61,7 @@ def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
 
 
 def flattened_by_deepspeed(former: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Return whether DeepSpeed is imported and all parameters were replaced by one-dimensional parameters."""
+    """Return whether DeepSpeed is imported, and `params` are one-dimensional and contain no `former` parameter."""
     return (
         "deepspeed" in sys.modules
         and bool(params)

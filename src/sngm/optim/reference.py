@@ -1,9 +1,9 @@
-"""Reference implementations of the methods as in the papers: float64, plain loops, one block after another.
+"""Reference implementations of the methods as in the papers: in float64, with plain loops over the tensors of a model.
 
-They are slow and easy to compare with the papers; the tests compare the fast implementations with them. The blocks
-``w[0], w[1], ...`` are the tensors of a model, and ``g`` holds their gradients. Each function takes the state before a
-step and returns the state after it. ``eta`` and ``wd`` are one number for all blocks, or one number for each block, to
-represent parameter groups.
+They are slow but easy to compare with the papers. The tests compare the optimizers with these functions. The blocks
+``w[0], w[1], ...`` are the tensors of a model, and ``g`` holds their gradients. Each function takes the parameters and
+buffers before a step and returns those after the step. The learning rate ``eta`` and the weight decay ``wd`` are one
+number for all blocks, or one number for each block, to represent parameter groups.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def norm(*blocks: Tensor) -> float:
 
 
 def each(value: PerBlock, blocks: Blocks) -> list[float]:
-    """Return a list with one value for each block."""
+    """Return `value` as a list of one number for each block."""
     return [value] * len(blocks) if isinstance(value, (int, float)) else list(value)
 
 
@@ -45,7 +45,7 @@ def sngm(
 ) -> tuple[Blocks, Blocks]:
     """Return w and u after a step of Algorithm 1 of the SNGM paper; scope "tensor" is the variant of its Section 6.
 
-    `groups` holds the index of each block's group, for scope "group".
+    For scope "group", ``groups[s]`` is the index of the parameter group of block s.
     """
     eta, wd = each(eta, w), each(wd, w)
     spans = {"global": [0] * len(w), "group": list(groups or [0] * len(w)), "tensor": list(range(len(w)))}[scope]
@@ -82,9 +82,10 @@ def spectral_sngm(
     eps: float = 1e-12,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """Return w and u after a step of SNGM in the spectral norm, or for each block in the norm that `balls` names.
+    """Return w and u after a step of :class:`sngm.SpectralSNGM`.
 
-    `triples` are the coefficients of Newton-Schulz, see `sngm.optim.spectral.POLAR`; None for the exact polar factor.
+    `rho` is its `vector_scale`, and ``balls[s]`` the `ball` of block s. `triples` are the coefficients of
+    Newton-Schulz, such as those in `sngm.optim.spectral.POLAR`; None gives the exact polar factor.
     """
     eta, wd = each(eta, w), each(wd, w)
 
@@ -197,7 +198,7 @@ def lars(
 
 
 def trust(above: float, below: float, max_ratio: float | None, adapted: bool) -> float:
-    """Return min(ratio, max_ratio), where ratio is above / below, or 1 if either is zero; 1 if not `adapted`."""
+    """Return above / below, or 1 if either is zero, but at most `max_ratio`. If not `adapted`, return 1."""
     if not adapted:
         return 1.0
     ratio = above / below if above > 0 and below > 0 else 1.0
@@ -218,7 +219,7 @@ def clars(
     adapt: bool | None = None,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
-    """Return w and v after a step of CLARS; `mean_norms[s]` is the mean over micro-batches of ||g_s||."""
+    """Return w and v after a step of CLARS; ``mean_norms[s]`` is the mean over micro-batches of the norm of g[s]."""
     eta, wd = each(eta, w), each(wd, w)
     new_w, new_v = [], []
     for s in range(len(w)):
@@ -246,7 +247,7 @@ def lamb(
     adapt: bool | None = None,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks, Blocks]:
-    """Return w, m and v after step t = 1, 2, ... of LAMB; t may differ between blocks."""
+    """Return w and the moments m and v after step t (1, 2, ...) of LAMB; t may differ between blocks."""
     eta, wd, t = each(eta, w), each(wd, w), each(t, w)
     clip = 1.0
     if max_grad_norm is not None and norm(*g) > max_grad_norm:

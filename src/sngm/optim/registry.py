@@ -26,7 +26,7 @@ from .sngm import SNGM
 from .spectral import SpectralSNGM
 
 EMBEDDINGS = (nn.Embedding, nn.EmbeddingBag)
-signature_of = functools.cache(inspect.signature)  # a study asks for it thousands of times
+signature_of = functools.cache(inspect.signature)  # a study calls it thousands of times
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class Method:
     Attributes:
         build: an optimizer class or function, or the name of a class in another library, which is imported at first
             use.
-        settings: the method's default settings, if they differ from the defaults of the class.
+        settings: default settings of the method that differ from the defaults of the class.
         lr_scale: the method's usual learning rates divided by those of momentum SGD.
         recipe: options of a run that the method needs, such as a constant learning rate.
         embeddings: settings of the parameter group of embeddings, if the method treats them in a special way.
@@ -220,7 +220,7 @@ def builder(name: str, settings: dict[str, Any]) -> functools.partial[torch.opti
 
 
 def settings_of(name: str) -> list[str]:
-    """Return the names of a method's settings; of a method whose library is missing, only `lr` and the registered ones.
+    """Return the names of a method's settings: only `lr` and the registered ones if its library is not installed.
 
     >>> settings_of("msgd")[:2]
     ['lr', 'momentum']
@@ -260,7 +260,7 @@ def is_installed(name: str) -> bool:
 
 
 def usual_decay(name: str, of_task: float) -> float:
-    """Return the default weight decay of a method on a task: the method's own default if it has one, else the task's.
+    """Return a method's default weight decay on a task: its own default or, if that is 0 or absent, `of_task`.
 
     >>> usual_decay("adamw", 1e-4), usual_decay("sngm", 1e-4)
     (0.01, 0.0001)

@@ -12,14 +12,14 @@ WORD = 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
-    """Hash 32-bit numbers, stored in int64, by a permutation in which each input bit flips half of the output bits."""
+    """Hash 32-bit numbers (in int64) by a permutation in which each input bit flips about half of the output bits."""
     x = ((x ^ (x >> 16)) * 0x7FEB352D) & WORD
     x = ((x ^ (x >> 15)) * 0x846CA68B) & WORD
     return x ^ (x >> 16)
 
 
 def rounded(values: Tensor, index: int, step: Tensor) -> Tensor:
-    """Round float32 `values` of the parameter at `index` to numbers that bfloat16 can represent, still as float32.
+    """Return float32 `values` of the parameter at `index` rounded at random to bfloat16 numbers, but still as float32.
 
     >>> values = rounded(torch.full((10_000,), 1.001), 0, torch.tensor(1))
     >>> values.unique().tolist(), round(values.double().mean().item(), 4)

@@ -17,13 +17,13 @@ _groups: WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = WeakKeyDictionary(
 
 
 class Shards:
-    """Placement of an optimizer's parameters over ranks, and sums over all shards.
+    """The placement of an optimizer's parameters on ranks, with methods that sum squared norms over all shards.
 
     The ranks of the largest mesh among the DTensors are called the universe. Without DTensors, it is this rank alone.
-    Any other mesh must be a subset of the universe, with its tensors replicated on the other subsets. A plain tensor is
-    replicated on every rank. So in a universe of N ranks, a tensor in n shards exists N / n times. Each rank adds n / N
-    times the square of its shard, so that one all-reduce over the universe is correct for every placement. All
-    ranks then hold identical values, and agree on whether a step is skipped.
+    Any other mesh must be a subset of the universe, and its tensors must be replicated on subsets that make up the rest
+    of the universe. A plain tensor is replicated on every rank. So in a universe of N ranks, a tensor in n shards
+    exists N / n times. Each rank adds n / N times the squared norm of its shard, so that one all-reduce over the
+    universe is correct for every placement. All ranks then have identical sums, and agree on whether a step is skipped.
 
     The ranks of `norm_group` hold different parameters, or slices of the same parameters; sums include all these ranks.
     """
@@ -52,7 +52,7 @@ class Shards:
         self._counted = not self._over_group
 
     def matches(self, params: Sequence[Tensor], norm_group: Any) -> bool:
-        """Return whether this object was built for these parameters (by identity) and this group."""
+        """Return whether this object was built for these parameters (by identity) and this process group."""
         return norm_group is self.norm_group and len(params) == len(self.params) and all(map(is_, params, self.params))
 
     @property
@@ -61,20 +61,20 @@ class Shards:
         return self._over_mesh or self._over_group
 
     def tensors(self, packed: Tensor, *, over_group: bool = True) -> Tensor:
-        """Return the squared norms of whole tensors, given the squared norms of the local shards.
+        """Return the squared norms of the unsharded tensors, given in `packed` those of their local shards.
 
-        Both have the shape (kinds, parameters), with zeros for parameters without a gradient. The ranks of a
-        `norm_group` must hold slices of the same tensors in the same order. If `over_group` is False, sum only over the
-        meshes of DTensors.
+        Both have one row for each kind of norm (such as of gradients, of parameters) and one column for each
+        parameter, zero without a gradient. The ranks of a `norm_group` must hold slices of the same tensors in the
+        same order. If `over_group` is False, sum only over the meshes of DTensors.
         """
         if over_group and not self._counted:
             self._count(packed.device)
         return self._sum(self._weighed(packed), over_group)
 
     def spans(self, packed: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """Return the sum over each of `count` spans; parameter i is in span ``positions[i]``.
+        """Return the sum of squared norms over each of `count` sets of parameters; parameter i is in set positions[i].
 
-        `packed`, of shape (parameters,), holds the squared norms of the local shards; zero without a gradient.
+        `packed` holds the squared norm of each parameter's local shard, zero without a gradient.
         """
         weighed = self._weighed(packed)
         if count == 1:
@@ -101,7 +101,7 @@ class Shards:
         return values
 
     def _count(self, device: torch.device) -> None:
-        """Raise ValueError if ranks have different numbers of parameters, which would deadlock the all-reduce."""
+        """Raise ValueError if ranks of `norm_group` have different numbers of parameters: the sums would deadlock."""
         here = len(self.params)
         limits = torch.tensor([here, -here], device=device)
         dist.all_reduce(limits, op=dist.ReduceOp.MAX, group=self.norm_group)
@@ -147,7 +147,10 @@ def arrived(tensor: Any) -> Any:
 
 
 def redistribute_like(p: Any, tensor: Any) -> Any:
-    """Return a plain or sharded tensor with the placements of `p`. A plain tensor must be the same on every rank."""
+    """Return `tensor` with the placements of `p`, or as a plain tensor if `p` is a plain tensor.
+
+    `tensor` is a DTensor, or a plain tensor that is equal on all ranks.
+    """
     if not is_dtensor(p):
         return tensor.full_tensor() if is_dtensor(tensor) else tensor
     if not is_dtensor(tensor):
@@ -170,7 +173,7 @@ def _ranks(mesh: Any) -> set[int]:
 
 
 def _largest(meshes: list[Any]) -> Any:
-    """Return the mesh whose ranks contain those of all others."""
+    """Return the mesh whose ranks contain those of all other meshes, or None if `meshes` holds only None."""
     ranks = {mesh: _ranks(mesh) for mesh in meshes if mesh is not None}
     if not ranks:
         return None
@@ -190,7 +193,7 @@ def _largest(meshes: list[Any]) -> Any:
 
 
 def group_of(mesh: Any) -> Any:
-    """Return the process group of all ranks of a mesh. The first call creates it, so all its ranks must call."""
+    """Return the process group of all ranks of a mesh. All of them must call this: the first call may create it."""
     if mesh.ndim == 1:
         return mesh.get_group()
     ranks = tuple(sorted(_ranks(mesh)))

@@ -15,11 +15,11 @@ from .sharded_norms import Shards
 
 
 class SharedNorm:
-    """One norm over the parameters of several SNGM optimizers, such as one for each part of a pipeline.
+    """One norm over the parameters of several SNGM optimizers, such as one optimizer for each part of a pipeline.
 
     Call each optimizer's `step` as usual, in any order. The first `step` computes the norm of all gradients, and every
     optimizer divides by this norm. So all gradients must be ready before the first step, and every optimizer must step
-    once before one of them steps again. With a GradScaler, call `scaler.unscale_` for every optimizer before the first
+    once before any of them steps again. With a GradScaler, call `scaler.unscale_` for every optimizer before the first
     step.
 
     Args:
@@ -27,8 +27,9 @@ class SharedNorm:
         norm_group: process group whose ranks hold other parts of the model; squared norms are summed over its ranks.
 
     Raises:
-        TypeError: `optimizers` is not a list, or holds an optimizer without a norm over all parameters.
-        ValueError: `optimizers` is empty, or holds an optimizer twice or one with a `norm_group` or a shared norm.
+        TypeError: `optimizers` is not a list, or one of them is not SNGM with scope "global".
+        ValueError: `optimizers` is empty or holds an optimizer twice, or one of them has a `norm_group` or already has
+            a shared norm.
 
     Examples:
         >>> import torch
@@ -63,7 +64,10 @@ class SharedNorm:
 
     @torch.no_grad()
     def square(self, optimizer: Any) -> Tensor:
-        """Return the squared norm of the whole gradient, for a step of one of the optimizers."""
+        """Return the squared norm of the gradients of all optimizers, for a step of `optimizer`, one of them.
+
+        The first optimizer that steps computes it for all.
+        """
         (index,) = (i for i, part in enumerate(self.optimizers) if part is optimizer)
         if not self._waiting:
             self._square = self._measure()
@@ -92,7 +96,7 @@ class SharedNorm:
 
 
 def check_part(optimizer: Any, name: str) -> None:
-    """Raise an error unless an optimizer can divide by a norm that was computed elsewhere."""
+    """Raise an error unless `optimizer` can have a shared norm; errors call the optimizer `name`."""
     from .sngm import SNGM
 
     if not isinstance(optimizer, SNGM) or optimizer.scope != "global":

@@ -22,13 +22,14 @@ MIN_EPS = 1e-19  # smallest eps, because squares of smaller norms underflow floa
 class SNGM(LargeBatchOptimizer):
     r"""Stochastic normalised gradient descent with momentum.
 
-    With :math:`d_t = g_t + \lambda w_t` (`weight_decay_mode` "coupled"; else :math:`d_t = g_t`):
+    For parameters :math:`w_t` with gradient :math:`g_t` and momentum buffer :math:`u_t`, let
+    :math:`d_t = g_t + \lambda w_t` if `weight_decay_mode` is "coupled", else :math:`d_t = g_t`. Then a step is:
 
     .. math::
         u_{t+1} = \beta u_t + d_t / \max(\|d_t\|, \epsilon), \qquad w_{t+1} = w_t - \eta u_{t+1}
 
-    The norm is taken over all parameters that have a gradient, in all parameter groups. So a step is never longer
-    than :math:`\eta/(1-\beta)`, however large the gradient is. Unless decay is coupled, scaling the loss by a positive
+    The norm is taken over all parameters that have a gradient, in all parameter groups. So the norm of a step is at
+    most :math:`\eta/(1-\beta)`, however large the gradient is. Unless decay is coupled, scaling the loss by a positive
     constant does not change the steps.
     With ``momentum=0`` the method is SNGD; ``scope="tensor"`` is the block-wise variant of the paper.
 
@@ -48,7 +49,8 @@ class SNGM(LargeBatchOptimizer):
         foreach, fused: implementation of the step, as in torch.optim; None chooses the fastest correct implementation.
         capturable: never read a value on the host, so that a CUDA graph can capture the step.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that small updates are not lost. The
-            random bits depend only on the step and the element's position. Other dtypes are not affected.
+            random bits depend only on the step, the parameter and the element's position in it. Other dtypes are not
+            affected.
         norm_group: process group whose ranks each hold a part of the parameters; squared norms are summed over its
             ranks. DTensors (FSDP2, tensor parallelism) do not need a norm_group.
 
@@ -152,7 +154,7 @@ class SNGM(LargeBatchOptimizer):
             heavy_ball(bucket, rule, skip)
 
     def _squares(self, bucket: Bucket, work: Work) -> Tensor:
-        """Return the squared norm of each tensor, or only the sum over all tensors if the scope needs no more."""
+        """Return the squared norm of each gradient (plus coupled decay), or only their sum if that suffices."""
         group = bucket.group
         squares = norms.squares if self.scope == "tensor" or work.shards.active else norms.square
         wd = group["weight_decay"]
@@ -174,7 +176,7 @@ class SNGM(LargeBatchOptimizer):
 
 
 def bounded_norm(least: float, square: Tensor, work: Work) -> float | Tensor:
-    """Return the unscaled norms, clamped to at least `least`; as a number if the host can read it, which is faster."""
+    """Return the root of `square` divided by the loss scale, at least `least`; as a number if the host can read it."""
     if work.on_host and square.ndim == 0:
         return max(math.sqrt(square.item()) / work.scale, least)
     return (square.sqrt() / work.scale).clamp_min(least)

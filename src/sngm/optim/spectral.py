@@ -1,4 +1,4 @@
-"""SpectralSNGM: SNGM with the spectral norm of each weight matrix in place of the Euclidean norm of the model."""
+"""SpectralSNGM: SNGM with the spectral norm of each matrix's gradient in place of the norm of the whole gradient."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ EXPRESS = (
 
 
 def with_margin(triple: tuple[float, float, float], margin: float) -> tuple[float, float, float]:
-    """Return the coefficients of the polynomial of s / margin."""
+    """Return the coefficients of p(s / margin), where p(s) = a s + b s^3 + c s^5 and `triple` is (a, b, c)."""
     a, b, c = triple
     return a / margin, b / margin**3, c / margin**5
 
 
 # A triple (a, b, c) for each Newton-Schulz step, which maps singular values s to a s + b s^3 + c s^5.
-# "muon" (Jordan et al., 2024): five equal steps map values above 0.01 into [0.68, 1.13]; more steps do not converge.
+# "muon" (Jordan et al., 2024): five equal steps map values above 0.01 into [0.68, 1.13]; more do not converge to 1.
 # "polar-express" (Amsel et al., arXiv 2505.16932): the best triple for each step. After eight steps the values are 1 up
 # to float32 rounding.
 POLAR = {
@@ -59,8 +59,8 @@ POLAR = {
 class SpectralSNGM(LargeBatchOptimizer):
     r"""SNGM in the spectral norm: steps along the orthogonal polar factor of each weight matrix's gradient.
 
-    A tensor of two or more dimensions is treated as a matrix of `shape[0]` rows. With the singular value decomposition
-    :math:`g_t = U S V^T` of its gradient:
+    A tensor :math:`w_t` of two or more dimensions is treated as a matrix of `shape[0]` rows. With the singular value
+    decomposition :math:`g_t = U S V^T` of its gradient, and its momentum buffer :math:`u_t`, a step is:
 
     .. math::
         x_t = \sqrt{\max(1, \text{rows}/\text{columns})}\; U V^T, \qquad
@@ -68,9 +68,10 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, use
     :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. In groups with
-    ``ball="rows"``, each row of :math:`x_t` is the row of the gradient divided by its norm. As in SNGM, :math:`u` is
-    never longer than :math:`1/(1-\beta)` times the longest :math:`x`, in the norm of the group, and scaling the loss
-    does not change the steps. ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
+    ``ball="rows"``, each row of a matrix :math:`x_t` is the row of the gradient divided by its norm. As in SNGM, the
+    norm of :math:`u` is at most :math:`1/(1-\beta)` times the largest norm of an :math:`x` (both in the norm that
+    `ball` names), and scaling the loss by a positive constant does not change the steps. ``order="after"`` computes
+    :math:`x` from the momentum of the gradients, as Muon does:
     :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
 
     Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:
@@ -84,10 +85,10 @@ class SpectralSNGM(LargeBatchOptimizer):
         order: "before" normalises each gradient and then adds it to the momentum (the order of SNGM); "after"
             normalises the momentum of the gradients.
         nesterov: step by :math:`\beta u_{t+1} + x_t`, or in the order "after" by :math:`x(\beta v_{t+1} + g_t)`.
-        vector_scale: :math:`\rho`.
+        vector_scale: :math:`\rho`, the norm of :math:`x_t` for vectors.
         polar: coefficients of the Newton-Schulz iteration that computes :math:`U V^T`, "muon" or "polar-express".
         ball: None or "spectral" normalises matrices in the spectral norm, "rows" each of their rows in the Euclidean
-            norm, and "euclidean" whole matrices in the Euclidean norm. Vectors always have the Euclidean norm. Each
+            norm, and "euclidean" whole matrices in the Euclidean norm. Vectors always use the Euclidean norm. Each
             parameter group may have its own value.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
         maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only makes
@@ -187,7 +188,7 @@ class SpectralSNGM(LargeBatchOptimizer):
                 self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
 
     def _step_after(self, bucket: Bucket, rule: Rule, skip: Tensor | bool) -> None:
-        """Take a step in the order "after": update the momentum buffers, then the parameters along x of the buffers."""
+        """Take a step with order="after": update the momentum buffers, then compute x from them and step along -x."""
         group = bucket.group
         buffers = bucket.buffers.get("momentum_buffer")
         if buffers is None:  # momentum 0
@@ -210,7 +211,7 @@ class SpectralSNGM(LargeBatchOptimizer):
     def _directions(
         self, bucket: Bucket, tensors: list[Tensor], wholes: list[Any], eps: float | Tensor
     ) -> list[Tensor]:
-        """Return x for each tensor. For a sharded tensor, the entry of `wholes` is its DTensor."""
+        """Return x (see the class) for each of `tensors`. If tensors[i] is a local shard, wholes[i] is its DTensor."""
         group = bucket.group
         is_matrix = [group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0 for p in bucket.owners]
         found: list[Tensor | None] = [None] * len(tensors)
@@ -238,7 +239,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         return [x for x in found if x is not None]
 
     def _whole_squares(self, bucket: Bucket, tensors: list[Tensor], which: list[int]) -> Tensor:
-        """Return the squared norm of each tensor, summed over all its shards."""
+        """Return tensors' squared norms, summed over shards; tensors[k] belongs to parameter which[k] of a bucket."""
         squares = norms.squares(tensors)
         if not self._shards.sharded:
             return squares
@@ -251,7 +252,7 @@ def row_norms(tensor: Tensor, owner: Any) -> Tensor:
     """Return the norm of each row of a tensor; `tensor` is the local shard if its parameter `owner` is a DTensor."""
     norms: Tensor = torch.linalg.vector_norm(upcast(tensor), dim=tuple(range(1, tensor.ndim)), keepdim=True)
     split = [k for k, place in enumerate(getattr(owner, "placements", ())) if getattr(place, "dim", 0)]
-    if split:  # rows lie on several ranks
+    if split:  # each row is split over several ranks
         squares = norms.square()
         for k in split:
             dist.all_reduce(squares, group=owner.device_mesh.get_group(k))
@@ -260,9 +261,9 @@ def row_norms(tensor: Tensor, owner: Any) -> Tensor:
 
 
 def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:
-    """Return the scaled polar factor of each tensor, viewed as a matrix of `shape[0]` rows.
+    """Return sqrt(max(1, rows / columns)) U V^T for each tensor, viewed as a matrix U S V^T of `shape[0]` rows.
 
-    Tensors of the same shape are computed in one batch.
+    `polar` is a key of `POLAR`. Tensors of the same shape are computed in one batch.
 
     >>> (x,) = polar_factors([torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, 0.0]])], "polar-express")
     >>> x.round(decimals=3)  # times the square root of 3/2
@@ -282,7 +283,7 @@ def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1
 
 
 def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Tensor:
-    """Return U V^T of each matrix U S V^T of a batch, approximately: see `POLAR`."""
+    """Return approximately U V^T for each matrix U S V^T of a batch, by the Newton-Schulz steps ``POLAR[polar]``."""
     dtype = batch.dtype
     wide = batch.mT if batch.shape[-2] > batch.shape[-1] else batch  # so that the product with its transpose is small
     # divide by the Frobenius norm, which is at least the spectral norm
@@ -297,14 +298,17 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
 
 
 def at_least(least: float | Tensor, values: Tensor) -> Tensor:
-    """Clamp values to at least `least`, which is a tensor if the loss scale is on the device, else a number."""
+    """Return `values` clamped to at least `least`, a number, or a tensor if the loss scale is on the device."""
     return values.clamp_min(least) if not isinstance(least, Tensor) else values.maximum(least.to(values))
 
 
 def _sharded_factors(
     entries: list[tuple[int, Any, Any]], polar: str, eps: float | Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the local shards of the polar factors of DTensors. Every rank computes the factors of some matrices."""
+    """Yield the index of each entry and this rank's shard of the polar factor of its DTensor.
+
+    An entry is an index, a parameter and a DTensor. Each rank computes some of the factors and broadcasts them.
+    """
     for mesh in dict.fromkeys(p.device_mesh for _, p, _ in entries):
         ranks = mesh.mesh.flatten().tolist()
         own = ranks.index(dist.get_rank())
@@ -324,7 +328,7 @@ def _sharded_factors(
 
 
 def _like(p: Any, tensor: Tensor) -> Any:
-    """Return a local shard as a DTensor with the placements of `p`; unchanged if `p` is a plain tensor."""
+    """Return `tensor`, a local shard, as a DTensor with the placements of `p`; unchanged if `p` is a plain tensor."""
     if not is_dtensor(p):
         return tensor
     from torch.distributed.tensor import DTensor

@@ -20,7 +20,7 @@ SETTINGS: set[str] = set()  # setting names of all methods
 
 
 class StatefulOptimizer(Optimizer):
-    """Base class with the state of an optimizer: buffers of the parameters' shapes, and their checkpoints."""
+    """Base class that creates, saves and loads the state of an optimizer: buffers with the shapes of the parameters."""
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element state tensors
@@ -51,9 +51,9 @@ class StatefulOptimizer(Optimizer):
         return bool(group.get("momentum", 1.0))
 
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """Create state of zeros for `p`, or convert existing state, and return it.
+        """Return the state of `p`: create it as zeros, or move existing state to the device and dtype that `p` needs.
 
-        State exists before the first step, so that a checkpoint of a new optimizer is complete and
+        State is created before the first step, so that a checkpoint of a new optimizer is complete and
         torch.distributed.checkpoint does not take a step to create it.
         """
         state: dict[str, Any] = self.state[p]
@@ -75,7 +75,7 @@ class StatefulOptimizer(Optimizer):
         """Create or move state for parameters that a wrapper put into the groups in place of others.
 
         Accelerate with FSDP2 replaces parameters by DTensors, and DeepSpeed replaces them by flat partitions. During a
-        step, DeepSpeed also removes groups temporarily; non-zero state of their parameters is kept.
+        step, DeepSpeed also removes groups temporarily; non-zero state of their parameters is not deleted.
 
         Raises:
             ValueError: the replaced parameters have taken steps, and their state does not fit the new parameters.
@@ -194,7 +194,7 @@ class StatefulOptimizer(Optimizer):
         return redistribute_like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint: parameter groups, and the state of the parameters in them, as in torch.
+        """Return a checkpoint in torch's format: the parameter groups, and the state of the parameters in them.
 
         Process groups that wrappers put into the parameter groups are left out.
         """
@@ -225,7 +225,7 @@ class StatefulOptimizer(Optimizer):
 
 
 def _has_values(state: dict[str, Any]) -> bool:
-    """Return whether a parameter's state differs from that of a new parameter."""
+    """Return whether a parameter's state may hold a non-zero value, unlike the state of a new parameter."""
     if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
         return True  # the values cannot be read, so they may be non-zero
     return any(not isinstance(v, Tensor) or (not v.is_meta and bool(local(v).any())) for v in state.values())

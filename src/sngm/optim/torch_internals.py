@@ -19,8 +19,7 @@ def _always(*_: Any) -> bool:
     return True
 
 
-# Whether a profiler is active. If unknown, assume that one is: every step then has a profiler range and launches single
-# kernels.
+# Returns whether a profiler is active. If unknown, assume that one is, so that every step has a profiler range.
 profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
 
 # Global optimizer hooks. If unknown, assume that there are some, so that every step runs them.

@@ -1,1 +1,1 @@
-"""Reproduction of the paper: its tables and claims, planned experiments, results folder, verdicts and pages."""
+"""Reproduction of the paper on SNGM: its tables and claims, planned experiments, results folder, verdicts and pages."""

@@ -29,11 +29,11 @@ from .verdicts import SEEDS, Outcome, by_cell, of_claim, of_number, outcomes_of,
 BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
 MADE = "<!-- Made by `sngm paper report` from the runs; edit those, or the code, not this. -->"
 FIRST_ITEM = "table-2"
-MOST_NAMES = 9  # most names of cells with missing runs in a sentence
+MOST_NAMES = 9  # the most cells with missing runs that a sentence names
 
 
 def pages(results: Results) -> dict[str, str]:
-    """Return every generated file by its path in the results folder: pages, figures and the plotted numbers."""
+    """Return the text of every generated file, by its path in the results folder: pages, figures, plotted numbers."""
     outcomes = {item.name: outcomes_of(item, results) for item in ITEMS}
     tables = {_pictures(item)[0]: by_batch(item, outcomes[item.name]) for item in ITEMS}
     pictures = drawn(outcomes) | {name: figure for name, figure in tables.items() if figure}
@@ -48,7 +48,7 @@ def pages(results: Results) -> dict[str, str]:
 
 
 def block(results: Results) -> str:
-    """Return the first table of the project's README."""
+    """Return the first table of the project's README, with the markers around it."""
     item = find(FIRST_ITEM)
     outcomes = outcomes_of(item, results)
     rows = [
@@ -119,7 +119,7 @@ def _outdated(folder: Path, wanted: Collection[Path]) -> list[Path]:
 
 
 def has_block(readme: Path) -> bool:
-    """Return whether a page has a marker of the table."""
+    """Return whether a page has one of the markers around the table of `block`."""
     text = readme.read_text("utf-8")
     return BEGIN in text or END in text
 
@@ -156,12 +156,12 @@ def theory() -> str:
 
 
 def pictures_of(item: Item, folder: Path) -> list[Path]:
-    """Return the figure files of an experiment."""
+    """Return the paths of the figures of an experiment that are in the folder."""
     return [path for name in _pictures(item) if (path := folder / f"{name}.svg").exists()]
 
 
 def as_data(item: Item, outcomes: list[Outcome]) -> dict[str, Any]:
-    """Return the section of an experiment for JSON."""
+    """Return the content of an experiment's section as a dict for JSON."""
     return {
         "item": item.name, "title": item.title, "task": item.task, "metric": item.metric,
         "cells": [
@@ -183,7 +183,7 @@ def as_data(item: Item, outcomes: list[Outcome]) -> dict[str, Any]:
 
 
 def section(item: Item, outcomes: list[Outcome]) -> list[str]:
-    """Return the paragraphs on one experiment."""
+    """Return the paragraphs of an experiment's section."""
     where = f"{item.where} of the paper." if item.where else "Not in the paper."
     parts = [f"## {item.name}: {item.title}", f"{where} Task `{item.task}`. {item.about}".strip()]
     if item.apart:
@@ -214,7 +214,10 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
 
 
 def _claims(item: Item, outcomes: list[Outcome]) -> list[tuple[Claim, str, str]]:
-    """Return claims with verdict and reason. If runs on sum and mean of the loss are planned, judge each on both."""
+    """Return the claims on an experiment, each with its verdict and the reason.
+
+    If an experiment has runs with the summed loss and runs with the mean loss, each claim is judged once on each.
+    """
     claims = [claim for claim in CLAIMS if claim.item == item.name]
     if any(row.name.endswith(ON_MEAN) for row in item.rows):
         claims = [
@@ -248,7 +251,7 @@ def _row(outcome: Outcome) -> list[str]:
 
 
 def _searched(outcome: Outcome) -> list[str]:
-    """Return the chosen learning rate, weight decay and validation score of a search."""
+    """Return the learning rate, weight decay and validation score that a search chose; before, its number of trials."""
     if outcome.lr is None:
         return [f"{outcome.trials} of {outcome.planned.item.trials} trials", "", ""]
     return [
@@ -259,7 +262,7 @@ def _searched(outcome: Outcome) -> list[str]:
 
 
 def _effort(lines: list[Line]) -> list[str]:
-    """Return the steps and the mean seconds of full runs."""
+    """Return the number of steps of each of these runs, and their mean duration in seconds, as text."""
     if not lines:
         return ["", ""]
     config, samples = lines[0].config, lines[0].record["data"]["training"]["samples"]

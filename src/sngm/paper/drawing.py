@@ -1,4 +1,4 @@
-"""The paper's figures, and its tables as figures, from the results folder."""
+"""The paper's figures, and figures of its tables, from the runs in the results folder."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # each has its own colour
 
 
 def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
-    """Return the paper's figures from our runs: the mean over seeds for each method, one panel per batch and loss."""
+    """Return the paper's figures, by file name, drawn from our runs.
+
+    Each line is the mean over seeds for a method. There is a panel for each batch and each loss (sum or mean).
+    """
     found = {}
     for figure in FIGURES:
         for metric, name in figure.pictures.items():
@@ -49,7 +52,10 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
 
 
 def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
-    """Plot a table's metric against the batch size: the paper's numbers, our means, and crosses for divergence."""
+    """Plot a table's metric against the batch size: the paper's numbers, our means, and crosses for divergence.
+
+    Return None if there are no results of ours to plot.
+    """
     metric = f"test_{item.metric}"
     theirs, ours = [], []
     for row in item.rows:
@@ -83,7 +89,7 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
 
 
 def _shown(value: float, metric: str) -> float:
-    """Return a value rounded to five digits; an accuracy as a percentage."""
+    """Round a value to five digits; convert an accuracy to a percentage."""
     return float(f"{100 * value if metric.endswith('accuracy') else value:.5g}")
 
 

@@ -34,7 +34,7 @@ class Row:
     name: str
     method: str
     rates: Rates = field(default_factory=dict)
-    """The middle of the grid of learning rates."""
+    """The middle of the grid of learning rates, for each batch."""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Settings to search instead of the grid, with their ranges at batch 8192; see `at_batch`."""
     seeds: int = 3
@@ -51,7 +51,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """An experiment: a table, or a figure with runs of its own."""
+    """An experiment: a table of the paper, a figure with runs of its own, or a comparison that is not in the paper."""
 
     name: str
     title: str
@@ -101,7 +101,7 @@ class Item:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One method at one batch size."""
+    """A cell of an experiment: one method at one batch size."""
 
     item: Item
     row: Row
@@ -117,7 +117,7 @@ class Planned:
         return None if self.row.paper is None else self.item.numbers.get(self.row.paper, {}).get(self.batch)
 
     def study(self, seeds: int | None = None) -> StudyConfig:
-        """Return the study of this cell alone."""
+        """Return the config of a study that has only this cell."""
         item, row, cls = self.item, self.row, tasks.find(self.item.task)
         usual = cls.usual(self.batch)
         method, rates = row.method, None
@@ -147,7 +147,7 @@ class Planned:
         return cell
 
     def seconds(self) -> float:
-        """Return the approximate duration of a run."""
+        """Return the approximate duration of a run in seconds, on the GPU `COSTS_ON`."""
         known = self.row.seconds or self.item.seconds
         epochs = self.item.epochs or tasks.find(self.item.task).epochs
         return START + epochs * between(known, self.batch)
@@ -164,7 +164,7 @@ def at_batch(ranges: Mapping[str, tuple[float, float]], batch: int) -> dict[str,
 
 
 def between(known: Rates, batch: int) -> float:
-    """Interpolate linearly in log-log scale between known batches; outside them, use the value at the nearest batch.
+    """Interpolate a value linearly in log-log scale between known batches; beyond them, take that of the nearest one.
 
     >>> between({128: 0.4, 2048: 0.1}, 512)
     0.2
@@ -175,7 +175,7 @@ def between(known: Rates, batch: int) -> float:
 
 
 def _row_or_item(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a table of experiments.toml with batches as integers, and settings such as betas as tuples."""
+    """Return a row or item of experiments.toml with batches as integers, and settings such as betas as tuples."""
     found = dict(given)
     for key in {"rates", "seconds"} & found.keys():
         found[key] = {int(batch): value for batch, value in found[key].items()}
@@ -185,7 +185,7 @@ def _row_or_item(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read() -> Iterator[Item]:
-    """Read experiments.toml; titles and tasks of tables are in tables.toml."""
+    """Yield the items of experiments.toml; for tables of the paper, title, task and metric are from tables.toml."""
     for name, given in tomllib.loads(Path(__file__).with_name("experiments.toml").read_text("utf-8")).items():
         about = {key: TABLES[name][key] for key in ("title", "where", "task", "metric")} if name in TABLES else {}
         rows = tuple(Row(**_row_or_item(row)) for row in given.pop("rows"))

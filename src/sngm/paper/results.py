@@ -33,7 +33,7 @@ NAMED = "with committed code installed by pip install -e from its clone, or with
 
 @dataclass(frozen=True)
 class Line:
-    """A run in the results folder: the record from its run folder, and its training curve by columns."""
+    """A run in the results folder: the record from its run folder, and its training curve as lists by metric."""
 
     record: dict[str, Any]
 
@@ -108,7 +108,7 @@ class Results:
         _check_data(every)
 
     def of(self, config: RunConfig) -> Line | None:
-        """Return the run of a config. A full run that has validation scores also counts as the trial run."""
+        """Return the run of a config, or None. A full run with validation scores also counts as the trial run."""
         if found := self.lines.get(config.hash):
             return found
         full = self.lines.get(replace(config, part="full").hash)
@@ -119,7 +119,7 @@ class Results:
 
 
 def read(folder: Path = FOLDER) -> Results:
-    """Read all runs kept in a folder."""
+    """Read all runs in a results folder."""
     folders = sorted(path for path in folder.glob("*") if path.is_dir())
     return Results(line for task in folders for line in _of_task(task))
 
@@ -151,7 +151,7 @@ def _not_a_number(text: str) -> None:
 
 
 def explain(error: Exception) -> str:
-    """Describe what is wrong with a record."""
+    """Describe the error that a broken record of a run raised."""
     if isinstance(error, KeyError):
         return f"no {error.args[0]}"
     if isinstance(error, json.JSONDecodeError):
@@ -204,10 +204,10 @@ def _checks(line: Line) -> Iterator[tuple[Any, str]]:
 
 
 def from_folder(path: Path) -> Line:
-    """Return the folder of a finished run as a line for the results folder.
+    """Read a finished run from its run folder, and return it as a line for the results folder.
 
     Raises:
-        UsageError: the run is not finished, was changed, or cannot be reproduced.
+        UsageError: the run is not finished, its files were changed, or it cannot be reproduced.
     """
     record = read_record(path / "run.json")
     if record.get("status") not in FINISHED:
@@ -263,7 +263,7 @@ def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
 
 
 def _check_data(lines: Iterable[Line]) -> None:
-    """Raise UsageError if two runs of a task used different data."""
+    """Raise UsageError if two runs of the same task, part and files used different data."""
     seen: dict[tuple[str, str, str], Line] = {}
     for line in lines:
         other = seen.setdefault((line.config.task, line.config.part, str(line.config.task_settings.get("files"))), line)

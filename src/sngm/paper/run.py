@@ -54,13 +54,13 @@ def run(
     planned: Sequence[Planned], *, out: Path, options: Options, seeds: int | None = None, jobs: int | None = None,
     budget: float | None = None, results: Path = FOLDER, show: Show,
 ) -> tuple[list[Outcome], list[Failure]]:  # fmt: skip
-    """Train the missing runs of these cells, cell by cell, until none is missing or the time budget is used up.
+    """Train the missing runs of these cells, cell by cell, until none is missing or `budget` seconds have passed.
 
     Returns:
         The outcomes of the cells, and the runs that failed.
 
     Raises:
-        KeyboardInterrupt: finished runs are kept, and the next call resumes the others.
+        KeyboardInterrupt: the user interrupted. Finished runs are in the results folder; the next call resumes others.
     """
     name = commit()
     if not name or name.endswith("+"):
@@ -112,7 +112,7 @@ def _make(
 
 
 def _set_aside_if_not_resumable(folder: Path, name: str, now: dict[str, Any]) -> None:
-    """Move away an unfinished run of other code or hardware, because it could not be added to the results."""
+    """Move an unfinished run of other code or hardware to the folder "aside": it could not be added to the results."""
     path = folder / "runs" / name
     if not (path / "run.json").exists():
         return

@@ -13,7 +13,7 @@ MSGD, LARS, EXTRAP, CLARS, SNGM, ADAM, LAMB = "MSGD", "LARS", "EXTRAP-SGD", "CLA
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A figure of the paper: training curves, for which the paper states no numbers."""
+    """A figure of the paper that shows training curves, for which the paper states no numbers."""
 
     name: str
     title: str
@@ -33,7 +33,7 @@ class Figure:
         return {m: f"{self.name}-{m.replace('_', '-')}" if several else self.name for m in self.metrics}
 
 
-Cell = tuple[str, int]  # a row and a batch
+Cell = tuple[str, int]  # name of a table row, such as a method, and batch size
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,14 @@ class Claim:
 
 
 def each(methods: Sequence[str], others: Sequence[str], batches: Sequence[int]) -> tuple[tuple[Cell, Cell], ...]:
-    """Return all pairs of a method and another method, at each batch."""
+    """Return pairs of cells: each of `methods` with each of `others`, both at the same batch, for each batch."""
     return tuple(((m, b), (o, b)) for b in batches for m in methods for o in others)
 
 
 def _claim(
     methods: Sequence[str] = (), others: Sequence[str] = (), batches: Sequence[int] = (), pairs: Any = (), **rest: Any
 ) -> Claim:
-    """Return a claim of tables.toml, which compares `methods` with `others` at `batches`, or `pairs` of cells."""
+    """Build a claim of tables.toml, which compares `methods` with `others` at `batches`, or the cells of `pairs`."""
     cells = tuple((tuple(a), tuple(b)) for a, b in pairs) or each(methods, others, batches)
     return Claim(pairs=cells, **rest)
 

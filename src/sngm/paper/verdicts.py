@@ -26,14 +26,14 @@ class Outcome:
     planned: Planned
     lr: float | None
     lines: list[Line]
-    """The full runs at the chosen learning rate, with consecutive seeds from 0."""
+    """The full runs (on all training data) at the chosen learning rate, with consecutive seeds from 0."""
     missing: list[RunConfig]
     seeds: int
     """The planned number of seeds."""
     rates: tuple[float, ...] = ()
-    """Learning rates tried and to be tried."""
+    """All learning rates that were tried or are still to be tried."""
     trials: int = 0
-    """The number of finished trial runs, which choose the learning rate."""
+    """The number of finished trial runs, whose validation scores choose the learning rate."""
     validation: float | None = None
     """The validation score of the chosen trial."""
     searched: dict[str, float] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Outcome:
 
 
 def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
-    """Return outcomes by method and batch, because claims and figures name cells in this way."""
+    """Return outcomes in a dict by (method, batch), the names of cells in claims and figures."""
     return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
 
 
@@ -141,7 +141,7 @@ def of_number(outcome: Outcome) -> str | None:
 
 
 def judge_number(values: Sequence[float], paper: float, metric: str, diverged: int = 0) -> str:
-    """Return the verdict on whether these runs reproduce the paper's number.
+    """Return the verdict on whether runs with these values, and `diverged` further runs, reproduce the paper's number.
 
     >>> judge_number([0.891, 0.892, 0.893], 0.8923, "accuracy"), judge_number([0.891], 0.8923, "accuracy")
     ('reproduced', 'open')
@@ -160,7 +160,7 @@ def judge_number(values: Sequence[float], paper: float, metric: str, diverged: i
 
 
 def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]) -> tuple[str, str]:
-    """Return the verdict on a claim, and the numbers behind it."""
+    """Return the verdict on a claim, and the numbers behind it as text."""
     found: dict[int, list[str]] = {}  # by batch
     numbers: list[str] = []
     left = 0
@@ -185,7 +185,7 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
 
 
 def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:
-    """Return the verdict on one pair of cells, and the reason."""
+    """Return the verdict on whether one pair of cells shows a claim of this kind, and the reason."""
     item, (a, b) = ours.planned.item, (values_of(cell.lines, metric) for cell in (ours, theirs))
     if any(not values and cell.values for values, cell in ((a, ours), (b, theirs))):
         return OPEN, f"no {metric.replace('_', ' ')} in their records"

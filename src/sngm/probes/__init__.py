@@ -3,8 +3,8 @@
 - `noise` measures sigma and the gradient noise scale.
 - `curvature` measures the norm of the Hessian.
 - `frontier` returns pairs (L, lambda) for which relaxed smoothness holds.
-- `blocks` measures the norm of each tensor of a gradient, and the constants rho and cos.
-- `along` measures during a short training of a task, `of_runs` at the last checkpoints of runs.
+- `blocks` measures the norm of each tensor of a gradient, and rho and cos, which say how uneven these norms are.
+- `along` takes these measurements during a short training of a task, `of_runs` at the last checkpoint of each run.
 
 The first four work with any model and loss.
 """

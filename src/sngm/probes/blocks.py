@@ -1,4 +1,4 @@
-"""Block norms of a gradient with rho and cos, and the frontier: pairs (L, lambda) of relaxed smoothness."""
+"""Norms of the tensors (blocks) of a gradient, and the frontier: pairs (L, lambda) with relaxed smoothness."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ class Blocks:
 
     Attributes:
         norms: the norm of each tensor.
-        rho: ``||g|| / sum of norms``; the paper's rho(S) is the maximum over a run.
-        cos: cosine of the angle between the gradient and the block-wise direction, ``1 / (sqrt(S) rho)`` for S tensors.
+        rho: ``||g|| / sum of norms`` for the gradient g; the paper's rho(S) is the maximum over a run.
+        cos: cosine of the angle between the gradient and the block-wise direction, in which each tensor is divided by
+            its norm: ``1 / (sqrt(S) rho)`` for S tensors.
 
     Both rho and cos are NaN if the gradient is zero or not finite.
     """
@@ -32,7 +33,7 @@ class Blocks:
 
 
 def blocks(params: Iterable[Tensor]) -> Blocks:
-    """Return the norms of the gradients in ``p.grad``; parameters without a gradient are not counted.
+    """Return the norm of each ``p.grad``, with rho and cos; parameters without a gradient are not counted.
 
     >>> a, b = torch.zeros(2, requires_grad=True), torch.zeros(1, requires_grad=True)
     >>> (3 * a[0] + 4 * b).sum().backward()
@@ -47,7 +48,7 @@ def blocks(params: Iterable[Tensor]) -> Blocks:
 
 
 def of_norms(norms: Sequence[float]) -> Blocks:
-    """Return the result of `blocks` for the given norms."""
+    """Return the result of `blocks` for a gradient whose tensors have these norms."""
     known = any(norms) and all(map(math.isfinite, norms))
     rho, cos = (theory.rho(norms), theory.cos_angle(norms)) if known else (math.nan, math.nan)
     return Blocks(list(norms), float(rho), float(cos))
@@ -58,7 +59,7 @@ def frontier(
 ) -> dict[float, float]:
     """Return, for each lambda, the least L with ``||H|| <= L + lambda ||g||`` at all given points (model weights).
 
-    At other points this inequality, relaxed smoothness, may not hold.
+    At other points this inequality, called relaxed smoothness, may not hold.
 
     Args:
         curvatures: ||H||, the norm of the Hessian at each point.

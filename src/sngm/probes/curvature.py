@@ -17,7 +17,7 @@ PRODUCT = 3  # a Hessian-vector product takes the time of about three gradients
 # Step of finite differences, relative to the norm of the parameters. The step is short, because a step that moves an
 # activation across the kink of a ReLU adds the jump of the gradient, divided by the step, to the curvature.
 STEP = 1e-11
-# At least 8 products, and the last 3 must be accurate, because early estimates may be close to a smaller eigenvalue.
+# Stop after at least 8 products, the last 3 of them accurate, because early estimates may be near a smaller eigenvalue.
 LEAST, IN_A_ROW = 8, 3
 
 Loss = Callable[[], Tensor | Iterable[Tensor]]
@@ -28,12 +28,12 @@ class Curvature:
     """Result of `curvature`.
 
     Attributes:
-        norm: norm of the Hessian: the largest absolute value of its eigenvalues. The paper's L is the maximum over a
-            run.
+        norm: norm of the Hessian: the largest absolute value of its eigenvalues. The paper's L is the maximum of this
+            norm over a run.
         eigenvalue: the eigenvalue with the largest absolute value, with its sign.
         error: bound on the distance from `eigenvalue` to the nearest true eigenvalue; usually far above the true error.
         products: the number of Hessian-vector products.
-        by: how products were computed: by second "derivatives", or by "differences" of gradients.
+        by: how the products were computed: by second "derivatives", or by "differences" of gradients.
     """
 
     norm: float
@@ -50,24 +50,25 @@ def curvature(
     iterations: int = 30,
     tolerance: float = 0.01,
 ) -> Curvature:
-    """Return the eigenvalue of the loss's Hessian with the largest absolute value, by Lanczos' method.
+    """Return the norm of the loss's Hessian and the eigenvalue with this absolute value, by Lanczos' method.
 
     Only Hessian-vector products are computed, never the whole Hessian. Each product is a double backward, which takes
     about the time of three gradients. If torch has no second derivatives, as for cuDNN's LSTM, a product is a finite
     difference of two gradients, which needs float64. This difference is accurate to five digits if the loss is smooth.
-    With ReLUs the result may be far too large, because a kink within the step counts as curvature.
+    With ReLUs it may be far too large, because a kink between the two points counts as curvature.
 
     The memory needed is that of the loss and its derivatives, and of seven vectors of the size of the parameters. Each
     product synchronises once with the device. The parameters are unchanged afterwards. Every evaluation of the loss
     draws the same random numbers, for example for dropout.
 
     Args:
-        loss: function that returns the loss, always of the same samples. It may also be a generator of parts that add
-            up to the loss; only one part is in memory at a time.
+        loss: function that returns the loss, always of the same samples. It may also be a generator function that
+            yields tensors whose sum is the loss; then only one of these tensors is in memory at a time.
         params: parameters, such as ``model.parameters()``. The parameters of ``copy.deepcopy(model).double()`` give
             full precision, and the copy leaves the running statistics of the model unchanged.
         iterations: the largest number of products.
-        tolerance: stop when the error is at most this fraction of the eigenvalue for three products in a row.
+        tolerance: stop when the error was at most this fraction of the eigenvalue for the last three products, but not
+            before the eighth product.
 
     >>> w = torch.tensor([1.0, 2.0, 3.0], dtype=torch.float64, requires_grad=True)
     >>> found = curvature(lambda: (torch.tensor([1.0, -4.0, 2.0]) * w**2).sum() / 2, [w])
@@ -97,9 +98,10 @@ def curvature(
 
 
 def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int, tolerance: float) -> Curvature:
-    """Run Lanczos' method without reorthogonalisation.
+    """Run Lanczos' method without reorthogonalisation; `like` is a vector with the size, dtype and device to use.
 
-    The vectors lose their orthogonality, which adds copies of extreme eigenvalues, but does not change their values.
+    Rounding errors make the vectors lose their orthogonality. This adds copies of the extreme eigenvalues, but does not
+    change their values.
     """
     generator = torch.Generator(like.device).manual_seed(0)
     v = torch.randn(like.shape, dtype=like.dtype, device=like.device, generator=generator)
@@ -130,7 +132,7 @@ def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int,
 
 
 def _product(loss: Loss, params: Sequence[Tensor], v: Tensor) -> Tensor:
-    """Return the product of the Hessian with `v`, by double backward."""
+    """Return the product of the loss's Hessian with `v`, by double backward."""
     total = torch.zeros_like(v)
     along = parts(v, params)
     for part in _parts_of(loss, params):
@@ -166,7 +168,7 @@ class _Differences:
         return (self._gradient() - self.here) / self.step
 
     def end(self) -> None:
-        """Restore the parameters."""
+        """Restore the parameters that `product` changed."""
         if self.here is not None:
             self._put(self.start)
 
@@ -183,7 +185,7 @@ class _Differences:
 
 
 def _parts_of(loss: Loss, params: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield the parts of the loss. Each call draws the same random numbers, and restores the random generators."""
+    """Yield the tensors whose sum is the loss. Each call draws the same random numbers, and restores the generators."""
     with torch.random.fork_rng([params[0].device] if params[0].is_cuda else []):
         found = loss()
         yield from found if isinstance(found, Iterable) and not isinstance(found, Tensor) else [found]

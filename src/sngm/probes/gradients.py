@@ -13,7 +13,7 @@ NOT_FINITE = "the loss or its gradient is not finite here, so there is nothing t
 
 
 class NotFinite(UsageError):
-    """The loss or its gradient is NaN or infinite at these weights."""
+    """The loss or its gradient is NaN or infinite at the weights where it is measured."""
 
 
 def trained(params: Iterable[Tensor]) -> list[Tensor]:
@@ -27,7 +27,7 @@ def trained(params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def check_loss(loss: Tensor) -> None:
-    """Raise UsageError if a loss is not a tensor of one element that requires a gradient."""
+    """Raise UsageError unless the loss is a tensor of one element that requires a gradient."""
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"a loss must be a tensor with one number, got {what}")
@@ -45,7 +45,7 @@ def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False
 
 
 def flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
-    """Concatenate tensors into one vector, with zeros for None."""
+    """Concatenate tensors into one vector. For None, zeros of the shape of the tensor in `like` are used."""
     pairs = zip(tensors, like, strict=True)
     return torch.cat([(torch.zeros_like(p) if t is None else t.detach()).reshape(-1) for t, p in pairs])
 
@@ -57,6 +57,6 @@ def norm(vector: Tensor) -> Tensor:
 
 
 def parts(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Split a vector made by `flat` into views of the original shapes."""
+    """Split a vector made by `flat` into views with the shapes of the tensors in `like`."""
     found = torch.split(vector, [p.numel() for p in like])
     return [part.view(p.shape) for part, p in zip(found, like, strict=True)]

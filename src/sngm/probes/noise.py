@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
 
-FOLDED = 4096  # length of random projections of gradients, which preserve distances to about 2 %
+FOLDED = 4096  # number of elements of random projections of gradients, which preserve distances to about 2 %
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,15 +54,16 @@ def noise(
     """Return sigma and the gradient noise scale, from the gradients of disjoint batches.
 
     If batch k has b_k samples and the gradient g_k, and m is the mean gradient of the N samples before it, then
-    ``b_k N / (b_k + N) ||g_k - m||^2`` has the expectation sigma^2 for all sizes. Sigma^2 is estimated by the mean of
-    these values, which is unbiased. With BatchNorm, a sample's gradient depends on its batch; sigma^2 is then the
-    variance of a batch's gradient times the batch size, and holds for batches of that size.
+    ``b_k N / (b_k + N) ||g_k - m||^2`` has the expectation sigma^2 for all batch sizes. Sigma^2 is estimated by the
+    mean of these values, which is unbiased. With BatchNorm, a sample's gradient depends on its batch; sigma^2 is then
+    the variance of a batch's gradient times the batch size, and holds for batches of that size.
 
     The interval of sigma is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of
     Student's t. It is valid for normally distributed gradients, whatever the rank of their covariance. If a few samples
     have by far the largest gradients, the interval is too narrow; docs/probes.md has its measured coverage. The
-    interval is computed from random projections of gradients to `FOLDED` numbers, so that gradients are not kept. The
-    interval of the scale is a jackknife interval of 1 / scale, which is finite even if there is only noise.
+    interval is computed from random projections of gradients to `FOLDED` numbers, so that only the projections, not the
+    gradients, stay in memory. The interval of the scale is a jackknife interval of 1 / scale, which is finite even if
+    there is only noise.
 
     Args:
         loss: function of a batch that returns the mean loss over its samples.
@@ -140,20 +141,26 @@ def _signs(like: Tensor) -> Tensor:
 
 
 def _fold(vector: Tensor, signs: Tensor) -> Tensor:
-    """Project a vector to `FOLDED` signed sums. Distances stay about equal, and exactly for up to `FOLDED` elements."""
+    """Project a vector to `FOLDED` sums of its elements times `signs`; distances between vectors change by about 2 %.
+
+    Distances between vectors of at most `FOLDED` elements do not change.
+    """
     signed = torch.nn.functional.pad(vector * signs, (0, -len(vector) % FOLDED))
     return signed.view(-1, FOLDED).sum(0).double()
 
 
 def _deviations(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-    """Return the squared norms of g - m for batch gradients g and their mean m, then the dot products (g - m) @ m."""
+    """Return the squared norms of g - m, then the products (g - m) @ m, for projected batch gradients g with mean m."""
     rows = torch.stack(list(folded))
     mean = torch.tensor(sizes, dtype=rows.dtype, device=rows.device) / sum(sizes) @ rows
     return torch.cat([(rows - mean).square().sum(1), (rows - mean) @ mean])
 
 
 def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) -> tuple[float, float]:
-    """Return the jackknife interval of sigma, computed for log sigma, whose error is nearly symmetric."""
+    """Return the jackknife interval of sigma, computed for log sigma, whose error is nearly symmetric.
+
+    `distances` are the squared norms that `_deviations` returns.
+    """
     if len(sizes) < 3:
         return math.nan, math.nan
     if sigma == 0:
@@ -168,7 +175,10 @@ def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) ->
 def _scale_interval(
     length: float, variance: float, sizes: Sequence[int], distances: Sequence[float], dots: Sequence[float]
 ) -> tuple[float, float]:
-    """Return the jackknife interval of the noise scale, computed for 1 / scale, which is finite even for noise only."""
+    """Return the jackknife interval of the noise scale, computed for 1 / scale, which is finite even for noise only.
+
+    `distances` and `dots` are the squared norms and the products that `_deviations` returns.
+    """
     count, total = len(sizes), sum(sizes)
     if count < 3 or variance == length == 0:
         return math.nan, math.nan
@@ -188,7 +198,7 @@ def _scale_interval(
 
 
 def _without_each(sizes: Sequence[int], distances: Sequence[float]) -> list[float] | None:
-    """Return the sum of squares without each batch in turn; None if one batch contributes the whole sum."""
+    """Return the sum of squared deviations without each batch in turn; None if one batch contributes the whole sum."""
     total = sum(sizes)
     parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
     whole = math.fsum(parts)
@@ -197,7 +207,7 @@ def _without_each(sizes: Sequence[int], distances: Sequence[float]) -> list[floa
 
 
 def _half_width(without: Sequence[float]) -> float:
-    """Return half the width of a 95 % interval, from the estimates without each batch."""
+    """Return half the width of a 95 % interval, from the estimates that each leave out one batch."""
     from scipy.stats import t
 
     count = len(without)

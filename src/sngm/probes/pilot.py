@@ -47,16 +47,16 @@ def along(
     say: Say = lambda text: None,
     progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None,
 ) -> Record:
-    """Train with `config` (the pilot), and measure at `points` equally spaced steps, from the start to the end.
+    """Train with `config` (the pilot), and measure noise and curvature at `points` equally spaced steps.
 
     The steps are the same as in ``sngm train``; no run folder is written. Every step also records the norm of each
-    tensor's gradient as the optimizer gets it: after clipping, and divided by ``task.scale``, so that all values are
-    those of the mean loss. If the loss becomes NaN or infinite, the pilot ends at the next point; the result has the
-    status "diverged" and contains the earlier points.
+    tensor's gradient after clipping, divided by ``task.scale``, so that all values are those of the mean loss. If the
+    loss becomes NaN or infinite, the pilot ends at the next point; the result has the status "diverged" and contains
+    the earlier points.
 
     Args:
         config: config of the run, from :func:`sngm.training.resolve`.
-        points: number of points (steps at which to measure), at least two.
+        points: number of points (steps at which to measure), at least two; the first is the start, the last the end.
         steps: end after this many steps; the learning rate schedule is still that of the whole run.
         samples: number of training samples to measure on at each point, in groups: see :class:`Sample`.
         iterations: the most Hessian-vector products per point; each takes the time of about three gradients of all
@@ -68,7 +68,7 @@ def along(
         progress: called after each step, as in :class:`sngm.training.Options`, with empty metrics.
 
     Returns:
-        The fields listed in docs/probes.md. The command line writes NaN and infinity as null.
+        A dict with the fields listed in docs/probes.md. In JSON, the command line writes NaN and infinity as null.
     """
     if not 2 <= points <= MOST_POINTS:
         raise UsageError(f"points must be at least 2, the start and the end, and at most {MOST_POINTS:,}, got {points}")
@@ -141,10 +141,10 @@ def of_runs(
 ) -> Record:
     """Measure the last checkpoint of each run, for example to compare the sharpness of small- and large-batch runs.
 
-    Runs of one task are measured on the same samples. For text, the number of streams is the smallest batch size of
-    the runs. Runs that were trained on different parts of the data raise UsageError. With BatchNorm, the loss is the
-    same function of the weights only for groups of equal size, so the default `bn_group` is the smallest among the
-    runs.
+    Runs of one task are measured on the same samples. Text is cut into as many parallel streams as the smallest batch
+    size among the runs. Runs that were trained on different parts of the data raise UsageError. With BatchNorm, the
+    loss is the same function of the weights only for groups of equal size, so the default `bn_group` is the smallest
+    among the runs. The other arguments are those of `along`.
     """
     where = probe_device(device)
     loaded = [(Path(folder), *load_model_and_config(Path(folder), where, data_dir, partial=True)) for folder in folders]
@@ -189,7 +189,7 @@ def of_runs(
 
 
 def cost_text(sample: Sample, points: int) -> str:
-    """Return how many gradients the measurements need, as text."""
+    """Return how many gradients the measurements at this many points need, as text."""
     groups = f"{len(sample.sizes)} groups of {sample.group}"
     return (
         f"{points} point{'s' * (points > 1)}, each at most the work of {sample.cost:,} gradients of single samples: "
@@ -244,7 +244,7 @@ class Norms:
         self.rates: list[float] = []
 
     def take(self, loss: Tensor, lr: float) -> None:
-        """Record loss, learning rate and norms after a step; no norms for EXTRAP-SGD, which keeps no gradients."""
+        """Record loss, learning rate and norms after a step; no norms for EXTRAP-SGD, which leaves no ``p.grad``."""
         self.losses.append(loss.detach().double().clone())
         self.rates.append(lr)
         self.used = self.used or [i for i, p in enumerate(self.params) if p.grad is not None]
@@ -268,7 +268,7 @@ class Norms:
 
 
 def training(config: RunConfig, setup: Setup, device: torch.device, recorded: Norms) -> Generator[None, None, None]:
-    """Yield after each step of a training run."""
+    """Train a run step by step: record each step in `recorded`, then yield."""
     task, scores = setup.task, list[float]()
     held_out = {name: to_device_if_fits(samples, device) for name, samples in setup.held_out.items()}
     for epoch in range(config.epochs):

@@ -34,7 +34,7 @@ Group = tuple[Batch, Batch]  # samples, and their recurrent state
 
 
 class Sample:
-    """Fixed groups of samples, and a copy of the model in float64 to measure on them.
+    """Fixed groups of samples, and a float64 copy of the model, which is measured on them.
 
     With BatchNorm, a group is the samples that BatchNorm normalises together, because the gradient of a sample depends
     on its group. Without BatchNorm, the samples are split into 16 groups. The measured function is the mean loss over
@@ -70,23 +70,23 @@ class Sample:
         if self.normalises and bn_group == 1:
             raise UsageError("BatchNorm over a single sample: take a larger `bn_group`")
         indices = chains(training, samples, bn_group if self.normalises else None)
-        # kept in their own dtype, because float64 would take twice the memory
+        # The batches stay in their own dtype, because float64 would take twice the memory.
         self.chains = [[task.batch(training, i, seed=0, epoch=0) for i in chain] for chain in indices]
         self.sizes = [len(i) for chain in indices for i in chain]
         self.group, self.samples = max(self.sizes), sum(self.sizes)
 
     @property
     def cost(self) -> int:
-        """The largest number of single-sample gradients that the measurements at one point may take."""
+        """The most single-sample gradients that the measurements at one point (one state of the weights) may take."""
         return self.samples * self.evaluations
 
     @property
     def evaluations(self) -> int:
-        """The most gradients of the whole sample that a point may take: one for the noise, the rest for the Hessian."""
+        """The most gradients over all samples that one point may take: one for the noise, the rest for the Hessian."""
         return 1 + PRODUCT * self.iterations
 
     def measure(self, model: nn.Module) -> Point:
-        """Return all measurements at the weights of a model of the same architecture."""
+        """Load the weights of `model` into the float64 copy, and return all measurements at these weights."""
         start = time.monotonic()
         found = self.noise(model)
         groups = self._groups()
@@ -124,13 +124,13 @@ class Sample:
         }
 
     def noise(self, model: nn.Module) -> Noise:
-        """Return the gradient noise at the weights of a model of the same architecture."""
+        """Load the weights of `model` into the float64 copy, and return the gradient noise at these weights."""
         self.twin.load_state_dict(model.state_dict())
         groups = self._groups()
         return noise(lambda i: self._loss(i, *groups[i]), self.params, range(len(groups)), self.sizes)
 
     def _groups(self) -> list[Group]:
-        """Return each batch with its recurrent state, computed at the current weights and treated as a constant."""
+        """Return each batch with its recurrent state, computed at the current weights without gradients."""
         groups: list[Group] = []
         with torch.no_grad():
             for chain in self.chains:
@@ -160,7 +160,7 @@ def _random_state(device: torch.device) -> Tensor:
 
 
 def _merged(groups: list[Group], count: int) -> list[Group]:
-    """Merge every `count` groups into one, because large forward-backward passes are faster than many small ones."""
+    """Merge each `count` consecutive groups into one: large forward-backward passes are faster than many small ones."""
     found: list[Group] = []
     for start in range(0, len(groups), count):
         batches, carried = zip(*groups[start : start + count], strict=True)
@@ -173,7 +173,10 @@ def _joined(batches: Sequence[Batch]) -> Batch:
 
 
 def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[Tensor]]:
-    """Return indices of disjoint groups, in chains: for text, a chain is consecutive windows; else it is one group."""
+    """Return the sample indices of disjoint groups, as a list of chains.
+
+    For text, the groups of a chain are consecutive windows of the same streams; otherwise a chain is one group.
+    """
     count = len(training)
     streams: int | None = getattr(training, "streams", None)
     samples = min(samples, count)

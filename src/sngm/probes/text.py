@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Return the measurements at the points of a pilot, or of runs, as a table."""
+    """Return the result of `sngm.probes.along` or `of_runs` as text: a table, its legend, and for a pilot a summary."""
     if found["kind"] == "runs":
         return _table(found["runs"], RUNS) + _legend(RUNS)
     points = [{"samples": found["samples"], **point} for point in found["points"]]
@@ -24,7 +24,7 @@ def _relative(point: dict[str, Any]) -> str:
 
 
 def _noise_scale(point: dict[str, Any]) -> str:
-    """Return the noise scale with two digits. Above the number of samples it is less accurate, and gets one digit."""
+    """Format the noise scale with two digits; with "~" and one digit if it is above the number of samples."""
     digits = 1 if _rough(point) else 2
     return "~" * _rough(point) + f"{float(format(point['noise_scale'], f'.{digits}g')):g}"
 
@@ -83,9 +83,9 @@ def _legend(columns: dict[str, Any]) -> str:
 
 
 def _follows(found: dict[str, Any]) -> str:
-    """Return which batch sizes the noise scale allows, by its median over the later half of the points.
+    """Return a sentence on the batch sizes that the noise scale allows: up to its median over the later half of points.
 
-    A scale above the number of samples only means that the gradient of the samples is mostly noise.
+    A scale above the number of samples only means that the mean gradient of the samples is mostly noise.
     """
     points, samples = found["points"], found["samples"]
     scales = [scale for p in points[len(points) // 2 :] if (scale := p["noise_scale"]) == scale]

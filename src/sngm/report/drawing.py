@@ -33,7 +33,7 @@ HOVER = "hover: "  # start of the gid of a matplotlib artist; the text of its <t
 
 
 def inline(figure: Figure) -> dict[str, Any]:
-    """Return the legend, as pairs of label and SVG, and the panels, as SVG, for a page that has the style `CSS`."""
+    """Return a dict of "legend", pairs of label and SVG, and "panels", a list of SVGs. They need the style `CSS`."""
     from matplotlib.transforms import Bbox
 
     with _matplotlib():
@@ -58,7 +58,7 @@ def standalone(figure: Figure) -> str:
 
 @contextmanager
 def _matplotlib() -> Iterator[None]:
-    """Use only our style; ignore warnings, such as of glyphs that matplotlib's font lacks: the reader's is used."""
+    """Use only our style, and ignore warnings, such as of glyphs missing in a font: the SVG uses the reader's fonts."""
     from matplotlib import style
 
     with warnings.catch_warnings(), style.context(["default", TEMPLATES / "figures.mplstyle"]):
@@ -67,7 +67,7 @@ def _matplotlib() -> Iterator[None]:
 
 
 def _svg(canvas: Canvas, about: dict[str, str], box: Bbox | None = None) -> str:
-    """Return a canvas as one SVG element with these attributes and without references to other files."""
+    """Return a canvas as one SVG element with the attributes `about` and without references to other files."""
     buffer = io.BytesIO()
     canvas.savefig(buffer, format="svg", bbox_inches=box, metadata={"Date": None})
     root = ET.fromstring(buffer.getvalue())
@@ -108,7 +108,7 @@ def _line(slot: int, points: Sequence[tuple[float, float]] = (), **settings: Any
 
 
 def _canvas(figure: Figure) -> Canvas:
-    """Draw a title, a legend and all panels."""
+    """Return a matplotlib figure with the title, the legend and all panels of a figure."""
     from matplotlib.figure import Figure as Canvas
 
     count = len(figure.panels)
@@ -136,7 +136,7 @@ def _canvas(figure: Figure) -> Canvas:
 
 
 def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
-    """Set scales, limits and ticks. All panels share them, except the y axis of a panel listed in `figure.worst`."""
+    """Set scales, limits and ticks of a panel. All panels share them, except the y axes of those in `figure.worst`."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator
 
     every = [series for panel in figure.panels.values() for series in panel]

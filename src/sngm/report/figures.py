@@ -37,14 +37,14 @@ class Series:
 
     @property
     def plotted(self) -> list[tuple[float | None, ...]]:
-        """The points as numbers, with their errors if there are any."""
+        """A tuple (x, y) for each point with a finite y, or (x, y, error) if there are errors."""
         errors = [(error,) for error in self.errors] if any(self.errors) else [()] * len(self.points)
         return [(*point, *error) for point, error in zip(self.points, errors, strict=True) if math.isfinite(point[1])]
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """Panels by title, which share their axes."""
+    """A figure as data: panels, by title, that share their axes."""
 
     title: str
     description: str
@@ -63,7 +63,7 @@ class Figure:
     possible: tuple[float, float] = (-math.inf, math.inf)
     """The lowest and the highest possible y, at which axis and error bars end."""
     worst: dict[str, float] = field(default_factory=dict)
-    """Panel title -> the worst y on the panel's own y axis. Worse values are hollow markers at the edge."""
+    """Panel title -> the worst y on the panel's own y axis. Worse values are drawn as hollow markers at the edge."""
 
 
 def slots(methods: Sequence[str]) -> dict[str, int]:
@@ -83,7 +83,7 @@ def slots(methods: Sequence[str]) -> dict[str, int]:
 
 
 def by_batch(summary: Summary) -> Figure:
-    """Return the metric against the batch size; with fewer than three seeds, dots replace the confidence interval."""
+    """Return a figure of the metric against the batch size; with two seeds, dots replace the confidence interval."""
     panel = []
     for method, slot in slots(summary.methods).items():
         cells = [summary.cells[method, batch] for batch in summary.batches]
@@ -97,7 +97,7 @@ def by_batch(summary: Summary) -> Figure:
 
 
 def curves(summary: Summary) -> Figure:
-    """Return the metric against the epoch, one panel per batch size, for each seed and as mean over finished seeds."""
+    """Return a figure of the metric against the epoch: each seed and the mean over finished seeds, by batch size."""
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
         lines, finished = [], []
@@ -115,7 +115,7 @@ def curves(summary: Summary) -> Figure:
 
 
 def by_rate(summary: Summary) -> Figure:
-    """Return the validation metric against the learning rate, a panel for each batch size."""
+    """Return a figure of the validation metric against the learning rate, with a panel for each batch size."""
 
     def series(method: str, slot: int, cell: Cell) -> Series | None:
         points = [(lr, _shown(summary, value)) for lr, value in cell.selection.items() if math.isfinite(value)]
@@ -128,7 +128,7 @@ def by_rate(summary: Summary) -> Figure:
 
 
 def _near_the_best(summary: Summary, figure: Figure) -> Figure:
-    """Limit y axes to 10 percentage points below the best value, or to 3 times the best value if lower is better."""
+    """Limit y axes to 10 points below the best value of a percentage, or to 3 times the best if lower is better."""
     worst = {}
     for title, panel in figure.panels.items():
         ys = [y for one in panel for _, y in one.points]
@@ -141,7 +141,7 @@ def _near_the_best(summary: Summary, figure: Figure) -> Figure:
 
 
 def by_trials(summary: Summary) -> Figure:
-    """Return the best validation metric after k trials of a search, for each k, a panel for each batch size.
+    """Return a figure of the best validation metric after k trials of a search, with a panel for each batch size.
 
     Every set of k trials of a method has a best value; the figure shows, for each k, the mean and the 10 % and 90 %
     quantiles of these values over all sets. A trial that diverged counts as the worst finite value of all methods at
@@ -169,7 +169,7 @@ def by_trials(summary: Summary) -> Figure:
 
 
 def best_of(k: int, ranked: Sequence[float]) -> tuple[float, float, float]:
-    """Return mean, 10 % and 90 % quantile of the best of k values drawn from `ranked`, which ends with the best.
+    """Return mean, 10 % and 90 % quantile of the best of k values, over all choices of k from `ranked` (worst first).
 
     >>> best_of(1, [1.0, 2.0, 3.0]), best_of(3, [1.0, 2.0, 3.0])
     ((2.0, 1.0, 3.0), (3.0, 3.0, 3.0))

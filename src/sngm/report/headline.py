@@ -6,7 +6,7 @@ from .summary import Summary, join, welch
 
 
 def headline(summary: Summary) -> str:
-    """Return which methods are best at the largest batch size with results, in one sentence without p-values."""
+    """Return one sentence, without p-values, that names the best methods at the largest batch size with results."""
     reached = [batch for batch in summary.batches if summary.ranking(batch)]
     if not reached:
         return summary.answer()

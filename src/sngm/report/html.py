@@ -37,7 +37,7 @@ def _breakable(name: object) -> Markup:
 
 
 def words(value: object, missing: str = "None") -> str:
-    """Return a value of a record as text, not escaped; None as `missing`.
+    """Return a value of a record as text, not escaped; return `missing` for None.
 
     >>> words({"torch": "2.5", "lr": (0.1, 1.0)}), words(0.1 + 0.2), words(None)
     ('torch 2.5, lr 0.1 to 1', '0.3', 'None')
@@ -50,7 +50,7 @@ def words(value: object, missing: str = "None") -> str:
 
 
 def short(value: object) -> str:
-    """Return a number below 1,000 with at most four digits, a larger one as a whole number, None as a dash.
+    """Return a value as text: a number below 1,000 with at most four digits, a larger one as integer, None as a dash.
 
     >>> short(0.123456), short(12345.6), short(None), short("0.9")
     ('0.1235', '12,346', '–', '0.9')

@@ -27,7 +27,7 @@ SHOWN = ("run.json", "metrics.jsonl", "study.json")  # files that make the page 
 
 
 class Page:
-    """The page of a folder, rendered again when a record has changed."""
+    """The report page of a folder, rendered again when a record has changed."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.lock = folder, threading.Lock()
@@ -73,7 +73,7 @@ class Handler(SimpleHTTPRequestHandler):
             super().do_GET()
 
     def do_HEAD(self) -> None:
-        """Send the headers alone."""
+        """Send the headers of the page, a file or a listing."""
         if self._allowed() and not self._sent_page(body=False):
             super().do_HEAD()
 
@@ -98,7 +98,7 @@ class Handler(SimpleHTTPRequestHandler):
         return io.BytesIO(text)
 
     def _served(self, path: str) -> bool:
-        """Return whether a path is a folder, a record or a file of a report, within the folder and not hidden."""
+        """Return whether a path is a folder, a record or a report's file, within the page's folder and not hidden."""
         if "\0" in path:
             return False
         found = Path(os.path.realpath(path))  # follows symbolic links; a loop of links does not raise an error

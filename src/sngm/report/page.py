@@ -84,7 +84,7 @@ def figures_of(summary: Summary) -> dict[str, tuple[Callable[[Summary], Figure],
 
 
 def html(parts: Sequence[Summary], home: str = "", live: bool = False, answer: str = "") -> str:
-    """Return the page.
+    """Return the HTML of the report page.
 
     Args:
         parts: a summary for each task.
@@ -143,7 +143,7 @@ def _part(summary: Summary) -> dict[str, Any]:
 
 
 def _progress(parts: Sequence[Summary]) -> str:
-    """Return how many runs have ended and how far the other runs are; empty if all have ended."""
+    """Return a sentence on how many runs have ended and how far the others are; empty if all have ended."""
     runs = [run for part in parts for run in part.records.runs]
     counts = Counter(run.status for run in runs)
     ended = sum(counts[status] for status in ("finished", "diverged", "failed"))
@@ -157,7 +157,7 @@ def _progress(parts: Sequence[Summary]) -> str:
 
 
 def _tally(values: Iterable[str]) -> str:
-    """Return each distinct value, with its count if there are several."""
+    """Return the distinct values as text, each with its number of runs if there is more than one."""
     counts = Counter(value or "not recorded" for value in values)
     if len(counts) < 2:
         return next(iter(counts), "not recorded")

@@ -105,12 +105,12 @@ class Study:
     planned: int | None
     """The number of runs of the whole study, if the record has it."""
     ended: bool
-    """Whether no run of the study is left to train; older records do not say so."""
+    """Whether no run of the study is left to train; True for older records, which do not say."""
 
 
 @dataclass(frozen=True, slots=True)
 class Records:
-    """All records in a folder."""
+    """All records in a folder; `unreadable` names the files that could not be read."""
 
     folder: Path
     study: Study | None
@@ -170,7 +170,7 @@ def clean(value: object) -> str:
 
 
 def _run(place: Path, folder: Path) -> tuple[Run, bool]:
-    """Return a run, and whether its metrics.jsonl is unchanged; a changed metrics.jsonl is not read."""
+    """Return a run, and True unless its metrics.jsonl was changed after the run ended; a changed file is not read."""
     record = read_record(place / "run.json")
     whole = not metrics_changed(place, record)
     config = record["config"]
@@ -227,7 +227,7 @@ def _again(config: Mapping[str, Any]) -> str:
 
 
 def _curve(path: Path) -> list[dict[str, float]]:
-    """Return one entry for each epoch. A line that is incomplete, because the run was killed, is left out."""
+    """Return the metrics in metrics.jsonl, one dict per epoch. Incomplete lines, of a killed run, are left out."""
     epochs: dict[float, dict[str, float]] = {}
     try:
         lines = path.read_text("utf-8", "replace").splitlines()

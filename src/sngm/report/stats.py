@@ -29,10 +29,10 @@ def difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.
 
 
 def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
-    """Return the p-value of "the weighted sum of these means is zero", by Welch and Satterthwaite.
+    """Return the p-value of the hypothesis that a weighted sum of means is zero, by Welch and Satterthwaite.
 
-    With weights 1 and -1 this is Welch's test. The result is None if no test is possible, because a group has fewer
-    than two values, or all values within each group are equal.
+    Each group is a pair (weight, values). With weights 1 and -1 this is Welch's test. The result is None if no test is
+    possible: a group has fewer than two values, or all values within each group are equal.
 
     >>> round(contrast((1, [0.97, 0.98, 0.96]), (-1, [0.93, 0.95, 0.94])), 3)
     0.021

@@ -77,7 +77,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """The content of a report."""
+    """The content of a report on one task."""
 
     task: str
     metric: str
@@ -116,7 +116,7 @@ class Summary:
         return f"{value:.{digits}f}" + ("" if half is None else f" ± {half:.{digits}f}")
 
     def answer(self) -> str:
-        """Return sentences: the best method at the largest batch, and the method that lost least as the batch grew."""
+        """Return sentences on which method is best at the largest batch, and which lost least as the batch grew."""
         scored = {batch: self.ranking(batch) for batch in self.batches}
         reached = [batch for batch in self.batches if scored[batch]]
         if not reached:
@@ -134,7 +134,7 @@ class Summary:
         return " ".join(filter(None, sentences))
 
     def ranking(self, batch: int) -> list[Cell]:
-        """Return the cells of a batch size that have a mean, best first."""
+        """Return the cells (methods) of a batch size that have a mean, best first."""
         cells = [self.cells[method, batch] for method in self.methods if self.cells[method, batch].values]
         return sorted(cells, key=lambda cell: cell.mean or 0.0, reverse=self.higher_is_better)
 
@@ -196,7 +196,7 @@ class Summary:
         return f"{head}, but {why} no test can tell that from chance{aside}."
 
     def _aside(self, batch: int) -> str:
-        """Return which runs and methods the ranking of a batch size does not include."""
+        """Return a text that lists the runs and methods that the ranking of a batch size does not include."""
         cells = [self.cells[method, batch] for method in self.methods]
         some = [f"{c.diverged} of {len(c.runs)} runs of {c.method}" for c in cells if c.n and c.diverged]
         gone = [cell.method for cell in cells if cell.only_diverged]
@@ -364,7 +364,7 @@ def _cell(method: str, batch: int, runs: list[Run], choice: Choice | None, metri
 
 
 def _metric(runs: list[Run]) -> str:
-    """Return the metric to report for runs without a study: as recorded, else chosen among their scores."""
+    """Return the metric of runs without a study: the recorded one or, in older records, one of their scores."""
     if said := [run.metric for run in runs if run.metric]:
         return _most(said)
     names = Counter(
@@ -382,5 +382,5 @@ def _most(words: list[str]) -> str:
 
 
 def count_of(count: int, word: str) -> str:
-    """Return a number of things: 1 run, 2 runs."""
+    """Return a count and a noun, such as "1 run" or "2 runs"."""
     return f"{count} {word}{'s' * (count != 1)}"

@@ -23,7 +23,7 @@ class Reached(NamedTuple):
     steps: float | None
     samples: float | None
     seconds: float | None
-    """Training time without evaluation: that of the whole run times the fraction of its steps."""
+    """Training time without evaluation: that of the whole run times the fraction of its steps taken by then."""
 
 
 def target(summary: Summary) -> float | None:
@@ -63,7 +63,7 @@ def _scores(run: Run, summary: Summary) -> list[float]:
 
 
 def _first(run: Run, summary: Summary, goal: float) -> tuple[float, float, float] | None:
-    """Return epoch, step and training seconds of the first epoch that reaches the goal."""
+    """Return epoch, step and training seconds of the first epoch that reaches the goal; None if no epoch does."""
     sign = 1 if summary.higher_is_better else -1
     for entry in run.curve:
         if sign * entry.get(run.key(summary.metric), -sign * math.inf) >= sign * goal and "step" in entry:

@@ -12,7 +12,7 @@ from .launch import Progress
 
 @contextlib.contextmanager
 def study_progress(wanted: bool = True) -> Iterator[Callable[[Progress], None]]:
-    """Yield a function that displays the progress of a study; it may be called at any time."""
+    """Yield a function that displays the progress of a study, or one that does nothing if not `wanted`."""
     if not wanted:
         yield lambda progress: None
         return

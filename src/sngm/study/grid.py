@@ -26,13 +26,13 @@ class StudyConfig:
     """Config of a study, as given by the user.
 
     Attributes:
-        methods: names with settings, such as ``sngm(weight_decay=8e-4)``.
-        lrs: learning rates to try, for all methods or by method; None for the task's grid of each method.
+        methods: names, optionally with settings, such as ``sngm(weight_decay=8e-4)``.
+        lrs: learning rates to try, for all methods or by method; None for the grid that the task has for each method.
         settings: fields of the config of every run, such as workers or schedule.
-        extend: extend the grid if the best learning rate is the lowest or highest one.
-        search: settings to search instead of a grid of learning rates, each with a range or None for the method's own
-            range; see `sngm.study.search`.
-        trials: number of points (combinations of settings) that the search tries.
+        extend: whether to extend the grid if the best learning rate is its lowest or highest one.
+        search: settings to search instead of a grid of learning rates, each with a range or None for the default range;
+            see `sngm.study.search`.
+        trials: number of points (combinations of settings) that the search tries for each cell.
     """
 
     task: str
@@ -96,13 +96,13 @@ class StudyConfig:
         return cells
 
     def ranges(self, method: str, batch: int) -> Ranges:
-        """Return the searched range of each setting."""
+        """Return the range of each setting that is searched for this method at this batch size."""
         return ranges_of(self.task, method, batch, self.epochs, self.search)
 
     def trials_of(
         self, text: str, settings: dict[str, Any], batch: int
     ) -> tuple[tuple[float, ...], dict[float, dict[str, float]]]:
-        """Return the learning rates to try, and for each of them the other searched settings."""
+        """Return the learning rates to try, and a dict from each to its point in the search ({} without a search)."""
         method = parse_call(text)[0]
         if not self.search:
             grid = self.lrs.get(text, self.lrs.get(method)) if isinstance(self.lrs, dict) else self.lrs
@@ -119,7 +119,7 @@ class StudyConfig:
         return asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """Return the fields that identify the study, as JSON types; not the number of seeds, which may be increased."""
+        """Return the fields that identify the study, as JSON types, without the number of seeds, which may grow."""
         source = tasks.source_of(self.task, self.task_settings)
         identity: dict[str, Any] = json.loads(json.dumps({**asdict(self), "source": source}))
         registered = {name: registry.source_of(name) for name in (parse_call(text)[0] for text in self.methods)}
@@ -135,7 +135,7 @@ class StudyConfig:
 
 @dataclass
 class Cell:
-    """One method at one batch size: the learning rates to try, their scores, and the chosen one."""
+    """One method at one batch size: the learning rates to try, their scores, and the chosen learning rate."""
 
     study: StudyConfig
     method: str
@@ -143,12 +143,12 @@ class Cell:
     batch: int
     grid: tuple[float, ...]
     searched: dict[float, dict[str, float]] = field(default_factory=dict)
-    """The point of each trial, by its learning rate."""
+    """The point (all searched settings) of each trial, by its learning rate; {} without a search."""
     scores: dict[float, tuple[float, float] | None] = field(default_factory=dict)
     lr: float | None = None
     chosen: bool = False
     tested: list[dict[str, Any]] = field(default_factory=list)
-    """The records of the full runs that have ended."""
+    """The records of the "full" runs that have ended."""
 
     @functools.cached_property
     def label(self) -> str:
@@ -156,7 +156,7 @@ class Cell:
         return without_settings(label, hidden_by(self.study.search)) if self.study.search else label
 
     def computes(self) -> tuple[Any, ...]:
-        """Return the class of the method and all its settings, defaults included."""
+        """Return what defines the method: its class or function, all settings with defaults, clipping and schedule."""
         method = registry.find(self.method)
         defaults = {key: p.default for key, p in inspect.signature(method.build).parameters.items()}
         config = self.config(self.grid[0], "select", 0)
@@ -172,17 +172,17 @@ class Cell:
         )  # fmt: skip
 
     def owns(self, config: RunConfig) -> bool:
-        """Return whether a run belongs to this cell."""
+        """Return whether a run with this config belongs to this cell."""
         return config.batch == self.batch and self.config(config.lr, config.part, config.seed) == config
 
     def first_runs(self) -> list[RunConfig]:
-        """Return the runs that choose a learning rate; for a grid of one learning rate, the runs of all seeds."""
+        """Return the runs to start with: one for each learning rate of the grid; if there is only one, one per seed."""
         if len(self.grid) == 1:
             return self.choose(self.grid[0])
         return [self.config(lr, "select", 0) for lr in self.grid]
 
     def take(self, config: RunConfig, record: dict[str, Any], metric: str, higher_is_better: bool) -> list[RunConfig]:
-        """Store the score of a finished run; return the runs to start next."""
+        """Store the score of a run that has ended; return the runs to start next."""
         if config.part == "full":
             self.tested.append(record)
             return []
@@ -219,7 +219,7 @@ class Cell:
         }
 
     def _search_summary(self) -> dict[str, Any]:
-        """Return the ranges of a search, its finished trials in order, and the chosen point."""
+        """Return the ranges of a search, its finished trials in order, and the chosen point; {} without a search."""
         if not self.study.search:
             return {}
         tried = [
@@ -236,7 +236,7 @@ def run_name(config: RunConfig) -> str:
 
 
 def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return the settings of the methods and those of the task.
+    """Split `settings` into the settings of the methods and those of the task.
 
     Write ``method.key`` or ``task.key`` for a key that both have. The types of method settings are checked, including
     settings in a method name such as ``sngm(momentum=0.8)``.
@@ -267,7 +267,7 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
 
 
 def check_types(method: str, settings: dict[str, Any]) -> None:
-    """Raise UsageError if a setting does not have the type of its default: torch would treat the string "no" as True.
+    """Raise UsageError if a setting has another type than its default: torch would treat the string "no" as True.
 
     >>> check_types("msgd", {"momentum": 0.8, "nesterov": True})
     """

@@ -45,7 +45,7 @@ class Progress:
     """Progress of a study, for display."""
 
     cells: list[Cell]
-    planned: int
+    planned: int  # number of runs
     done: list[tuple[RunConfig, Record]] = field(default_factory=list)
     running: dict[str, Cell] = field(default_factory=dict)
     started: float = field(default_factory=time.monotonic)
@@ -71,10 +71,10 @@ def compare(
     known: Callable[[RunConfig], Record | None] = lambda _: None,
     cluster: Cluster | None = None,
 ) -> Progress:
-    """Train every unfinished run of a study, and keep study.json up to date.
+    """Train every unfinished run of a study in `folder`, and keep study.json up to date.
 
-    `known` is a function that returns the record of a run that was trained elsewhere, or None. `cluster` says where
-    runs are executed, by default in processes on this machine.
+    `show` is called with the progress. `known` returns the record of a run that was trained in another folder, or None.
+    `cluster` says where runs are executed, by default in processes on this machine.
     """
     cluster = cluster or Cluster()
     check_jobs(jobs, cluster)
@@ -106,7 +106,7 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
 
 
 def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Raise UsageError if a cell cannot be run; return a description of the data for "select" and "full" runs."""
+    """Raise UsageError if a run of a cell is invalid; return descriptions of the data of "select" and "full" runs."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
@@ -117,7 +117,7 @@ def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Reco
 
 
 def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
-    """Raise UsageError if the folder holds another study or a run."""
+    """Raise UsageError if the folder contains another study or a single run."""
     path = folder / "study.json"
     if (folder / "run.json").exists() and not path.exists():
         raise UsageError(f"{folder} holds a run; name another folder with `out`")
@@ -140,7 +140,7 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
 
 
 def _check_runs(folder: Path, cells: list[Cell]) -> None:
-    """Raise UsageError if the folder holds runs of another study, because reports would include them."""
+    """Raise UsageError if the folder contains runs of another study, which reports would include."""
     for file in sorted(folder.glob("runs/*/run.json")):
         try:
             config = config_of(RunFolder(file.parent).read(), file)

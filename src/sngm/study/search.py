@@ -1,4 +1,4 @@
-"""Search several settings of a method with quasi-random trials, the same number for every method."""
+"""Search over several settings of each method with quasi-random trials. Every method has equally many trials."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ Ranges = dict[str, tuple[float, float]]
 
 
 def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | None]:
-    """Return the names to search, each with its given range, or with None for a method's own range.
+    """Validate a search; return the searched settings, each with its range or with None for the default range.
 
     Args:
-        search: names, or a dict from names to (lowest, highest) or None. ``name[method]`` is for one method only.
+        search: names of settings, or a dict from names to (lowest, highest) or None; ``lr[adamw]`` is for adamw only.
         trials: the number of trials of each method at each batch size.
 
     >>> check_search({"lr": (0.01, 1), "lr[adamw]": (1e-3, 0.1)}, 8)
@@ -52,7 +52,7 @@ def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | No
 
 
 def split_entry(entry: str) -> tuple[str, str]:
-    """Split an entry of a search into the name of the setting, and the method it is for, or "" for all.
+    """Split an entry of a search into the name of a setting and the method that it is for ("" for all methods).
 
     >>> split_entry("lr[adamw]"), split_entry("lr")
     (('lr', 'adamw'), ('lr', ''))
@@ -62,7 +62,7 @@ def split_entry(entry: str) -> tuple[str, str]:
 
 
 def names_in(search: Iterable[str]) -> list[str]:
-    """Return the names of the settings that are searched."""
+    """Return the names of the searched settings, without entries for one method such as ``lr[adamw]``."""
     return [entry for entry in search if not split_entry(entry)[1]]
 
 
@@ -82,7 +82,7 @@ def _check_range(name: str, limits: Any) -> tuple[float, float]:
 
 
 def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
-    """Parse ``lr,weight_decay=1e-5:1e-3``: a name without a range has the method's own range.
+    """Parse a search such as ``lr,weight_decay=1e-5:1e-3``. A name without a range gets None, for the default range.
 
     >>> parse_search("lr,weight_decay=1e-5:1e-3,lr[adamw]=1e-3:1e-2")
     {'lr': None, 'weight_decay': ('1e-5', '1e-3'), 'lr[adamw]': ('1e-3', '1e-2')}
@@ -99,7 +99,9 @@ def parse_search(text: str) -> dict[str, tuple[float, float] | None]:
 def ranges_of(
     task: str, method: str, batch: int, epochs: int, search: Mapping[str, tuple[float, float] | None]
 ) -> Ranges:
-    """Return the range of each searched setting that a method has: ``name[method]`` if given, else ``name``.
+    """Return the range of each searched setting that a method has.
+
+    It is the range given for ``name[method]``, else that given for ``name``, else the default range.
 
     The default ranges are:
 
@@ -132,15 +134,15 @@ def ranges_of(
 
 
 def rounded(value: float, digits: int = 3) -> float:
-    """Return a number with this many significant digits."""
+    """Round a number to `digits` significant digits."""
     return float(f"{value:.{digits}g}")
 
 
 def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
-    """Return the trials: a Sobol sequence over the ranges, whose first point is the middle of every range.
+    """Return the points to try: a Sobol sequence over the ranges, whose first point is the middle of every range.
 
-    Learning rates, weight decays and 1 - momentum are spaced logarithmically, warm-up evenly. A search with
-    more trials begins with the same points.
+    Learning rates, weight decays and 1 - momentum are spaced logarithmically, warm-up evenly. A search with more trials
+    begins with the same points.
 
     >>> points({"lr": (0.01, 1.0), "warmup": (0.0, 4.0)}, 3)
     [{'lr': 0.1, 'warmup': 2.0}, {'lr': 0.316, 'warmup': 1.0}, {'lr': 0.0316, 'warmup': 3.0}]
@@ -171,7 +173,7 @@ def _between(name: str, low: float, high: float, share: float) -> float:
 
 
 def as_settings(method: str, point: Mapping[str, float]) -> dict[str, Any]:
-    """Return the settings of a method at a point; momentum is the first of the betas, if the method has betas.
+    """Return a method's settings at a point of a search. For a method with betas, momentum is the first of them.
 
     >>> as_settings("adamw", {"lr": 0.1, "momentum": 0.8})
     {'betas': (0.8, 0.999)}
@@ -185,7 +187,7 @@ def as_settings(method: str, point: Mapping[str, float]) -> dict[str, Any]:
 
 
 def hidden_by(search: Iterable[str]) -> set[str]:
-    """Return the settings that the labels of a search omit, because they differ from trial to trial.
+    """Return the settings that a method's label omits in a search, because they differ from trial to trial.
 
     >>> sorted(hidden_by(["lr", "momentum"]))
     ['betas', 'lr', 'momentum']

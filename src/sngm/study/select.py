@@ -1,4 +1,4 @@
-"""Choice of a learning rate by validation score, from a grid that is extended if the best is at its edge."""
+"""Choice of a learning rate by validation score. The grid is extended if the best learning rate is at its edge."""
 
 from __future__ import annotations
 
@@ -27,13 +27,16 @@ def best_rate(scores: Scores, higher_is_better: bool = True) -> float | None:
 
 
 def at_edge(scores: Scores, higher_is_better: bool = True) -> bool:
-    """Return whether the best learning rate is the lowest or highest one tried, or all runs diverged."""
+    """Return whether the best learning rate is the lowest or highest one tried, or all runs diverged.
+
+    The result is False if only one learning rate was tried.
+    """
     best = best_rate(scores, higher_is_better)
     return len(scores) > 1 and (best is None or best in (min(scores), max(scores)))
 
 
 def next_rate(scores: Scores, higher_is_better: bool = True, first: int = 0) -> float | None:
-    """Return the learning rate to try next, one grid step beyond the lowest or highest; None to try no more.
+    """Return the learning rate to try next, one grid step beyond the lowest or highest; None to stop.
 
     Args:
         scores: scores of the learning rates tried so far.

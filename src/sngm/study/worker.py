@@ -35,11 +35,12 @@ def mask_signals(how: str, signals: Iterable[int]) -> set[Any]:
     return signal.pthread_sigmask(getattr(signal, how), signals) if hasattr(signal, "pthread_sigmask") else set()
 
 
-_stop = _end = _starting = False  # whether to stop the run, to end the process; whether a run has yet to make a step
+# whether to stop the run; whether to end the process after that; whether a run has begun but made no step yet
+_stop = _end = _starting = False
 
 
 def pack_local() -> bytes | None:
-    """Return tasks and methods that workers cannot import, pickled by value; None if there are none."""
+    """Return the tasks and methods that worker processes cannot import, pickled by value; None if there are none."""
     methods = {name: method for name, method in registry.METHODS.items() if name not in registry.BUILT_IN}
     if not tasks.LOCAL and not methods:
         return None
@@ -78,8 +79,8 @@ def _exit_with_parent() -> None:
 def on_signal(number: int, _: Any) -> None:
     """Stop the run at its next step. On SIGTERM, exit after that, or at once if the run has made no step yet.
 
-    Between runs the process continues: it may hold a lock of the pool or be sending a record, and half a record would
-    block the parent process forever.
+    A signal between runs does not end the process: it may hold a lock of the pool or be sending a record, and half a
+    record would block the parent process forever.
     """
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM
@@ -136,7 +137,8 @@ def make_elsewhere(
     """Train one run in a process of a cluster; return its record, or an error that ends the study.
 
     The output goes to log.txt in the run folder. If another process still trains in that folder, for example after a
-    lost connection, this process waits for it. `handlers` maps signals to handlers, in addition to those of `warm_up`.
+    lost connection, this process waits for it. `local` is the result of `pack_local`, `command` the command line for
+    the record. `handlers` maps signals to handlers, in addition to those of `warm_up`.
     """
     stop_runs_here(False)  # a process may train several runs
     warm_up(local)
@@ -156,7 +158,7 @@ def make_elsewhere(
 
 
 def settle(future: Future[dict[str, Any]], outcome: dict[str, Any] | Exception) -> None:
-    """Set the result of a future to what `make_elsewhere` returned."""
+    """Set the result or the exception of a future to `outcome`, which `make_elsewhere` returned."""
     if isinstance(outcome, Exception):
         future.set_exception(outcome)
     else:

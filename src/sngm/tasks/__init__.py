@@ -219,7 +219,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
 
 
 def as_list(numbers: Any) -> Any:
-    """Return a range or an array as a tuple of Python numbers, for JSON; return a list or tuple of these unchanged."""
+    """Return a range or array as a tuple of numbers for JSON; return a list or tuple of Python numbers as it is."""
     if isinstance(numbers, (list, tuple)) and all(type(number) in (int, float) for number in numbers):
         return numbers
     return tuple(plain(numbers))
@@ -251,7 +251,7 @@ def source_of(name: str, settings: dict[str, Any] | None = None) -> str | None:
 
 
 def rates_of(task: str, method: str) -> tuple[float, ...]:
-    """Return the learning rates to try: the task's `lrs` for this method, else `usual_lrs` times its `lr_scale`.
+    """Return the learning rates to try: the task's `lrs` of the method, or `usual_lrs` times the method's `lr_scale`.
 
     >>> rates_of("digits", "sngm"), rates_of("digits", "schedule-free")
     ((0.03, 0.1, 0.3, 1.0), (0.001, 0.003, 0.01, 0.03))

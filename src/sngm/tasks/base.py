@@ -117,7 +117,7 @@ class Task:
 
     @classmethod
     def usual(cls, batch: int) -> dict[str, Any]:
-        """Return the defaults at this batch, by the names of the options.
+        """Return the defaults of options at this batch size, by the names of the options.
 
         >>> Task.usual(512)["workers"], Task.usual(512)["schedule"]
         (1, 'cosine')
@@ -168,7 +168,7 @@ class Task:
         return [type(self)]
 
     def data(self) -> Splits:
-        """Return the samples; raise :class:`sngm.errors.DataMissing` if their files are missing."""
+        """Return the samples of each split; raise :class:`sngm.errors.DataMissing` if their files are missing."""
         raise UsageError(f"{type(self).__name__} must define data()")
 
     def facts(self) -> dict[str, Any]:
@@ -186,7 +186,7 @@ class Task:
         return cross_entropy(model(inputs), labels, label_smoothing=self.label_smoothing)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
-        """Return the recurrent state at the start of an epoch: tensors with one row per sample of the batch.
+        """Return the recurrent state at the start of an epoch: tensors whose first dimension is the batch.
 
         Most tasks have no recurrent state. Tasks that have it define :meth:`follow` instead of :meth:`loss`.
         """
@@ -211,7 +211,10 @@ class Task:
         return {"loss": cross_entropy(outputs, labels, reduction="none"), "accuracy": outputs.argmax(1) == labels}
 
     def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
-        """Return training samples. Override it for augmentation, which must depend only on seed, epoch and sample."""
+        """Return the training samples at `indices`. Override it for augmentation.
+
+        Augmentation must depend only on seed, epoch and sample.
+        """
         return samples[indices]
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
@@ -237,7 +240,7 @@ class Task:
 
 
 def check_labels(labels: Tensor) -> None:
-    """Raise an error for labels that cross_entropy does not support. Unlike torch's own error, it names them."""
+    """Raise UsageError for labels of a dtype that cross_entropy does not support. Torch's own error is less clear."""
     probabilities = labels.is_floating_point() and labels.ndim > 1
     if labels.dtype not in (torch.int64, torch.uint8) and not probabilities:
         kind = str(labels.dtype).removeprefix("torch.")

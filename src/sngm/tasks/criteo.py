@@ -94,7 +94,7 @@ class CriteoDeepFM(Task):
         return float(batch) if self.reduction == "sum" else 1.0
 
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
-        """Return log loss and AUC over all samples at once."""
+        """Return log loss and AUC, computed over all samples together."""
         found = [(model(dense, categories).float(), labels) for dense, categories, labels in batches]
         logits, labels = (torch.cat(parts) for parts in zip(*found, strict=True))
         return {"loss": log_loss(logits, labels).item(), "auc": auc(logits, labels).item()}

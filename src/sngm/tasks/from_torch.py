@@ -73,7 +73,7 @@ class seeded:
 
 
 class TorchTask(Task):
-    """See :meth:`sngm.Task.from_torch`."""
+    """A task built from PyTorch objects; see :meth:`sngm.Task.from_torch`."""
 
     parts: dict[str, Any]
 

@@ -105,7 +105,7 @@ class WikiText2GPT(Task):
     def evaluate(self, model: nn.Module, batches: Iterable[Batch]) -> dict[str, float]:
         """Return the mean loss per token, and scores of the whole text: bits per byte, perplexity per word and token.
 
-        All are computed from the sum of -log p over all tokens, so they do not depend on the batches.
+        All are computed from the loss summed over all tokens, so they do not depend on the batches.
         """
         sums: list[Tensor] = []
         for batch in batches:

@@ -29,17 +29,17 @@ class Moment:
 
 
 def constant(_: Moment) -> float:
-    """Return 1."""
+    """Return 1 at every step."""
     return 1.0
 
 
 def cosine(at: Moment) -> float:
-    """Return half a cosine from 1 to 0, changed once per epoch, as in the paper."""
+    """Return a factor that falls from 1 to 0 as half a cosine, and changes once per epoch, as in the paper."""
     return 0.5 * (1.0 + math.cos(math.pi * at.epoch / at.epochs))
 
 
 def linear(at: Moment) -> float:
-    """Return a linear decay from 1 to 0, changed every step."""
+    """Return a factor that falls linearly from 1 to 0, and changes at every step."""
     return 1.0 - at.step / at.steps
 
 

@@ -105,7 +105,10 @@ class CifarViT(Task):
         return super().scores(model, (self._inputs(model, images), labels))
 
     def _inputs(self, model: nn.Module, images: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return images with pixels in [0, 1], scaled to the model's size, and cropped and flipped by `numbers`."""
+        """Return images with pixels in [0, 1], cropped, flipped, and scaled to `self.size` pixels.
+
+        `numbers` has a random number for each image, which determines its crop and flip; None for neither.
+        """
         pixels = images.to(next(model.parameters()).dtype) / 255
         if numbers is None:
             numbers = torch.zeros(1, dtype=torch.int64, device=images.device)
@@ -133,7 +136,7 @@ class Cifar100ViT(CifarViT):
 
 
 def whole(numbers: Tensor) -> Tensor:
-    """Return the box of the whole image, once for each number."""
+    """Return, for each number, the box (top, left, height, width) of a whole image."""
     return numbers.new_tensor([0, 0, SIDE, SIDE]).expand(len(numbers), -1)
 
 
@@ -151,7 +154,7 @@ def random_boxes(numbers: Tensor) -> Tensor:
 
 @functools.cache
 def crop_sizes(device: torch.device) -> Tensor:
-    """Return a list of equally likely heights and widths, with uniform areas and log-uniform aspect ratios.
+    """Return equally likely crop sizes (height, width), with uniform areas and log-uniform aspect ratios.
 
     Sizes that exceed the image are left out. torchvision draws again in that case, up to ten times, which has the same
     effect.
@@ -165,10 +168,10 @@ def crop_sizes(device: torch.device) -> Tensor:
 
 
 def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor:
-    """Return the content of each box (top, left, height, width), scaled up bilinearly to `size` x `size`, and flipped.
+    """Return the part of each image in its box (top, left, height, width), scaled up to `size` x `size`, and flipped.
 
-    Each direction is scaled by multiplying each image by a matrix. Each row of the matrix holds the interpolation
-    weights of two neighbouring pixels. A single box applies to all images.
+    Each direction is scaled by multiplying each image by a matrix. Each row of the matrix holds the bilinear
+    interpolation weights of two neighbouring pixels. A single box applies to all images.
     """
     top, left, height, width = boxes.unbind(1)
     down = _weights(top, height, size, pixels)
@@ -179,7 +182,7 @@ def resized(pixels: Tensor, boxes: Tensor, flipped: Tensor, size: int) -> Tensor
 
 
 def _weights(start: Tensor, length: Tensor, size: int, pixels: Tensor) -> Tensor:
-    """Return the weight of each image pixel in each of `size` output pixels that cover `length` from `start`."""
+    """Return the weight of each image pixel in each of `size` output pixels that cover `length` pixels from `start`."""
     centre = 2 * torch.arange(size, device=pixels.device) + 1
     at = (centre * length[:, None] - size).to(pixels.dtype) / (2 * size)  # the centre of each output pixel in the box
     at = start[:, None] + torch.minimum(at.clamp(min=0), length[:, None] - 1)

@@ -14,7 +14,7 @@ from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
 
 TEST_STREAMS = 10  # as in word_language_model
-TEST_WINDOW = 350  # tokens per window in evaluation; the recurrent state is kept, so scores do not depend on this
+TEST_WINDOW = 350  # tokens per window in evaluation; windows pass on the recurrent state, so scores do not depend on it
 
 
 class WikiText2LSTM(Task):

@@ -1,4 +1,4 @@
-"""Batch size and learning rate for C single-sample gradients: Corollaries 1 and 2, Table 1, and EXTRAP-SGD's order."""
+"""Batch size and learning rate for C single-sample gradients (Corollaries 1 and 2, Table 1); EXTRAP-SGD's order."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ class Plan(NamedTuple):
     """Batch size, learning rate and steps for a budget (a number of single-sample gradients), and their bound.
 
     `batch` is a real number, as in the paper; use `whole_batch` and `whole_steps` for a run. `bound` is a bound on the
-    mean of E||grad F||, also for MSGD.
+    mean of E||grad F|| over the steps, also for MSGD.
     """
 
     batch: Number
     lr: Number
     steps: Number
-    """ceil(gradients / batch), as in the corollaries, which may exceed the budget by up to one batch."""
+    """ceil(gradients / batch), as in the corollaries; these steps may exceed the budget by up to one batch."""
     bound: Number
     least_gradients: Number
     """The smallest budget at which lr satisfies the condition of the bound; 0 if lr satisfies it at every budget."""
@@ -39,7 +39,7 @@ class Plan(NamedTuple):
 
     @property
     def whole_steps(self) -> Any:
-        """The number of steps of `whole_batch` that use up the budget."""
+        """The number of steps at batch size `whole_batch` that use up the budget."""
         return _whole(np.ceil(np.divide(self.gradients, self.whole_batch)))
 
 
@@ -47,16 +47,19 @@ def plan(
     gradients: Floats, method: str, *, gap: Floats = 1.0, L: Floats = 1.0, sigma: Floats = 1.0, beta: Floats = 0.9,
     lam: Floats = 0.0,
 ) -> Plan:  # fmt: skip
-    """Return batch size, learning rate and bound of Table 1, for C gradients and the method "msgd" or "sngm".
+    """Return batch size, learning rate and bound of Table 1, for the method "msgd" or "sngm".
+
+    C is the budget `gradients`, a number of single-sample gradients, and kappa is ``kappa(beta)``.
 
     - "sngm": ``batch = sqrt(C)`` and ``lr = sqrt(batch / C) = C^(-1/4)``, with the bound of Corollary 1. If lam > 0,
       the bound is that of Corollary 2, which needs ``C >= (8 kappa lam)^4`` (`least_gradients`); a smaller C raises
       ValueError.
     - "msgd": ``batch = min(sqrt(C) / L, C^(1/4))`` and ``lr = batch / sqrt(C)``; the bound is the square root of
       `msgd_bound` at this batch and lr. Table 1 gives only orders, whose constants are taken as 1. So lr violates the
-      condition of the bound, ``eta <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; see `Plan.proved`.
+      condition of the bound, ``lr <= 1 / (kappa L)``, unless beta = 0 or ``C >= (kappa L)^4``; see `Plan.proved`.
 
-    The assumptions are those of the corresponding theorems; for "msgd" they include lam = 0.
+    The assumptions are those of `smooth_bound`, or of `relaxed_bound` if lam > 0; for "msgd" those of `msgd_bound`,
+    and lam must be 0.
 
     >>> found = plan(10**8, "sngm", gap=1, L=2, sigma=3, beta=0)
     >>> found.batch, found.lr, found.steps, found.bound
@@ -92,7 +95,7 @@ def plan(
 
 
 def least_gradients(beta: Floats, lam: Floats) -> Number:
-    """Return the smallest budget for which Corollary 2 holds, ``(8 kappa lam)^4``.
+    """Return the fewest gradients for which Corollary 2 holds, ``(8 kappa lam)^4`` with kappa = ``kappa(beta)``.
 
     >>> least_gradients(beta=0.0, lam=1.25)
     10000.0
@@ -104,9 +107,10 @@ def least_gradients(beta: Floats, lam: Floats) -> Number:
 def extrap_order(gradients: Floats, eta: Floats, batch: Floats, L: Floats) -> Number:
     """Return the order that Section 3 states for EXTRAP-SGD, ``B / (eta C) + (eta + eta^2) / B`` if ``eta <= 1 / L``.
 
-    This is the order of the mean of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, and so is
-    the constant of the condition. With eta = B / sqrt(C) the result is of order 1 / sqrt(C) for batches up to
-    sqrt(C) / L, where eta reaches the limit of the condition.
+    B is `batch` and C is `gradients`, the total number of single-sample gradients. The result is the order of the mean
+    of E||grad F||^2, not a bound: every constant that O() hides is taken as 1, and so is the constant of the condition,
+    ``eta <= 1 / L``; a larger eta raises ValueError. With eta = B / sqrt(C) the result is of order 1 / sqrt(C) for
+    batches up to sqrt(C) / L, where eta is 1 / L.
 
     >>> extrap_order(gradients=10_000, eta=0.1, batch=10, L=1)
     0.021

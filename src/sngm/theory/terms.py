@@ -1,4 +1,4 @@
-"""Argument validation, and bounds of the form ``a / eta + b * eta + c`` with the learning rate that minimises them."""
+"""Argument validation, and bounds as functions of eta, the learning rate, with the eta that minimises a bound."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def validate(**arguments: Floats) -> list[Any]:
     """Return the arguments as float64 arrays, broadcast to one shape.
 
     Raises:
-        ValueError: an argument is outside its range.
+        ValueError: an argument is outside its range in `RANGES`.
     """
     arrays = [np.asarray(value, dtype=np.float64) + 0.0 for value in arguments.values()]  # + 0.0 turns -0.0 into 0.0
     for name, array in zip(arguments, arrays, strict=True):
@@ -46,13 +46,13 @@ def as_number(value: Number) -> Number:
 
 
 def largest_eta(slope: Number) -> Number:
-    """Return the largest eta with ``eta * slope <= 1``."""
+    """Return the largest eta with ``eta * slope <= 1``; it is infinite if slope is 0."""
     with np.errstate(divide="ignore", over="ignore"):
         return np.divide(1.0, slope)
 
 
 def check_condition(eta: Number, limit: Number, condition: str) -> None:
-    """Raise ValueError if eta is above its limit; the message has the condition and the largest admissible eta."""
+    """Raise ValueError if eta is above its limit; the message states the condition and the largest admissible eta."""
     above = np.greater(eta, limit * (1 + ROUNDING))
     if not np.any(above):
         return
@@ -74,7 +74,7 @@ class Best(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """A bound ``inverse / eta + linear * eta + square * eta**2 + constant``, for eta up to `limit`."""
+    """The bound ``inverse / eta + linear * eta + square * eta**2 + constant``, which holds for eta up to `limit`."""
 
     inverse: Number
     linear: Number
@@ -95,12 +95,12 @@ class Terms(NamedTuple):
         return as_number(self._value(eta))
 
     def best(self) -> Best:
-        """Return the admissible eta with the lowest bound, in closed form.
+        """Return the admissible eta with the lowest bound, in closed form, and that bound.
 
         The derivative is zero where ``2 * square * eta**3 + linear * eta**2 == inverse``. For x = 1/eta this is the
-        cubic ``x**3 == 3 * p * x + 2 * p**1.5 * t`` with 3 * p = linear / inverse. Its only positive root is
-        ``x = 2 * sqrt(p) * cos(arccos(t) / 3)`` (Viète); for t above 1, cosh and arcosh replace cos and arccos. If
-        square = 0, t is 0 and eta is sqrt(inverse / linear).
+        cubic ``x**3 == 3 * p * x + 2 * p**1.5 * t``, with 3 * p = linear / inverse and p**1.5 * t = square / inverse.
+        Its only positive root is ``x = 2 * sqrt(p) * cos(arccos(t) / 3)`` (Viète); for t above 1, cosh and arcosh
+        replace cos and arccos. If square = 0, t is 0 and eta is sqrt(inverse / linear).
         """
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             root = np.sqrt(self.inverse) / np.sqrt(self.linear)  # the ratio itself could overflow

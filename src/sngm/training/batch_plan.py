@@ -75,9 +75,9 @@ class BatchPlan:
     def for_rest(self, count: int) -> BatchPlan | None:
         """Return the plan of an epoch's last, smaller batch of at most `count` samples; None if `count` is too small.
 
-        The plan has the same workers. The micro-batch size stays the same if a worker's part has at least that many
-        samples; else the part is one micro-batch. BatchNorm groups keep their size unless they are whole micro-batches.
-        Samples that do not fill a micro-batch are left out.
+        The number of workers stays the same. So does the micro-batch size, if a worker's part of the batch has at least
+        that many samples; else the part is one micro-batch. BatchNorm groups keep their size, unless each is a whole
+        micro-batch. Samples that do not fill a micro-batch are left out.
 
         >>> plan = BatchPlan.of(batch=32768, workers=8, micro=128)
         >>> plan.for_rest(50000 - 32768).describe()
@@ -106,9 +106,9 @@ class BatchPlan:
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
 
     def merged(self, workers: range, most: int) -> list[slice]:
-        """Merge the passes of consecutive workers into as few slices as possible, each of at most `most` samples.
+        """Return the passes of these workers as slices of the batch, as few as possible of at most `most` samples.
 
-        Passes hold whole BatchNorm groups and have nearly equal sizes. A group larger than `most` is one pass.
+        Passes consist of whole BatchNorm groups and have nearly equal sizes. A group larger than `most` is one pass.
 
         >>> BatchPlan.of(batch=64, workers=2, micro=4).merged(range(2), 24)
         [slice(0, 20, None), slice(20, 40, None), slice(40, 64, None)]

@@ -1,4 +1,4 @@
-"""BatchNorm's running statistics in a step, independent of how the batch is split into forward passes."""
+"""Updates of BatchNorm's running statistics that do not depend on how the batch is split into forward passes."""
 
 from __future__ import annotations
 
@@ -18,9 +18,10 @@ from .batch_plan import BatchPlan
 
 
 def may_merge(task: Task, model: nn.Module) -> bool:
-    """Return True if a pass may hold several BatchNorm groups.
+    """Return True if one forward pass may process several BatchNorm groups.
 
-    This needs a `pass_size`, a loss without random numbers, and layers that do not mix groups.
+    The task must set `pass_size`, the loss must draw no random numbers, and each BatchNorm layer must be a
+    GhostBatchNorm2d with a momentum.
     """
     if task.pass_size is None or draws(task, model):
         return False
@@ -38,7 +39,10 @@ def draws(task: Task, model: nn.Module) -> bool:
 
 
 class PerGroupStatistics:
-    """Running statistics of BatchNorm with one group per pass. Every worker starts from the values before the step."""
+    """Running statistics if each pass has one BatchNorm group. Every worker starts from the values before the step.
+
+    `policy` is `RunConfig.running_stats`.
+    """
 
     def __init__(self, model: nn.Module, plan: BatchPlan, policy: str) -> None:
         self.norms = [m for m in model.modules() if isinstance(m, _BatchNorm) and m.track_running_stats]
@@ -52,7 +56,7 @@ class PerGroupStatistics:
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """In the ``with`` block, update statistics if the policy keeps this worker's; never if `worker` is None."""
+        """In the ``with`` block, update statistics if `worker` is 0, or with the policy "mean" if it is not None."""
         for b, old in zip(self._buffers() if self.before else [], self.before, strict=True):
             b.copy_(old)
         track(self.norms, worker is not None if self.mean else worker == 0)
@@ -64,7 +68,7 @@ class PerGroupStatistics:
             self.kept.append(self._copies())
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch that the next pass processes. These statistics do not need it, so do nothing."""
+        """Do nothing: these statistics need not know which slice of the batch the next pass processes."""
 
     def end(self) -> None:
         """End a step: with the policy "mean", set the statistics to their mean over workers."""
@@ -85,7 +89,7 @@ class PerGroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a pass updates running statistics, see :class:`GhostBatchNorm2d`. If `weights` is None, it does not."""
+    """How a pass updates running statistics: attributes of GhostBatchNorm2d. If `weights` is None, it does not."""
 
     weights: Tensor | None
     keep: float = 1.0
@@ -96,9 +100,8 @@ class GhostStatistics:
     """Running statistics of GhostBatchNorm2d with several groups per pass; they equal those of `PerGroupStatistics`.
 
     With momentum m, a worker whose groups 1..n have statistics s_i updates the running statistics r to
-    (1-m)^n r + sum_i m (1-m)^(n-i) s_i, so each group has a fixed weight. With
-    the policy "first", groups of other workers have weight 0; with "mean", weights are divided by the number of
-    workers.
+    (1-m)^n r + sum_i m (1-m)^(n-i) s_i, so each group has a fixed weight. With the policy "first", the groups of all
+    workers but the first have weight 0; with "mean", weights are divided by the number of workers.
     """
 
     def __init__(
@@ -118,7 +121,10 @@ class GhostStatistics:
     def _shares(
         self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
     ) -> dict[int, Share]:
-        """Return the share of each pass by its first sample. Only the first of non-zero weight decays old values."""
+        """Return the `Share` of each pass, by the index of the pass's first sample.
+
+        Only the first pass with a non-zero weight decays the old statistics.
+        """
         each = self.plan.share // self.plan.bn_group  # groups per worker
         weights, keep = one_after_another(each, momentum)
         if self.mean:  # mean over the workers of this process; `end` averages over processes
@@ -137,11 +143,11 @@ class GhostStatistics:
         return shares
 
     def begin(self) -> None:
-        """Start a step. These statistics need no preparation, so do nothing."""
+        """Do nothing: these statistics need no preparation at the start of a step."""
 
     @contextlib.contextmanager
     def tracking(self, worker: int | None) -> Iterator[None]:
-        """Within the ``with`` block, update statistics; if `worker` is None, do not update them."""
+        """In the ``with`` block, update statistics unless `worker` is None."""
         self.tracks = worker is not None
         try:
             yield
@@ -149,7 +155,7 @@ class GhostStatistics:
             track(self.tracked, True)
 
     def set_pass(self, piece: slice) -> None:
-        """Set the part of the batch that the next pass processes."""
+        """Prepare the layers for the next pass, which processes the slice `piece` of the batch."""
         for norm in self.norms:
             norm.group = self.plan.bn_group
         for norm in self.tracked:
@@ -168,6 +174,6 @@ class GhostStatistics:
 
 
 def track(norms: Sequence[_BatchNorm], follow: bool) -> None:
-    """Turn the tracking of running statistics on or off."""
+    """Turn the tracking of running statistics on or off in these layers."""
     for norm in norms:
         norm.track_running_stats = follow

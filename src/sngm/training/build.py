@@ -1,4 +1,4 @@
-"""Prepare a run: everything before its first step. Invalid runs raise an error here, before any file is written."""
+"""Preparation of a run, up to its first step. An invalid run raises an error here, before any file is written."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ FUSED = (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)  # torch's optimi
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """A prepared run. `training` holds the samples to train on, `held_out` the samples to score, by name."""
+    """A prepared run. `training` has the samples to train on, `held_out` the samples of each split that is scored."""
 
     task: Task
     training: Samples
     held_out: HeldOut
-    data: dict[str, Any]  # description of the samples in the record
-    per_epoch: int  # number of steps
-    steps: int
+    data: dict[str, Any]  # description of the samples, for the record
+    per_epoch: int  # number of steps in an epoch
+    steps: int  # number of steps in the run
     schedule: Schedule
     plan: BatchPlan
     model: nn.Module
@@ -135,7 +135,7 @@ def prepare(
             raise UsageError("`last_batch` keep needs samples in memory that do not follow one another")
         sized = replace(config, batch=small.batch, micro=small.micro, bn_group=small.bn_group)
         rest_stepper, rest, per_epoch = stepper_of(sized, small), small.batch, per_epoch + 1
-    stepper = stepper_of(config, plan)  # last, because GhostStatistics sets the groups of the model
+    stepper = stepper_of(config, plan)  # last, because GhostStatistics sets `group` of the BatchNorm layers
     steps = per_epoch * config.epochs
     return Setup(
         task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper,
@@ -143,12 +143,12 @@ def prepare(
     )  # fmt: skip
 
 
-# parameters that earlier runs trained, by id
+# parameters that runs in this process have trained, by id
 TRAINED: weakref.WeakValueDictionary[int, nn.Parameter] = weakref.WeakValueDictionary()
 
 
 def check_new(config: RunConfig, model: nn.Module) -> None:
-    """Raise UsageError if an earlier run trained a parameter, because this run would start from trained weights."""
+    """Raise UsageError if an earlier run in this process trained a parameter of the model: its weights are not new."""
     params = [p for p in model.parameters() if p.requires_grad]
     if any(TRAINED.get(id(p)) is p for p in params):
         raise UsageError(
@@ -158,7 +158,7 @@ def check_new(config: RunConfig, model: nn.Module) -> None:
 
 
 def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Module:
-    """Return the task's model, initialised with the config's seed, on its device and in its dtype."""
+    """Return the task's model, initialised with the config's seed, on `device` and in the config's dtype."""
     rng.seed_torch(config.seed, rng.MODEL)
     with MemoryLimit(config.task_in_words, copies=1 if device.type == "cuda" else 2) as limit:
         model = task.model()
@@ -172,7 +172,7 @@ def build_model(config: RunConfig, task: Task, device: torch.device) -> nn.Modul
 
 
 def why_not_on_gpu(samples: Samples, streams: bool, device: torch.device) -> str:
-    """Return why samples cannot be in GPU memory, as text; empty if they can."""
+    """Return the reason why samples cannot be stored in GPU memory; an empty string if they can."""
     if streams:
         return "batches come from other processes"
     if getattr(samples, "device", None) is None:
@@ -181,7 +181,7 @@ def why_not_on_gpu(samples: Samples, streams: bool, device: torch.device) -> str
 
 
 def largest_pass_size(task: Task, model: nn.Module, device: torch.device, asked: int | None) -> int | None:
-    """Return the most samples in a pass with several BatchNorm groups; None if each pass has one group."""
+    """Return the most samples in a forward-backward pass; None if each pass must be exactly one BatchNorm group."""
     if may_merge(task, model):
         usual = task.pass_size if device.type == "cuda" else min(task.pass_size or 0, task.pass_size_on_cpu)
         return usual if asked is None else asked
@@ -204,7 +204,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
         config: the config of the run.
         model: the model, on the device it is trained on.
         tensor_rates: keep learning rates in tensors on the device, which :func:`set_rates` fills, so that each replay
-            of a CUDA graph reads the current values. Checkpoints are the same in both cases.
+            of a CUDA graph reads the current values. Checkpoints are the same with and without it.
     """
     settings = dict(config.method_settings)
     try:
@@ -244,7 +244,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
 
 
 def _for_embeddings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of the embeddings' parameter group; settings that the user chose hold for all groups."""
+    """Return the method's special settings for embeddings; {} if the user chose one of these settings."""
     special = METHODS[config.method].embeddings if config.method in METHODS else {}
     return {} if special.keys() & config.method_settings.keys() else special
 
@@ -252,7 +252,11 @@ def _for_embeddings(config: RunConfig) -> dict[str, Any]:
 def _check_function(
     config: RunConfig, model: nn.Module, optimizer: torch.optim.Optimizer, build: Callable[..., torch.optim.Optimizer]
 ) -> None:
-    """Raise UsageError or warn if the user's own optimizer ignores lr, or does not have the model's parameters."""
+    """Check a user's own optimizer.
+
+    Raise UsageError if it has parameters that are not the model's. Warn if it lacks some of the model's parameters, or
+    ignores lr.
+    """
     theirs = {id(p) for group in optimizer.param_groups for p in group["params"]}
     if theirs - {id(p) for p in model.parameters()}:
         raise UsageError(f"{config.method}: the optimizer has parameters that it was not given")
@@ -270,7 +274,7 @@ def _check_function(
 
 
 def _scale_vectors(optimizer: LARS | CLARS) -> None:
-    """Move tensors of at most one dimension to groups with the learning rate trust_coefficient * lr."""
+    """Move parameters of at most one dimension to groups whose learning rate is trust_coefficient * lr."""
     for group in list(optimizer.param_groups):
         vectors = [p for p in group["params"] if p.ndim <= 1]
         if group["adapt"] is not None or not vectors:
@@ -284,14 +288,14 @@ def _scale_vectors(optimizer: LARS | CLARS) -> None:
 
 
 def can_capture(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether a CUDA graph can capture this optimizer's step, given learning rates in tensors."""
+    """Return whether a CUDA graph can capture this optimizer's step if its learning rates are in tensors."""
     # not a user's subclass, because a replayed graph would skip its Python code
     own = isinstance(optimizer, LargeBatchOptimizer) and type(optimizer).__module__.startswith("sngm.")
     return own or type(optimizer) in FUSED
 
 
 def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
-    """Set learning rates to their initial values times a schedule's factor. Tensors are filled in place."""
+    """Set each learning rate to its initial value times the schedule's `factor`. Tensors are filled in place."""
     changed = getattr(optimizer, "rate_factor", None) != factor
     for group in optimizer.param_groups:
         for key in RATES:
@@ -306,7 +310,10 @@ def set_rates(optimizer: torch.optim.Optimizer, factor: float) -> None:
 
 
 def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
-    """Turn on torch's fused steps on a GPU, unless the settings choose otherwise."""
+    """On a GPU, turn on torch's fused steps, unless the settings choose otherwise.
+
+    Also turn on `capturable` if `capture`, and keep these flags when a checkpoint is loaded.
+    """
     for group in optimizer.param_groups:
         if type(optimizer) not in FUSED or any(p.device.type != "cuda" for p in group["params"]):
             continue
@@ -317,7 +324,7 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
     how = [{key: group[key] for key in EXECUTION_FLAGS if key in group} for group in optimizer.param_groups]
 
     def keep(_: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        """Keep `fused`, `foreach` and similar flags when a checkpoint from another device is loaded."""
+        """Keep this optimizer's flags, such as `fused`, when a checkpoint from another device is loaded."""
         if len(state["param_groups"]) != len(how):  # torch itself raises ValueError
             return state
         return {**state, "param_groups": [g | own for g, own in zip(state["param_groups"], how, strict=True)]}
@@ -326,7 +333,7 @@ def _choose_kernels(optimizer: torch.optim.Optimizer, capture: bool) -> None:
 
 
 def _hold_rates_in_tensors(optimizer: torch.optim.Optimizer) -> None:
-    """Hold learning rates in tensors that survive `load_state_dict`; checkpoints hold plain numbers instead."""
+    """Replace learning rates by tensors, which `load_state_dict` fills in place; `state_dict` returns plain numbers."""
     held: list[dict[str, Tensor]] = []
     for group in optimizer.param_groups:
         device = group["params"][0].device

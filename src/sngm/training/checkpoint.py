@@ -21,13 +21,13 @@ INDEX = "checkpoints.json"
 
 
 def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
-    """Write a checkpoint and its checksum, and delete all but the last two."""
+    """Write a checkpoint and its checksum, delete all but the last two checkpoints, and return the path."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     content = buffer.getvalue()
     path = folder / f"checkpoint-{step:08d}.pt"
     write_atomically(path, content)
-    # the run resumed from an earlier checkpoint, so later ones are broken: drop them
+    # if there are later checkpoints, they are broken, because the run resumed from an earlier one: drop them
     before = {name: checksum for name, checksum in _index(folder).items() if name < path.name}
     kept = dict(sorted(before.items())[1 - KEEP :]) | {path.name: hashlib.sha256(content).hexdigest()}
     write_json(folder / INDEX, kept)
@@ -39,31 +39,31 @@ def save(folder: Path, step: int, state: dict[str, Any]) -> Path:
 
 
 def shards_of(step: int) -> str:
-    """Return the name of the folder that holds the model and optimizer of a sharded checkpoint."""
+    """Return the name of the folder that has the model and optimizer of the sharded checkpoint at a step."""
     return f"shards-{step:08d}"
 
 
 def sizes_of(shards: Path) -> dict[str, int]:
-    """Return the size of each file of a sharded checkpoint."""
+    """Return the size in bytes of each file of a sharded checkpoint, by file name."""
     return {path.name: path.stat().st_size for path in sorted(shards.glob("*")) if path.is_file()}
 
 
 def remove_shards(folder: Path, keep: Sequence[str] = ()) -> None:
-    """Delete the folders of sharded checkpoints, except those named."""
+    """Delete the folders of sharded checkpoints in a run folder, except those whose names are in `keep`."""
     for old in folder.glob("shards-*"):
         if re.fullmatch(r"shards-\d{8,}", old.name) and old.name not in keep:
             shutil.rmtree(old, ignore_errors=True)
 
 
 def discard(folder: Path) -> None:
-    """Delete all checkpoints of a folder, then their index."""
+    """Delete all checkpoints of a run folder, and their index."""
     for path in [*_files(folder), folder / INDEX]:
         path.unlink(missing_ok=True)
     remove_shards(folder)
 
 
 def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | None:
-    """Return the newest intact checkpoint, or None; warn of broken checkpoints."""
+    """Return the newest intact checkpoint of a run folder, or None if there is none; warn of broken checkpoints."""
     for content in _whole(folder):
         # weights_only, because a checkpoint must not be able to run code
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
@@ -74,14 +74,14 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
 
 
 def whole(folder: Path) -> bool:
-    """Return whether any checkpoint is intact."""
+    """Return whether a run folder has an intact checkpoint."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # `load` warns of broken checkpoints
         return any(True for _ in _whole(folder))
 
 
 def is_broken(folder: Path) -> bool:
-    """Return whether the last checkpoint is corrupt, or is missing although the one before it exists.
+    """Return whether the last checkpoint is corrupt, or is missing although an earlier one exists.
 
     If all checkpoints were deleted, the result is False, because a finished run does not need them.
     """
@@ -91,7 +91,7 @@ def is_broken(folder: Path) -> bool:
 
 
 def _whole(folder: Path) -> Iterator[bytes]:
-    """Yield the contents of intact checkpoints, newest first. If none matches the index, yield all that load."""
+    """Yield the contents of intact checkpoints, newest first; if none matches the index, of all that can be loaded."""
     index, found = _index(folder), False
     for name in sorted({*index, *(path.name for path in _files(folder))}, reverse=True):
         content = _read(folder / name, index)
@@ -111,7 +111,8 @@ def _whole(folder: Path) -> Iterator[bytes]:
 def _read(path: Path, index: dict[str, str]) -> bytes | None:
     """Return the content of a checkpoint if it is intact, else None.
 
-    If the run was killed before the file was added to the index, the file is checked by its own CRC-32 checksums.
+    A file that is missing in the index, because the run was killed before adding it, is checked by its own CRC-32
+    checksums.
     """
     if not path.is_file():
         return None
@@ -126,7 +127,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """Return checksums by file name; {} if the index is broken or missing, or all its files are gone."""
+    """Return checkpoints' checksums by file name; {} if the index is broken or missing, or none of its files exists."""
     path = folder / INDEX
     try:
         index = {str(name): str(checksum) for name, checksum in read_json(path).items()}
@@ -139,7 +140,7 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _loads(content: bytes, step: int) -> bool:
-    """Return whether the content is a checkpoint of this step, with all parts matching their CRC-32."""
+    """Return whether the content is a checkpoint of this step, and every file in its zip archive matches its CRC-32."""
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as parts:
             if parts.testzip() is not None:  # torch.load does not check the CRC

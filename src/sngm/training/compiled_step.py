@@ -32,9 +32,10 @@ def compiled(
     epoch: int | Tensor,
     device: torch.device,
 ) -> tuple[Tensor, Batch]:
-    """Return the loss of a pass and the new recurrent state; `inputs` are indices of samples, or a batch.
+    """Compute a forward pass with compiled code, and return its loss and the new recurrent state.
 
-    Seed and epoch are passed as tensors, so that runs with models of the same shape share compiled code.
+    `inputs` are indices of `samples`, or a batch. `carried` is the recurrent state before the pass. Seed and epoch are
+    passed as tensors, so that runs with models of the same shape share compiled code.
 
     Raises:
         NotCompiled: torch.compile does not support this task.
@@ -66,8 +67,8 @@ def in_one_line(error: Exception) -> str:
 def _number(name: str, value: int, device: torch.device) -> Tensor:
     """Return an epoch or a seed as a cached tensor.
 
-    With different `name`s, an epoch and a seed of equal value are two tensors: code compiled for two tensors is not
-    valid if both are the same object.
+    `name` makes an epoch and a seed of equal value two tensors: code compiled for two tensors is not valid if both are
+    the same object.
     """
     return torch.tensor(value, device=device)
 

@@ -44,26 +44,27 @@ ADDED_LATER = {
     "last_batch": "drop",
 }  # fields that older records lack, with values that give the former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
-BN_SAMPLES = 10_000  # default number of samples to estimate BatchNorm statistics for averaged weights
-INNER_LR = 1 / 8  # EXTRAP-SGD's default inner_lr / lr, by linear scaling for one of eight workers
+BN_SAMPLES = 10_000  # default number of samples on which BatchNorm statistics of averaged weights are estimated
+INNER_LR = 1 / 8  # default ratio of EXTRAP-SGD's inner_lr to lr: linear scaling to one of eight workers
 
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Resolved config of one run. Runs with equal configs give the same numbers on the same machine.
+    """Complete config of one run. Runs with equal configs give the same numbers on the same machine.
 
     Attributes:
         task, task_settings, task_source: the task, its settings, and a checksum of its code if it is the user's own.
         method, method_settings, method_source: the optimizer, its settings, and a checksum of its code if it is the
             user's own.
-        part: "full" trains on the whole training set and tests; "select" holds out a validation set and scores it.
+        part: "full" trains on the whole training set and scores the test set. "select" scores a validation set, which
+            is held out of the training set if the task has none.
         running_stats: keep BatchNorm's running statistics of the "first" worker, as DDP does, or their "mean" over all
             workers.
         precision: dtype of weights and arithmetic. "bfloat16" is autocast: convolutions and matrix products are in
             bfloat16; weights, norms and optimizer state are in float32.
-        decay_on: apply weight decay to "weights", without biases and normalisation layers, or to "all" parameters.
+        decay_on: apply weight decay to "weights" (not to biases and normalisation layers) or to "all" parameters.
         bias_lr: learning rate of biases and normalisation layers with LARS and CLARS: "scaled" for
-            ``trust_coefficient * lr``, "full" for ``lr``, as in the published code.
+            ``trust_coefficient * lr``, or "full" for ``lr``, as in the LARS code that the SNGM paper compared with.
         The other fields are the options of the same name on the command line.
     """
 
@@ -139,7 +140,7 @@ class RunConfig:
 
     @property
     def hash(self) -> str:
-        """Short hash of the config, independent of the order of settings and of fields added by later versions."""
+        """Short hash of the config. It ignores the order of settings, and fields with their `ADDED_LATER` value."""
         values = {k: v for k, v in self.as_dict().items() if k not in ADDED_LATER or v != ADDED_LATER[k]}
         return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:12]
 
@@ -149,7 +150,7 @@ class RunConfig:
         return torch.float64 if self.precision == "float64" else torch.float32
 
     def autocast(self, device: torch.device) -> contextlib.AbstractContextManager[Any]:
-        """Return the autocast context of this precision."""
+        """Return a context manager that autocasts to bfloat16 if that is the precision, else one that does nothing."""
         if self.precision != "bfloat16":
             return contextlib.nullcontext()
         if device.type == "cpu":  # a CPU without bfloat16 warns, but computes correctly
@@ -190,7 +191,7 @@ class RunConfig:
         return cls(**{**values, "method_settings": settings})
 
     def check_source(self) -> None:
-        """Raise UsageError if the code of the task has changed since this run began, or cannot be found here."""
+        """Raise UsageError if the task's code has changed since this run began, or this process has no such task."""
         if not tasks.is_known(self.task):
             raise UsageError(
                 f"task {self.task} was made in another process; make it again and pass it, as "
@@ -216,7 +217,7 @@ def _field_types() -> dict[str, Any]:
 
 
 def completed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the config of a record, with defaults for fields that older records lack."""
+    """Return `values`, the config in a record, with defaults added for fields that older records lack."""
     return {**ADDED_LATER, **values}
 
 
@@ -230,13 +231,13 @@ def resolve(
     processes: int = 1,
     **given: Any,
 ) -> RunConfig:
-    """Return the config that follows from arguments and the task's defaults. None stands for the default.
+    """Return the config that follows from arguments and the task's defaults. An argument None stands for the default.
 
     Args:
         task, method: names of the task and the method.
         method_settings, task_settings: settings that differ from the defaults.
         device: the device of the run. On a GPU the default precision is the task's `precision_on_gpu`.
-        processes: the number of processes. The default number of workers is a multiple of it.
+        processes: the number of processes. The task's default number of workers is rounded up to a multiple of it.
         given: fields of :class:`RunConfig`.
     """
     cls = tasks.find(task)
@@ -277,7 +278,7 @@ def resolve(
 
 
 def _batch_plan(settings: dict[str, Any], usual: dict[str, Any], processes: int) -> dict[str, int]:
-    """Return workers, micro and bn_group: the given values, else the task's defaults, fitted to the batch."""
+    """Return `workers`, `micro` and `bn_group` as given in `settings`, else defaults that divide the batch evenly."""
     batch, micro, bn_group = settings["batch"], settings.get("micro"), settings.get("bn_group")
     workers = settings.get("workers")
     if workers is None:

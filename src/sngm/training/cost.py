@@ -63,7 +63,7 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
     preparing = [0.0]
 
     def take(samples: int) -> float:
-        """Return the seconds of a pass over the first `samples` samples."""
+        """Run a forward and backward pass over the first `samples` samples; return its seconds."""
         for norm in model.modules():
             if isinstance(norm, GhostBatchNorm2d):
                 norm.group, norm.weights = (group if samples % group == 0 else samples), None
@@ -110,7 +110,7 @@ def _largest_pass(setup: Setup) -> int:
 
 
 def _activations(take: Callable[[], float], model: nn.Module, device: torch.device) -> int:
-    """Return the bytes that a pass saves for backward; on a GPU, the peak of all allocated memory."""
+    """Return the bytes that a pass saves for backward; on a GPU, the peak of all it allocates, without gradients."""
     if device.type == "cuda":
         before = torch.cuda.memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -132,7 +132,7 @@ def _activations(take: Callable[[], float], model: nn.Module, device: torch.devi
 
 
 def _step(optimizer: torch.optim.Optimizer, device: torch.device) -> float:
-    """Return the seconds of the second of two optimizer steps; 0 for CLARS and EXTRAP-SGD, which need arguments."""
+    """Take two optimizer steps; return the seconds of the second. For CLARS and EXTRAP-SGD, take none and return 0."""
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
         return 0.0
     optimizer.step()

@@ -26,7 +26,7 @@ def choose(
     Args:
         asked: the mode that the user chose, one of `sngm.options.STEPS`.
         task, model, device, ranks: task, model, device and number of processes of the run.
-        not_on_gpu: why the samples are not in GPU memory, as text; empty if they are.
+        not_on_gpu: the reason why the samples are not in GPU memory; an empty string if they are.
         passes: the number of passes in a step if each pass has one BatchNorm group.
 
     Raises:
@@ -46,7 +46,7 @@ def choose(
 
 
 def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, not_on_gpu: str, passes: int) -> str:
-    """Return why the steps of a run cannot be captured, as text; empty if they can."""
+    """Return the reason why a CUDA graph cannot capture the steps of a run; an empty string if it can."""
     if device.type != "cuda":
         return f"CUDA graphs are for GPUs, and this run is on {device.type}"
     if ranks > 1:
@@ -61,7 +61,7 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, not_
 
 
 def without_capture(mode: str) -> str:
-    """Return a mode without its CUDA graph.
+    """Return the step mode that is like `mode`, but without a CUDA graph.
 
     >>> without_capture("compiled+captured"), without_capture("captured")
     ('compiled', 'eager')
@@ -70,10 +70,10 @@ def without_capture(mode: str) -> str:
 
 
 class CapturedStepper:
-    """The training step of a run as a CUDA graph of a :class:`Stepper`.
+    """The training step of a run as a CUDA graph, captured from a :class:`Stepper`.
 
-    The first `WARM_UP` steps run eagerly on a side stream. Then one step is captured, and this and
-    all later steps replay the graph. Values that change between steps are in tensors: `indices`, `epoch` and the
+    The first `WARM_UP` steps run without a graph, on a side stream. Then one step is captured, and this step and all
+    later steps replay the graph. Values that change between steps are in tensors: `indices`, `epoch` and the
     optimizer's learning rates. Everything else is a constant of the graph.
     """
 
@@ -90,7 +90,7 @@ class CapturedStepper:
 
     @property
     def mode(self) -> str:
-        """The mode in use. After a fallback, it differs from the chosen mode."""
+        """The step mode in use. After a fallback, it differs from the mode that `choose` returned."""
         return without_capture(self.stepper.mode) if self.capture_failed else self.stepper.mode
 
     def __call__(self, indices: Tensor, *, epoch: int, step: int) -> Tensor:
@@ -130,7 +130,10 @@ class CapturedStepper:
 
     @contextmanager
     def _on_side_stream(self) -> Iterator[None]:
-        """Run the body on the side stream; each of the two streams waits for the other, before and after."""
+        """Run the ``with`` block on the side stream.
+
+        The block starts after the work queued on the current stream, which then waits for the block.
+        """
         current = torch.cuda.current_stream(self.device)
         self.stream.wait_stream(current)
         with torch.cuda.stream(self.stream):

@@ -2,7 +2,7 @@
 
 ``task.batch(samples, indices, seed=, epoch=)`` makes the batch of a forward-backward pass. `indices` is an int64
 tensor on the device of the samples; worker processes make batches on the host. In eager steps, `seed` and `epoch` are
-ints. In captured steps, `epoch` is a 0-d int64 tensor, and in compiled steps both are, because an int would be a
+ints. In captured steps, `epoch` is a 0-d int64 tensor; in compiled steps, both are such tensors. An int would be a
 constant of the graph.
 """
 
@@ -47,7 +47,7 @@ def fits(samples: Samples, device: torch.device) -> bool:
 
 
 def size_of(samples: Any) -> int:
-    """Return the size in bytes of samples (of a `Part`, those it refers to) that are tensors in memory; else 0."""
+    """Return the bytes of samples that are tensors in memory, else 0; a `Part` has the size of its `samples`."""
     held = getattr(samples, "samples", samples)
     return sum(t.nbytes for t in getattr(held, "tensors", ()))
 
@@ -58,7 +58,7 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 class Resident:
-    """Samples held in device memory if they fit, else in host memory. Each pass gathers its batch from them."""
+    """Samples that each pass gathers its batch from. Tensors are moved to the memory of a GPU if they fit."""
 
     streams = False
 
@@ -100,14 +100,17 @@ class Streamed:
         self.batches: Iterator[Batch] = iter(())
 
     def begin(self, order: Tensor, epoch: int, first: int) -> Tensor:
-        """Start an epoch at its step `first`: send the indices of all its remaining passes to the workers."""
+        """Start an epoch at its step `first`; return `order`.
+
+        The indices of all remaining passes of the epoch are sent to the worker processes.
+        """
         starts = range(first * self.batch, len(order) // self.batch * self.batch, self.batch)
         pieces = [slice(s + piece.start, s + piece.stop) for s in starts for piece in self.passes]
         self.batches = self.loader.over([(epoch, order[piece].tolist()) for piece in pieces])
         return order
 
     def take(self, indices: Tensor) -> Tensor | Batch:
-        """Return the batch of the next pass, copied to the device asynchronously."""
+        """Return the batch of the next pass, copied to the device asynchronously. Its indices were given to `begin`."""
         return tuple(t.to(self.device, non_blocking=True) for t in next(self.batches))
 
     def close(self) -> None:
@@ -117,7 +120,7 @@ class Streamed:
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Callable that takes a pair (epoch, indices) and returns the batch."""
+    """Callable that takes a pair (epoch, indices) and returns the training batch of these samples."""
 
     task: Task
     samples: Samples
@@ -128,7 +131,7 @@ class Fetch:
         return self.task.batch(self.samples, torch.tensor(indices), seed=self.seed, epoch=epoch)
 
     def failing_sample(self, item: tuple[int, list[int]]) -> str:
-        """Return which sample cannot be loaded, as text."""
+        """Return the name of the first sample in `item` that cannot be loaded, such as "training sample 7"."""
         epoch, indices = item
         for index in indices:
             try:
@@ -185,7 +188,7 @@ class Loader:
             raise
 
     def close(self) -> None:
-        """Stop the worker processes, even if busy."""
+        """Stop the worker processes, even if they are busy."""
         stop = getattr(self.iterator, "_shutdown_workers", None)
         self.iterator = self.loader = None
         if stop is not None:
@@ -193,7 +196,7 @@ class Loader:
 
 
 def loaders_of(task: Task, asked: int | None) -> int:
-    """Return the number of loader processes: `asked`, or the task's default; at most one per core."""
+    """Return the number of data-loading processes: `asked`, or the task's default; at most this rank's cores."""
     if multiprocessing.current_process().daemon:  # daemons cannot start processes
         return 0
     here = local_ranks()
@@ -201,7 +204,7 @@ def loaders_of(task: Task, asked: int | None) -> int:
 
 
 class _Fetched(Dataset[Any]):
-    """Dataset indexed by the items themselves; returns errors as values, to be raised in the main process."""
+    """Dataset whose indices are the items to fetch. It returns errors as values, which `Loader` raises."""
 
     def __init__(self, fetch: Callable[[Any], Batch]) -> None:
         self.fetch = fetch
@@ -219,7 +222,7 @@ class _Fetched(Dataset[Any]):
 
 @dataclass(frozen=True, slots=True)
 class _WorkerError:
-    """An error of a worker process."""
+    """An error in a worker process: its class name, message and traceback."""
 
     kind: str
     text: str
@@ -234,5 +237,5 @@ def _identity(found: Any) -> Any:
 
 
 def _ignore_sigint(worker: int) -> None:
-    """Ignore Ctrl-C, which the terminal sends to all processes, because the main process stops the workers."""
+    """Ignore Ctrl-C in a worker process. The terminal sends it to all processes; the main process stops the workers."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -18,7 +18,7 @@ from ..errors import Failed, UsageError
 from .heartbeat import Heartbeat
 
 EXCHANGE_EVERY = 10  # steps between exchanges of flags
-LONGEST_WAIT = timedelta(hours=2)  # others wait while the first process evaluates; `Heartbeat` detects hangs
+LONGEST_WAIT = timedelta(hours=2)  # the others may wait while the first process evaluates; `Heartbeat` detects hangs
 
 
 def cores() -> int:
@@ -28,7 +28,7 @@ def cores() -> int:
 
 @dataclass(frozen=True, slots=True)
 class Processes:
-    """Rank of this process, number of processes, and device."""
+    """The processes of a run, seen from one of them: its rank, their number, its device and heartbeat."""
 
     rank: int
     ranks: int
@@ -86,7 +86,7 @@ class Processes:
 
 
 def set_numerics(device: torch.device, deterministic: bool = False) -> None:
-    """Set torch's backends: no TF32; cuDNN autotuning, or deterministic algorithms."""
+    """Turn off TF32 in torch; turn on deterministic algorithms if `deterministic`, else cuDNN autotuning on a GPU."""
     backends: Any = torch.backends
     for backend in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
         backend.fp32_precision = "ieee"  # no TF32
@@ -98,7 +98,7 @@ def set_numerics(device: torch.device, deterministic: bool = False) -> None:
 
 @contextlib.contextmanager
 def join(device: str | None = None, hang_timeout: float = 1800.0) -> Iterator[Processes]:
-    """Join the process group if torchrun started this process; else yield a single process."""
+    """Join the process group for the ``with`` block if torchrun started this process; else yield this process alone."""
     rank, ranks, local = environment.launch()
     chosen = choose_device(device)
     if ranks == 1:
@@ -128,15 +128,15 @@ def join(device: str | None = None, hang_timeout: float = 1800.0) -> Iterator[Pr
 
 
 def _restarts_here(ranks: int) -> bool:
-    """Return whether one torchrun agent started all processes, on this machine, and would restart them."""
+    """Return whether a single torchrun agent, on this machine, started all processes and would restart them."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.local_ranks() == ranks
 
 
 def _open_store(name: str, timeout: timedelta) -> Any:
-    """Return a new connection to the launcher's store, with separate keys for each restart of the job.
+    """Return a new connection to torchrun's key-value store, with separate keys for each restart of the job.
 
-    torchrun keeps its store when it restarts a job. With the same keys, gloo and NCCL would find addresses of ended
-    processes in the store.
+    torchrun keeps its store when it restarts a job. If the keys stayed the same, gloo and NCCL would find addresses of
+    ended processes in the store.
     """
     stores: Any = dist  # Any, because the type stubs lack the classes
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -146,7 +146,7 @@ def _open_store(name: str, timeout: timedelta) -> Any:
 
 
 def choose_device(name: str | None) -> torch.device:
-    """Return the device of this name; for None, the GPU if there is one, else the CPU."""
+    """Return the device called `name`; for None, the GPU if there is one, else the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

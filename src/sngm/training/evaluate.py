@@ -42,7 +42,7 @@ class Part:
         return self.samples[self.indices.to(indices.device)[indices]]
 
     def rows(self, indices: Tensor) -> tuple[Batch, Tensor]:
-        """Return the underlying tensors and the row of each sample, as :meth:`sngm.tasks.Tensors.rows` does."""
+        """Return the underlying tensors and each sample's index in them, as :meth:`sngm.tasks.Tensors.rows` does."""
         found: tuple[Batch, Tensor] = self.samples.rows(self.indices.to(indices.device)[indices])  # type: ignore[attr-defined]
         return found
 
@@ -51,13 +51,13 @@ class Part:
         return fingerprint(self.samples)
 
     def to(self, device: torch.device | str) -> Part:
-        """Return the same samples on a device, if the underlying samples can be moved."""
+        """Return the same samples on a device; return self if the underlying samples cannot be moved."""
         move = getattr(self.samples, "to", None)
         return self if move is None else Part(move(device), self.indices.to(device))
 
 
 def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> tuple[Samples, HeldOut]:
-    """Return the training samples, and the samples to score, by name. A "select" run never sees the test set.
+    """Return the training samples, and a dict of the splits to score. A "select" run never sees the test set.
 
     `splits` are the data of the task, if they are loaded already.
     """
@@ -105,12 +105,12 @@ def in_streams(samples: Samples, batch: int) -> Samples:
 
 
 def order_of(samples: Samples, *key: int) -> Tensor:
-    """Return the order of samples in an epoch: sequential for streams, else random."""
+    """Return the indices of samples in the order of an epoch: sequential for streams, else random, seeded by `key`."""
     return torch.arange(len(samples)) if hasattr(samples, "streams") else rng.permutation(len(samples), *key)
 
 
 def fingerprint(samples: Samples) -> str | None:
-    """Return the fingerprint of samples, or None if they have none."""
+    """Return the fingerprint of samples, a short hash, or None if they have no method `fingerprint`."""
     say = getattr(samples, "fingerprint", None)
     return None if say is None else str(say())
 
@@ -124,7 +124,7 @@ def data_of(training: Samples, held_out: HeldOut) -> dict[str, Any]:
 
 
 def steps_per_epoch(config: RunConfig, count: int) -> int:
-    """Return the number of whole batches in `count` samples; the rest of an epoch is dropped."""
+    """Return the number of full batches in `count` samples; raise UsageError if there is none."""
     if config.batch > count:
         most = count // config.workers * config.workers or count
         rest = ", the rest being held out to choose a learning rate by" if config.part == "select" else ""
@@ -133,7 +133,7 @@ def steps_per_epoch(config: RunConfig, count: int) -> int:
 
 
 def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
-    """Return the schedule; raise UsageError if it needs validation scores and there is no validation set."""
+    """Return the learning rate schedule; raise UsageError if it needs validation scores without a validation set."""
     schedule = Schedule(config.schedule, config.warmup)
     if schedule.needs_history and "validation" not in held_out:
         raise UsageError(
@@ -153,10 +153,12 @@ def evaluate(
     loaders: int | None = None,
     processes: Processes | None = None,
 ) -> dict[str, float]:
-    """Return all scores, such as ``test_accuracy``. Each layer keeps its training or evaluation mode.
+    """Evaluate a model on the held-out splits; return all scores, such as ``test_accuracy``.
 
-    All `processes` must call it. They share the batches of each split, and the scores are bit for bit the same as with
-    one process. If a task overrides `evaluate`, only the first process evaluates, and sends the scores to the others.
+    Afterwards each layer is in its former mode again, training or evaluation. All `processes` must call this function.
+    They share the batches of each split, and the scores are bit for bit the same as with one process. If a task
+    overrides `evaluate`, the first process evaluates all batches and sends the scores to the others; with a sharded
+    model, every process evaluates all batches.
     """
     device = next(model.parameters()).device
     size = EVAL_BATCH
@@ -198,7 +200,7 @@ def evaluate(
 def _evaluate_together(
     task: Task, model: nn.Module, samples: Samples, how: How, processes: Processes
 ) -> dict[str, float]:
-    """Evaluate every `ranks`-th batch in this process, and return the scores over all batches."""
+    """Evaluate every `ranks`-th batch in this process; return the mean scores over the batches of all processes."""
     own = batches(samples, *how, processes.rank, processes.ranks)
     mine = [task.score_sums(model, batch) for batch in _alive(own, processes)]
     total = len(batch_indices(samples, how[2], how[3]))

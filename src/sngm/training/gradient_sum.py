@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..errors import Failed
 
-BUCKET = 1 << 23  # elements
+BUCKET = 1 << 23  # elements in a bucket, unless a single tensor has more
 
 
 class GradientSum:
-    """Sum gradients over processes in buckets, each as soon as its last gradient is computed.
+    """Sum of gradients over processes, in buckets. A bucket is summed as soon as its last gradient is computed.
 
     All processes must start the all-reduces in the same order: from the last bucket, whose gradients are computed
-    first, to the first bucket. If a gradient is missing, its bucket and all later buckets are summed in `finish`.
+    first, to the first bucket. If a gradient is missing, `finish` sums its bucket and all that follow in this order.
     """
 
     def __init__(self, params: Sequence[Tensor], ranks: int, elements: int = BUCKET) -> None:
@@ -33,7 +33,7 @@ class GradientSum:
         self._find_params()
 
     def _find_params(self) -> None:
-        """Put the parameters that require gradients into buckets; a task may freeze and unfreeze some between steps."""
+        """Put the parameters that require gradients into buckets; do nothing if they are those of the last step."""
         found = [p for p in self.all_params if p.requires_grad]
         if len(found) == len(self.params) and all(map(is_, found, self.params)):
             return
@@ -46,7 +46,7 @@ class GradientSum:
                 p.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
-        """Start to sum. Call this before the last backward pass of a step."""
+        """Let the next backward pass start the sums. Call this before the last backward pass of a step."""
         self._find_params()
         self.awaited = [set(bucket) for bucket in self.buckets]
         self.active = self.overlaps
@@ -66,7 +66,10 @@ class GradientSum:
         self.begun.append((flat, dist.all_reduce(flat, async_op=True)))
 
     def finish(self, loss: Tensor) -> None:
-        """Sum the remaining buckets and the loss; set each ``p.grad`` to its sum, or to None if no process has one."""
+        """Sum the remaining buckets and the loss, and set each ``p.grad`` to its sum.
+
+        A gradient that is None in all processes stays None.
+        """
         self.active = False
         if not self.begun:  # CLARS sums after its backward passes, without `begin`
             self._find_params()
@@ -80,9 +83,9 @@ class GradientSum:
         sums = torch.cat([loss.reshape(1), flags])
         dist.all_reduce(sums)
         loss.copy_(sums[0])
-        if self.first:  # only once, because reading a value synchronises with the device
+        if self.first:  # only in the first step, because reading a value synchronises with the device
             self.first = False
-            if sums[-1].item():  # sum again; in later steps, sum only after the last backward pass
+            if sums[-1].item():  # changed after it was summed: sum again; in later steps, sum in `finish`
                 self.overlaps, self.changed, self.begun = False, False, []
                 for _ in self.buckets:
                     self._start()
@@ -101,7 +104,7 @@ class GradientSum:
 
 
 def buckets(tensors: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Yield buckets of consecutive tensors of one dtype, each to be all-reduced as one flat copy."""
+    """Yield lists of consecutive tensors of one dtype, each with at most `elements` elements or of a single tensor."""
     bucket: list[Tensor] = []
     size = 0
     for t in tensors:

@@ -16,7 +16,7 @@ EVERY = 5.0  # seconds between exchanges, at most
 
 @dataclass(slots=True)
 class Sign:
-    """The last counts that a process published, and the time of their last change."""
+    """The last counts that a process published, its host and process id, and the time of the last change."""
 
     progress: int = 0
     activity: int = 0
@@ -25,9 +25,9 @@ class Sign:
 
 
 class Heartbeat:
-    """Counts the progress of this process, and ends the job if another process makes none for `timeout` seconds.
+    """Counter of the progress of this process. It ends the job if another process makes none for `timeout` seconds.
 
-    Every process publishes its counts in the launcher's store. The first process checks all other processes, and the
+    Every process publishes its counts in torchrun's store. The first process checks all other processes, and the
     second process checks the first. A process hangs if its counts do not change although other processes are ahead of
     it and wait.
     """

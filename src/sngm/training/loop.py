@@ -40,15 +40,15 @@ Record = dict[str, Any]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options(Execution):
-    """How one run is executed, with its callbacks."""
+    """Options that decide how one run is executed, and callbacks."""
 
-    checkpoint_every: int | None = None  # steps; None: about once a minute
+    checkpoint_every: int | None = None  # steps between checkpoints; None for about one per minute
     track: str | None = None  # the name of a tracker
     group: str | None = None  # the name of the study, for the tracker
     restart: bool = False  # delete the run in the folder and train from the start
     wait: bool = False  # wait for another process that trains in the folder, instead of raising an error
-    progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None
-    should_stop: Callable[[], bool] = lambda: False
+    progress: Callable[[int, int, Record], None] = lambda step, steps, metrics: None  # called after each step
+    should_stop: Callable[[], bool] = lambda: False  # called after each step; True stops the run
 
     def __post_init__(self) -> None:
         Execution.__post_init__(self)
@@ -59,21 +59,21 @@ class Options(Execution):
 
 @dataclass(slots=True)
 class State:
-    """Progress of a run: what a checkpoint holds besides model, optimizer and recurrent state."""
+    """Progress of a run. A checkpoint stores it, and also model, optimizer and recurrent state."""
 
     step: int = 0
     loss_sum: float = 0.0  # sum over the steps of the current epoch
     seconds: Record = field(default_factory=dict)  # the result of `Clock.pack`
     history: list[Record] = field(default_factory=list)
-    best_model: dict[str, Tensor] | None = None  # model of the result, if it is not the final model
+    best_model: dict[str, Tensor] | None = None  # weights that gave the result, if not the final weights
 
     def scores(self, task: Task) -> list[float]:
-        """Return the validation score of each epoch; empty without a validation set."""
+        """Return the validation score of each epoch so far; an empty list without a validation set."""
         key = f"validation_{task.metric}"
         return [metrics[key] for metrics in self.history if key in metrics]
 
     def best(self, task: Task) -> int:
-        """Return the index in `history` of the first best validation score; -1 if there are no scores."""
+        """Return the index in `history` of the best validation score, the first of equal ones; -1 if there is none."""
         scores = self.scores(task)
         order = max if task.higher_is_better else min
         known = [s for s in scores if not math.isnan(s)]
@@ -96,7 +96,7 @@ class State:
 
     @classmethod
     def unpack(cls, packed: Record | None, setup: Setup, folder: Path) -> State:
-        """Load a checkpoint, if there is one, into `setup`; return the progress of the run."""
+        """Load the checkpoint `packed`, if it is not None, into `setup`; return the progress of the run."""
         if packed is None:
             return cls()
         setup.recurrent_state.load(packed["carried"])
@@ -114,7 +114,9 @@ class State:
 
 
 def train(config: RunConfig, path: Path, options: Options | None = None) -> Record:
-    """Train a run, or resume it from its last checkpoint, and return its record. A finished run is not repeated.
+    """Train a run in the folder `path`, or resume it from its last checkpoint, and return its record.
+
+    A finished run is not trained again.
 
     Raises:
         UsageError: `path` holds another run, or this run on different data.
@@ -141,7 +143,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
 
 @contextlib.contextmanager
 def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """Create the folder of a run and hold its lock."""
+    """Create the folder of a run and hold its lock; if another process holds it, wait for it or raise UsageError."""
     path.mkdir(parents=True, exist_ok=True)
     waiting = functools.partial(note, f"another process is training in {path}; waiting for it") if wait else None
     with locked(path, waiting=waiting):
@@ -149,7 +151,7 @@ def _locked(path: Path, wait: bool) -> Iterator[None]:
 
 
 def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
-    """Return the record of this run in the folder, and whether the run is finished and intact."""
+    """Return the record of this run in the folder, {} if there is none, and whether no training is left to do."""
     record = folder.open(config, restart)
     if record.get("status") in FINISHED and not restart and not checkpoint.is_broken(folder.path):
         state = checkpoint.load(folder.path)
@@ -162,7 +164,10 @@ def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, 
 
 
 def _begin(config: RunConfig, setup: Setup, folder: RunFolder, restart: bool) -> tuple[Record, Record | None]:
-    """Return the record and the checkpoint to resume from. The caller must hold the lock of the folder."""
+    """Return the record and the checkpoint to resume from; {} and None if they do not exist. `restart` deletes both.
+
+    The caller must hold the lock of the folder.
+    """
     record, state = folder.open(config, restart), checkpoint.load(folder.path)
     if state is not None and ("config" in state or not restart):
         folder.check_checkpoint(state, record, config)
@@ -238,7 +243,7 @@ def _run(
                 scored.follow(state.step)
                 ends = state.step % per_epoch == 0
                 if ends:
-                    order_in(epoch + 1)  # computed while the device is busy
+                    order_in(epoch + 1)  # computed here and cached, while the device is busy
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
                     clock.trained()
                     return close("diverged", diverged_at_step=state.step)
@@ -249,7 +254,7 @@ def _run(
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
                     processes.heartbeat.advance()
-                    processes.broadcast_buffers(model)  # BatchNorm's statistics of the first worker
+                    processes.broadcast_buffers(model)  # for the first worker's BatchNorm statistics
                     tested = scored.prepare(epoch)
                     if tested is not model:
                         processes.broadcast_buffers(tested)
@@ -292,12 +297,12 @@ def _run(
 def steps_of_epoch(
     config: RunConfig, setup: Setup, order: Tensor, epoch: int, first: int, scores: list[float]
 ) -> Iterator[tuple[Tensor, float]]:
-    """Take the steps of one epoch from its batch `first` on, and yield the loss and the learning rate of each.
+    """Take the steps of one epoch from its batch `first` on, and yield the loss and learning rate of each step.
 
     Args:
         config: the config of the run.
         setup: the result of `prepare` for this run.
-        order: the order of the samples in this epoch.
+        order: the indices of the samples, in the order of this epoch.
         epoch: the epoch, counted from 0.
         first: the number of batches of this epoch that a resumed run has already seen.
         scores: validation scores of earlier epochs, for schedules that need them.
@@ -318,7 +323,7 @@ def steps_of_epoch(
 
 
 class Journal:
-    """Record, metrics and tracker of a run, written by the first process."""
+    """Writer of a run's record, metrics and tracker. Only the first process has one."""
 
     def __init__(self, config: RunConfig, folder: RunFolder, record: Record, state: State, options: Options) -> None:
         self.folder, self.record, self.history = folder, record, state.history

@@ -13,10 +13,10 @@ from .batch_plan import BatchPlan
 
 
 class RecurrentState:
-    """Recurrent state of all streams: tensors with one row per sample of the batch.
+    """Recurrent state of a run: a tuple of tensors, whose first dimension counts the samples of the global batch.
 
-    The tensors are updated in place, so that a CUDA graph can hold them. A process has valid rows only for its own
-    workers. Tasks without recurrent state have no tensors.
+    The tensors are updated in place, so that a CUDA graph can refer to them. In each process, only the state of its own
+    workers' samples is valid. The tuple is empty for tasks without recurrent state.
     """
 
     def __init__(self, task: Task, model: nn.Module, plan: BatchPlan, rank: int) -> None:
@@ -28,21 +28,24 @@ class RecurrentState:
         self.ranks = plan.ranks
 
     def reset(self) -> None:
-        """Reset the state to that of the start of an epoch."""
+        """Set the recurrent state to that at the start of an epoch."""
         self.load(self.initial)
 
     def rows_of(self, piece: slice) -> Batch:
-        """Return copies of the rows of a part of the batch, because the rows are overwritten before backward."""
+        """Return the recurrent state of the samples `piece` of the batch.
+
+        It is a copy, because `update` overwrites the state before the backward pass.
+        """
         return tuple(t[piece].clone() for t in self.rows)
 
     @torch.no_grad()
     def update(self, piece: slice, after: Batch) -> None:
-        """Store the new state of a part of the batch."""
+        """Store `after`, the new recurrent state of the samples `piece` of the batch."""
         for t, new in zip(self.rows, after, strict=True):
             t[piece] = new
 
     def gather(self) -> list[Tensor]:
-        """Return the recurrent state of the whole batch, from all processes. All processes must call it."""
+        """Return the recurrent state of the global batch, from all processes. All processes must call this."""
         if self.ranks == 1:
             return list(self.rows)
         packed = [torch.zeros_like(t) for t in self.rows]
@@ -52,6 +55,6 @@ class RecurrentState:
         return packed
 
     def load(self, rows: Sequence[Tensor]) -> None:
-        """Load rows that `gather` returned."""
+        """Load a recurrent state that `gather` returned."""
         for t, old in zip(self.rows, rows, strict=True):
             t.copy_(old)

@@ -25,12 +25,12 @@ def fold(*values: int) -> int:
 
 
 def permutation(n: int, *key: int) -> Tensor:
-    """Return a random permutation of n samples."""
+    """Return a random permutation of n indices, seeded by `key`."""
     return torch.randperm(n, generator=torch.Generator().manual_seed(fold(*key)))
 
 
 def seed_torch(*key: int) -> None:
-    """Seed torch's generators of the CPU and of all GPUs in use."""
+    """Seed torch's generators of the CPU and of all GPUs in use with a hash of `key`."""
     seed = fold(*key)
     torch.default_generator.manual_seed(seed)  # torch.manual_seed also seeds other backends, which is 30 times slower
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

@@ -47,7 +47,8 @@ class RunFolder:
         """Return the record of this run; {} if there is no record, or if a checkpoint can replace a broken record.
 
         Raises:
-            UsageError: the folder belongs to another run, or its record is broken and no checkpoint can replace it.
+            UsageError: the folder belongs to another run; or its record is broken, no checkpoint can replace it, and
+                `restart` is False.
         """
         if not self.file.exists():
             if (self.path / "study.json").exists():
@@ -83,7 +84,10 @@ class RunFolder:
         self._check_same("another run", completed(there), config.as_dict())
 
     def check_data(self, record: dict[str, Any], data: dict[str, Any]) -> None:
-        """Raise UsageError if a record or checkpoint was made with different data; older records are not checked."""
+        """Raise UsageError if `record`, a record or checkpoint, was made with data that differ from `data`.
+
+        Records of older versions, which do not describe their data, are not checked.
+        """
         self._check_same("a run on other data", record.get("data", data), data)
 
     def _check_same(self, what: str, there: dict[str, Any], here: dict[str, Any]) -> None:
@@ -108,13 +112,13 @@ class RunFolder:
             path.unlink(missing_ok=True)
 
     def append(self, metrics: dict[str, Any]) -> None:
-        """Append a line to metrics.jsonl and flush it."""
+        """Append the metrics of an epoch to metrics.jsonl, as one line."""
         with open(self.metrics, "a") as file:
             file.write(_lines([metrics]).decode())
             file.flush()
 
     def close(self, record: dict[str, Any], history: list[dict[str, Any]]) -> None:
-        """Write the record of a run that ended; rewrite metrics.jsonl if it was changed during the run."""
+        """Write the record of a run that has ended. If metrics.jsonl differs from `history`, write it again."""
         digest = hashlib.sha256(_lines(history)).hexdigest()
         if digest != metrics_digest(self.path):
             self.rewrite(history)
@@ -122,7 +126,7 @@ class RunFolder:
         self.write(record)
 
     def repair_metrics(self, record: dict[str, Any], state: dict[str, Any] | None) -> None:
-        """Write metrics.jsonl of a finished run again from its checkpoint, if the file was lost or changed."""
+        """If metrics.jsonl of a finished run was lost or changed, write it again from the checkpoint, or warn."""
         if self.metrics.exists() and not metrics_changed(self.path, record):
             return
         history = state["run"]["history"] if state else []
@@ -134,7 +138,7 @@ class RunFolder:
             warnings.warn(f"{self.metrics} was lost, or changed after it was written", stacklevel=2)
 
     def rewrite(self, history: list[dict[str, Any]]) -> None:
-        """Write metrics.jsonl from the history of a checkpoint."""
+        """Replace metrics.jsonl by the metrics in `history`, one line per epoch."""
         write_atomically(self.metrics, _lines(history))
 
 
@@ -161,7 +165,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 def describe(
     config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any], metric: str
 ) -> dict[str, Any]:
-    """Return the record of a run at its start."""
+    """Return the record that a run has at its start."""
     return {
         "format": 1,
         "status": "running",
@@ -183,7 +187,7 @@ RESUMED = ("started", "commit", "hardware", "versions", "made_before")  # fields
 
 
 def resumed_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields that a resumed run keeps: its start time, and earlier commits, hardware and versions."""
+    """Return the fields that a resumed run keeps from `before`: start time, and earlier commits, hardware, versions."""
     kept = {"started": before["started"]} if "started" in before else {}
     made = {key: before.get(key) for key in ("commit", "hardware", "versions")}
     others = before.get("made_before", []) + ([made] if any(made[key] != now[key] for key in made) else [])
@@ -191,12 +195,12 @@ def resumed_fields(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any
 
 
 def final(metrics: dict[str, Any]) -> dict[str, Any]:
-    """Return the scores among the metrics of an epoch."""
+    """Return the result of a run: the metrics of an epoch without its number, step and learning rate."""
     return {k: finite(v) for k, v in metrics.items() if k not in ("epoch", "step", "lr")}
 
 
 def provenance(device: torch.device) -> dict[str, Any]:
-    """Return versions, hardware, commit and command, for a record."""
+    """Return the fields of a record that say how it was made: versions, hardware, commit and command."""
     return {
         "versions": {"sngm": sngm.__version__, "torch": torch.__version__, "python": platform.python_version()},
         "hardware": {
@@ -235,7 +239,7 @@ def cpu_name() -> str:
 
 @functools.cache
 def commit() -> str | None:
-    """Return the commit of this code, from SNGM_COMMIT or git; "+" marks uncommitted changes."""
+    """Return the commit of this code, from SNGM_COMMIT or git, or None; "+" marks uncommitted changes."""
     given = os.environ.get("SNGM_COMMIT")
     if given:
         return given

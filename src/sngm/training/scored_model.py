@@ -19,7 +19,7 @@ from .evaluate import order_of
 
 
 class ScoredModel:
-    """The trained model, or a copy with averaged weights (`ema`) or new BatchNorm statistics (`bn_samples`)."""
+    """The trained model, or a copy with averaged weights (`ema`), new BatchNorm statistics (`bn_samples`), or both."""
 
     def __init__(self, config: RunConfig, setup: Setup) -> None:
         self.config, self.setup, self.trained = config, setup, setup.model
@@ -40,13 +40,13 @@ class ScoredModel:
             ours.copy_(saved)
 
     def follow(self, step: int) -> None:
-        """Update the averaged weights after step number `step`; the first averages are over fewer steps."""
+        """Update the averaged weights after step number `step`. In the first steps, the average covers fewer steps."""
         if self.config.ema is not None:
             keep = min(self.config.ema, step / (step + 10))
             torch._foreach_lerp_(self.averages, [p.data for p in self.trained.parameters()], 1.0 - keep)
 
     def prepare(self, epoch: int) -> nn.Module:
-        """Return the model to score after this epoch."""
+        """Return the model to evaluate after this epoch, with current weights and statistics."""
         if self.copy is None:
             return self.trained
         if self.config.ema is None:
@@ -60,7 +60,10 @@ class ScoredModel:
 
     @torch.no_grad()
     def _estimate_statistics(self, model: nn.Module, count: int, epoch: int) -> None:
-        """Set BatchNorm's running statistics to the mean over training batches, each of one BatchNorm group."""
+        """Set BatchNorm's running statistics to their mean over about `count` training samples.
+
+        Each forward pass processes one BatchNorm group.
+        """
         pairs = zip(model.modules(), self.trained.modules(), strict=True)
         # without the layers that the task keeps in evaluation mode
         norms: list[Any] = [m for m, t in pairs if isinstance(m, _BatchNorm) and m.track_running_stats and t.training]

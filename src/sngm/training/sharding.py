@@ -18,7 +18,7 @@ from .config import RunConfig
 
 
 def shard(model: nn.Module, device: torch.device, ranks: int) -> None:
-    """Shard a model over all processes and their devices: each entry of a ModuleList or Sequential, then the rest."""
+    """Shard a model over all processes: first each entry of a ModuleList or Sequential, then the rest of the model."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -37,7 +37,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 
 def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
-    """Raise UsageError for options that copy the model, and for methods that need each worker's gradient."""
+    """Raise UsageError if an option needs a copy of the model, or the method needs the gradient of each worker."""
     if config.ema is not None or config.bn_samples:
         raise UsageError("`shard`: `ema` and `bn_samples` need a copy of the whole model")
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
@@ -57,10 +57,10 @@ def save(
 
 
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best: bool) -> dict[str, Tensor] | None:
-    """Load what `save` wrote into a model and its optimizer, on any number of processes, sharded or not.
+    """Load model and optimizer from a folder that `save` wrote, with any number of processes, sharded or not.
 
     Returns:
-        The weights of the best epoch, if the checkpoint holds them (`best`).
+        The weights of the best epoch if `best`, which says that the folder has them; else None.
     """
     dcp, states = _checkpoints()
     weights, state = states.get_state_dict(model, optimizer)
@@ -72,7 +72,7 @@ def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best: b
 
 
 def load_weights(path: Path, model: nn.Module, best: bool) -> dict[str, Any]:
-    """Return the weights in a checkpoint for a model in one process; those of the best epoch if `best`."""
+    """Return the weights in a folder that `save` wrote, for a model in one process; if `best`, of the best epoch."""
     dcp, states = _checkpoints()
     weights: dict[str, Any] = states.get_model_state_dict(model)
     _read(dcp, {"best_model" if best else "model": weights}, path)

@@ -27,7 +27,7 @@ from .sharding import is_sharded
 
 @dataclass(frozen=True, slots=True)
 class WorkerPasses:
-    """Consecutive forward-backward passes of one worker, or of all workers of a process; `worker` is the first."""
+    """Forward-backward passes of `worker`, or of all workers of a process from `worker` on, as slices of the batch."""
 
     worker: int
     passes: list[slice]
@@ -42,8 +42,8 @@ def worker_passes_of(
         plan, rank, optimizer: the batch plan of the run, the rank of this process, and the optimizer.
         most: the most samples in a pass with several BatchNorm groups; None for one group per pass.
 
-    CLARS needs the gradient of each micro-batch, so its passes are not merged. EXTRAP-SGD needs the gradient of each
-    worker, so its passes are merged within a worker only.
+    CLARS needs the gradient of each micro-batch, so each of its passes has one BatchNorm group. EXTRAP-SGD needs the
+    gradient of each worker, so none of its passes has samples of two workers.
     """
     mine = plan.workers_of(rank)
     if most is None or isinstance(optimizer, CLARS):
@@ -54,12 +54,12 @@ def worker_passes_of(
 
 
 def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
-    """Return the part of the batch that each pass processes, in order."""
+    """Return the slice of the global batch that each pass processes, in the order of the passes."""
     return [piece for own in worker_passes for piece in own.passes]
 
 
 class Stepper:
-    """The training step of a run. Its state is in model, optimizer and `recurrent_state`."""
+    """The training step of a run, as a callable. All that it changes is in model, optimizer and `recurrent_state`."""
 
     def __init__(
         self,
@@ -96,7 +96,7 @@ class Stepper:
             self.scale *= plan.ranks
 
     def __call__(self, indices: Tensor, *, epoch: int | Tensor, step: int) -> Tensor:
-        """Train on the samples of the global batch and return their mean loss."""
+        """Train on the global batch, the samples at `indices`, and return their mean loss."""
         if isinstance(self.optimizer, ExtrapSGD):
             return self._extrapolate(indices, epoch, step)
         self.optimizer.zero_grad(set_to_none=True)
@@ -169,7 +169,7 @@ class Stepper:
         key: tuple[int, int, int],
         update_state: bool = True,
     ) -> Tensor:
-        """Return the mean loss of the pass over `piece` of the batch; `key`, (step, worker, pass), gives the seed."""
+        """Return the mean loss of a pass over the slice `piece` of the batch, seeded by `key`: (step, worker, pass)."""
         self.statistics.set_pass(piece)
         with self.config.autocast(self.device):
             loss, after = self._forward(inputs, self.recurrent_state.rows_of(piece), epoch, key)
@@ -197,19 +197,19 @@ class Stepper:
         return self.task.follow(self.model, to_device(inputs, self.device, self.config.dtype), carried)
 
     def seed(self, step: int, worker: int, number: int = 0) -> None:
-        """Seed the random numbers of a pass. Do nothing during capture, because the caller seeds before each replay."""
+        """Seed the random numbers of a pass. Do nothing in a CUDA graph capture: CapturedStepper seeds each replay."""
         if self.draws and not (self.device.type == "cuda" and torch.cuda.is_current_stream_capturing()):
             rng.seed_torch(self.config.seed, rng.DROPOUT, step, worker, number)
 
     def _fall_back(self, error: NotCompiled) -> None:
-        """Fall back to eager passes, or raise Failed if the user asked for compiled ones."""
+        """Fall back to passes that are not compiled, or raise Failed if the user asked for compiled ones."""
         if self.asked:
             raise Failed(f"`step` {self.mode}: torch cannot compile this task: {error}") from error
         warnings.warn(f"this task cannot be compiled, falling back to uncompiled steps: {error}", stacklevel=3)
         self.mode = self.mode.removeprefix("compiled").removeprefix("+") or "eager"
 
     def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:
-        """Sum gradients, loss and norms over processes; each is already weighted by its part of the batch."""
+        """Sum gradients and loss over processes (each is weighted by its share of the batch), and average the norms."""
         if self.sharded:
             dist.all_reduce(loss)
         if self.gradient_sum is None:
@@ -220,7 +220,7 @@ class Stepper:
 
 
 class _MicroBatchGradients:
-    """Accumulator for CLARS: the weighted sum of micro-batch gradients, and the mean gradient norm of each tensor."""
+    """Accumulator for CLARS: the weighted sum of micro-batch gradients, and each parameter's mean norm over them."""
 
     def __init__(self, params: list[Tensor]) -> None:
         self.params = params
@@ -245,7 +245,7 @@ class _MicroBatchGradients:
         self.count += 1
 
     def finish(self) -> Tensor:
-        """Set ``p.grad`` to the mean gradient; return the mean norms, one per parameter."""
+        """Set each ``p.grad`` to the mean gradient; return the mean gradient norm of each parameter."""
         for i, p in enumerate(self.params):
             p.grad = self.sums.get(i)
         return self.norms / self.count

@@ -19,7 +19,8 @@ def peak_memory(device: torch.device) -> dict[str, float]:
 class Clock:
     """Seconds of training, of evaluation and in total, and when the next checkpoint is due.
 
-    CUDA kernels run asynchronously, so call these methods only after a synchronisation with the device.
+    A lap is the time from one call of `begin_epoch`, `trained`, `evaluated` or `wrote` to the next. CUDA kernels run
+    asynchronously, so call these methods only after a synchronisation with the device.
     """
 
     def __init__(self, before: dict[str, Any]) -> None:
@@ -37,7 +38,7 @@ class Clock:
         self.epoch = 0.0 if whole else None
 
     def trained(self, *, epoch_ends: bool = False) -> None:
-        """Count the time since the last call as training."""
+        """End a lap, and count it as training."""
         seconds = self._lap()
         self.training += seconds
         self.epoch = None if self.epoch is None else self.epoch + seconds
@@ -45,11 +46,11 @@ class Clock:
             self.epochs.append(self.epoch)
 
     def evaluated(self) -> None:
-        """Count the time since the last call as evaluation."""
+        """End a lap, and count it as evaluation."""
         self.evaluation += self._lap()
 
     def wrote(self) -> None:
-        """Note that a checkpoint was written; the time since the last call is neither training nor evaluation."""
+        """End a lap in which a checkpoint was written. It counts as neither training nor evaluation."""
         self._lap()
         self.saved = self.mark
 
@@ -63,7 +64,7 @@ class Clock:
         return {"all": everything, "training": self.training, "evaluation": self.evaluation, "epochs": self.epochs}
 
     def timing(self) -> dict[str, float]:
-        """Return the times for the record. The time per epoch excludes the first epoch if there are others."""
+        """Return the times for the record. The time per epoch is a median, without the first epoch if possible."""
         found = {
             "seconds": time.perf_counter() - self.start,
             "training_seconds": self.training,

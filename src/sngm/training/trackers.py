@@ -1,4 +1,4 @@
-"""Trackers: copies of metrics.jsonl for TensorBoard, Weights & Biases and MLflow, imported on demand."""
+"""Trackers, which copy metrics.jsonl to TensorBoard, Weights & Biases or MLflow, each imported only if used."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..files import write_atomically
 
 
 class Tracker(Protocol):
-    """Interface of a tracker: `log` gets each line of metrics.jsonl."""
+    """Interface of a tracker: `log` is called with each line of metrics.jsonl, as a dict."""
 
     def log(self, metrics: dict[str, Any]) -> None: ...
 
@@ -87,7 +87,7 @@ TRACKERS: dict[str, Callable[[Path, str, dict[str, Any], str | None], Tracker]] 
 
 
 def check_tracker(name: str | None) -> None:
-    """Raise UsageError if no tracker has this name."""
+    """Raise UsageError unless `name` is the name of a tracker or None."""
     if name not in (None, *TRACKERS):
         raise UsageError(f"`track` must be one of {', '.join(TRACKERS)}, got {name!r}")
 
@@ -95,9 +95,10 @@ def check_tracker(name: str | None) -> None:
 def open_tracker(
     tracker: str | None, folder: Path, name: str, config: dict[str, Any], group: str | None = None
 ) -> Tracker | None:
-    """Return the tracker of this name, or None for None.
+    """Return the tracker with the name `tracker`; None if `tracker` is None.
 
-    `group` names the study of the run: it becomes a W&B group or an MLflow experiment. TensorBoard does not use it.
+    `name` is the name of the run. `group` is the name of its study, which becomes a W&B group or an MLflow experiment.
+    TensorBoard uses neither.
     """
     check_tracker(tracker)
     return None if tracker is None else TRACKERS[tracker](folder, name, config, group)

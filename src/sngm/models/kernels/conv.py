@@ -1,7 +1,8 @@
-"""3 x 3 convolutions of few channels in bfloat16, where cuDNN reaches a seventh of the memory bandwidth.
+"""3 x 3 convolutions of few channels in bfloat16, for which cuDNN reaches only a seventh of the memory bandwidth.
 
 Activations are channels_last. A program applies all nine taps (filter positions) to some pixels, so that it reads
-neighbouring pixels from the cache. The gradient of the weights is summed in parts, in a fixed order.
+neighbouring pixels from the cache. The gradient of the weights is summed over parts of the pixels, then over the parts,
+in a fixed order.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -25,7 +26,7 @@ def neighbours(
     x, p, pixels, down, right,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Load TAPS neighbours of each of some pixels. They are in one image row, so they are contiguous in memory."""
+    """Load TAPS neighbours of each pixel in `p`. They are in one image row, so they are contiguous in memory."""
     k = tl.arange(0, K)
     row, column = p // W % H + down, (p % W)[:, None] + (right + k // C)[None, :]
     there = ((row >= 0) & (row < H) & (p < pixels))[:, None] & (column >= 0) & (column < W) & (k < TAPS * C)[None, :]
@@ -37,7 +38,7 @@ def convolve(
     x, w, y, pixels, by_out, by_in, by_row, by_column,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs of some pixels; with BACK, the gradient of the input, a convolution with reversed taps."""
+    """Compute the outputs of BLOCK pixels; with BACK, the gradient of the input: a convolution with reversed taps."""
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     i, o = tl.arange(0, CIN)[:, None], tl.arange(0, COUT)[None, :]
     total = tl.zeros((BLOCK, COUT), tl.float32)
@@ -57,7 +58,7 @@ def correlate(
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Sum products of inputs and output gradients over a part of the pixels, for one row of taps or all rows."""
+    """Sum the gradient of the weights over one part of the pixels, for one row of taps (ROWS = 1) or for all three."""
     part = tl.program_id(0) // (3 // ROWS)
     down = tl.program_id(0) % 3 - 1 if ROWS == 1 else -1
     k, o = tl.arange(0, K), tl.arange(0, COUT)
@@ -88,7 +89,10 @@ def add_parts(
     partial, out, parts, by_out, by_in, by_row, by_column,
     CIN: tl.constexpr, COUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum over parts, and write the sums in the layout of the weights; a column is (tap, input and output channel)."""
+    """Add up the sums of all parts of the pixels, and write the result in the memory layout of the weights.
+
+    A column of `partial` is one weight: a tap, an input channel and an output channel.
+    """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     size = 9 * CIN * COUT
     known = column < size
@@ -159,7 +163,7 @@ def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
 
 
 def forward(x: Tensor, weight: Tensor, by_library: bool) -> Tensor:
-    """Return the convolution of channels_last activations, with padding 1."""
+    """Return the convolution of channels_last activations, with padding 1; by cuDNN if `by_library`."""
     if by_library:
         return torch.conv2d(x, weight.to(x.dtype), padding=1)
     return _convolve(x, weight, len(weight), back=False)

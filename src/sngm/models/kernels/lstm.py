@@ -2,8 +2,8 @@
 
 Streams (samples of the batch) are independent, so a program processes some streams through all time steps. The program
 reads the recurrent weights from the GPU's cache at each step, and writes outputs to memory, from which the matrix
-product of the next step reads them in blocks. torch computes everything that does not depend on the preceding step for
-all steps at once: the inputs' part of the gates, and the gradients of the weights.
+product of the next step reads them in blocks. Whatever does not depend on the preceding step is computed by torch for
+all steps at once: the products of inputs and weights in the gates, and the gradients of the weights.
 
 With few streams, most of a GPU would be idle. In that case several programs share the same streams: each program
 computes some of the hidden units, keeps the weights of these units, and waits at each step until the other programs
@@ -29,7 +29,7 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 class Cut(NamedTuple):
-    """Block sizes of a launch."""
+    """Block sizes of a kernel launch."""
 
     rows: int  # streams per program; a matrix product needs at least 16
     depth: int  # inner dimension of the blocks over which a product is accumulated
@@ -86,10 +86,10 @@ def run_forward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and cells of all steps; row 0 holds the outputs and cells before the first step.
+    """Compute outputs and cells of all steps, from those before the first step in ``outputs[0]`` and ``cells[0]``.
 
-    `gates`, of shape (steps, streams, 4 H), holds the inputs' part of the gates; `weight` is (H, 4 H); `outputs` and
-    `cells` are (steps + 1, streams, H). HP is H, padded.
+    `gates`, of shape (steps, streams, 4 H), has what the inputs add to the gates; `weight` is (H, 4 H); `outputs` and
+    `cells` are (steps + 1, streams, H). HP is H, rounded up to a power of two.
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -127,9 +127,10 @@ def run_backward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Overwrite `gates` with gradients before sigmoid or tanh; compute the gradients of the first output and cell.
+    """Overwrite `gates`, the values before sigmoid or tanh, with their gradients; write `of_output` and `of_cell`.
 
-    `grad` is the gradient of the outputs, `weight` is (4 H, H), and `of_cell` initially holds the last cell's gradient.
+    These two receive the gradients of the output and cell before the first step; at the start, `of_cell` has the
+    gradient of the last cell. `grad` is the gradient of the outputs, and `weight` is (4 H, H).
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -188,7 +189,10 @@ def run_forward_shared(
     gates, weight, outputs, cells, counters, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as :func:`run_forward`, with UNITS units per program. `counters` are zeros, one per tile."""
+    """Compute the same as :func:`run_forward`, with UNITS hidden units per program.
+
+    `counters` has a zero for each block of ROWS streams.
+    """
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -254,7 +258,7 @@ def run_backward_shared(
 
 
 def fits(x: Tensor, width: int, dtype: torch.dtype) -> bool:
-    """Return True if the kernels support a layer of this width on inputs of (time, streams, features) in this dtype."""
+    """Return True if the kernels support a layer of this width, in this dtype, for `x` of (time, streams, features)."""
     if dtype not in DTYPES or not x.numel() or width > WIDEST or (len(x) + 1) * x.shape[1] * 4 * width >= LARGEST:
         return False
     if x.is_cuda:
@@ -276,7 +280,7 @@ def _padded(width: int) -> int:
 
 
 class Recur(torch.autograd.Function):
-    """Map inputs of (time, streams, features) to outputs in `dtype`, and to the last cells in float32."""
+    """An LSTM layer: map `x` of shape (time, streams, features) to outputs in `dtype` and the last cells in float32."""
 
     @staticmethod
     def forward(
@@ -327,7 +331,7 @@ class Recur(torch.autograd.Function):
 def _launch(
     kernels: tuple[Any, Any], cuts: dict[int, Cut], gates: Tensor, *tensors: Tensor, shape: tuple[int, int, int]
 ) -> None:
-    """Launch the second of two kernels if elements have 2 bytes and its programs all run at once, else the first."""
+    """Launch the second kernel if elements have 2 bytes and its programs can all run at once, else the first."""
     steps, streams, width = shape
     alone, shared = kernels
     cut = cuts[gates.element_size()]

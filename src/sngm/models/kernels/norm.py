@@ -1,7 +1,8 @@
 """Ghost BatchNorm with shortcut and ReLU in four launches: two forward, two backward.
 
-An activation is (groups, rows, channels) in memory. In each direction, the first launch sums over parts of the
-rows, in a fixed order, and its last program computes the sums over all groups; the second launch is elementwise.
+An activation is (groups, rows, channels) in memory; a row is one pixel of one image. In each direction, the first
+launch sums over parts of the rows, in a fixed order, and its last program computes the sums over all groups; the second
+launch is elementwise.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -20,14 +21,14 @@ from ...triton_support import ONE_ROUNDING
 
 @triton.jit
 def rows_of(part, parts, rows):
-    """Return the first row of a part of the rows, and the end of the part."""
+    """Return the first row of part number `part` of `parts`, and the row after its last."""
     size = tl.cdiv(rows, parts)
     return part * size, tl.minimum(part * size + size, rows)
 
 
 @triton.jit
 def is_last(counter, of):
-    """Return whether this program is the last of `of` programs; the last can read what the others have stored."""
+    """Return whether this is the last of `of` programs to arrive here; it can then read what the others have stored."""
     tl.debug_barrier()  # all threads store before one of them increases the counter
     last = tl.atomic_add(counter, 1, sem="acq_rel") == of - 1
     if last:
@@ -102,7 +103,7 @@ def normalise(
     C: tl.constexpr, CB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Compute the outputs."""
+    """Compute the outputs: normalise, scale and shift `x`; with SHORTCUT add the shortcut, with RELU apply a ReLU."""
     group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
@@ -200,7 +201,7 @@ def differentiate(
 
 
 class Plan:
-    """How an activation is divided into programs."""
+    """How an activation is divided among the programs of a launch."""
 
     def __init__(self, x: Tensor, groups: int) -> None:
         n, channels, height, width = x.shape
@@ -226,7 +227,7 @@ def power_below(n: int) -> int:
 
 
 class Normalise(torch.autograd.Function):
-    """`GhostBatchNorm2d` in training, on channels_last activations.
+    """The forward pass of `GhostBatchNorm2d` in training, and its gradients, on channels_last activations.
 
     `counters` are zeros, (groups + 1) per 64 channels. They belong to the layer, and no two launches may use them at
     the same time.

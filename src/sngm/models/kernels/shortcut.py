@@ -19,7 +19,10 @@ def subsample(
     x, y, elements,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Write every other pixel of `x` to `y`; with BACK, write the gradient of `x`, (H, W, C), given that of `y`."""
+    """Write every other pixel of `x`, of shape (n, H, W, C), to `y`, whose OUT - C further channels are zeros.
+
+    With BACK, `y` has the gradient of the output, and the gradient of the input is written to `x`.
+    """
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < elements
     before: tl.constexpr = (OUT - C) // 2

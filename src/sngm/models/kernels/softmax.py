@@ -1,4 +1,4 @@
-"""Cross entropy of rows of logits. The kernel reads the logits twice, and overwrites them with their gradients."""
+"""Cross entropy of rows of logits. The kernel reads the logits twice, and can overwrite them with their gradients."""
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
@@ -15,7 +15,7 @@ WARPS = 8
 
 @triton.jit(do_not_specialize=["words"])
 def differentiate(logits, targets, losses, words, STRIDE: tl.constexpr, BLOCK: tl.constexpr, SLOPES: tl.constexpr):
-    """Compute the loss of one row; with SLOPES, overwrite the logits with its gradient: p, and p - 1 at the target.
+    """Compute the loss of one row; with SLOPES, overwrite its logits with the gradient, softmax minus 1 at the target.
 
     The first pass reads the logits from memory, the second from the cache, which is large enough for the rows of all
     running programs.

@@ -18,7 +18,7 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.com
 
 
 class Unsupported(Exception):
-    """The kernels cannot take this step: a tensor is not dense or has no storage, or there are several devices."""
+    """Raised if the kernels cannot take a step: a tensor is not dense or has no storage, or devices are mixed."""
 
 
 @functools.cache

@@ -22,7 +22,7 @@ def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
-    """Load elements and convert them to the dtype WIDE; return zeros past the end of the tensor."""
+    """Load the elements at offsets `at` and convert them to the dtype WIDE; return zeros at offsets >= `left`."""
     # a whole chunk has no mask, because a mask of unknown alignment would prevent wide loads
     if WHOLE:
         values = tl.load(there + at)
@@ -33,7 +33,7 @@ def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def store(there, at, values, left, WHOLE: tl.constexpr):
-    """Store elements, but none past the end of the tensor."""
+    """Store `values` at the offsets `at`, but none at offsets >= `left`, the end of the tensor."""
     if WHOLE:
         tl.store(there + at, values)
     else:
@@ -42,7 +42,7 @@ def store(there, at, values, left, WHOLE: tl.constexpr):
 
 @triton.jit
 def mix(x):
-    """Hash 32-bit numbers by a permutation in which each input bit flips half of the output bits."""
+    """Hash 32-bit numbers by a permutation in which each input bit flips about half of the output bits."""
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
     return x ^ (x >> 16)
@@ -50,7 +50,7 @@ def mix(x):
 
 @triton.jit
 def rounded(values, dtype: tl.constexpr, at, start, key, STOCHASTIC: tl.constexpr, stochastic):
-    """Round to the nearest value of `dtype`. If `stochastic`, round to bfloat16 at random, with an exact mean."""
+    """Round to the nearest value of `dtype`; if `stochastic`, round to bfloat16 at random, with exact mean."""
     if dtype == tl.bfloat16:
         bits = values.to(tl.uint32, bitcast=True)
         finite = (bits & 0x7F800000) != 0x7F800000
@@ -68,7 +68,11 @@ def squares(
     g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the squared norms of the gradient (or of gradient + decay * parameter) and of the parameter."""
+    """Return the sums of squares of a chunk of the gradient and of the parameter.
+
+    With ADDS_DECAY, the first is the sum for gradient + decay * parameter. The second is computed only with
+    READS_PARAMS and without ADDS_DECAY; else it is 0.
+    """
     grad_square = tl.zeros([BLOCK], WIDE)
     param_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
@@ -87,7 +91,7 @@ def squares(
 
 @triton.jit
 def lamb_direction(m, v, x, correction1, correction2, eps, decay):
-    """Return LAMB's update direction q."""
+    """Return the direction q of LAMB (see its class) for a parameter x with moments m and v."""
     return (m / correction1) / (tl.sqrt(v / correction2) + eps) + decay * x
 
 
@@ -96,7 +100,7 @@ def lamb_moments(
     g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
     WIDE: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update LAMB's moments, and return the squared norms of the parameter and of q."""
+    """Update a chunk of LAMB's moments m and v; return the sums of squares of the parameter and the direction q."""
     param_square = tl.zeros([BLOCK], WIDE)
     direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
@@ -120,7 +124,7 @@ def apply_direction(
     LAMB: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Subtract rate * q from the parameter, where q is LAMB's direction or the momentum buffer."""
+    """Subtract rate * q from a chunk of the parameter, where q is LAMB's direction, or the buffer m if not LAMB."""
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
         at = from_ + tl.arange(0, BLOCK)

@@ -74,7 +74,7 @@ def take_step(
     """Take one step, and return the layout for the next one.
 
     Args:
-        step: the step.
+        step: the inputs of the step.
         layout: the layout that the last step returned, or None.
         gather: function that checks all tensors and creates missing state; called if the layout cannot be reused.
         adapts: function that returns, for each tensor of a bucket, whether a ratio of norms scales its step.
@@ -106,9 +106,10 @@ def take_step(
 
 
 def look_up(step: KernelStep) -> tuple[Rows, Any]:
-    """Return the addresses of all tensors, and facts about them; a layout can be reused while the facts are equal.
+    """Return the addresses of the tensors (parameters, gradients, then each kind of state), and facts about them.
 
-    The facts are None if `gather` must prepare the tensors first, for example create state or densify gradients.
+    A layout can be reused while the facts stay equal. They are None if the `gather` of `take_step` must prepare the
+    tensors first, for example create state or densify gradients.
     """
     params, states, grads = step.params, step.states, step.grads
     has = [grad is not None for grad in grads]
@@ -232,7 +233,7 @@ def address(tensor: Tensor) -> int:
 
 
 def chunk_size(elements: int) -> int:
-    """Return the number of elements per program, such that there are just enough programs to fill a GPU."""
+    """Return the number of elements per program, such that the programs for `elements` in total can fill a GPU."""
     return 1024 if elements < 1 << 22 else 4096 if elements < 1 << 26 else 8192
 
 
@@ -254,7 +255,7 @@ def constants(step: KernelStep) -> dict[str, Any]:
 
 
 def send(step: KernelStep, rows: Rows) -> Tensor:
-    """Copy settings and addresses to the device in one transfer of 8-byte words.
+    """Copy settings and addresses to the device in one transfer of 8-byte words, and return the copy.
 
     Settings that are tensors on the device are copied within the device.
     """
@@ -284,7 +285,7 @@ def mean_norms(step: KernelStep, given: Sequence[float | Tensor] | Tensor) -> Te
 
 
 def to_device(step: KernelStep, values: Tensor) -> Tensor:
-    """Copy a tensor to the device without waiting for the device."""
+    """Return a copy of a tensor on the device of the step, without waiting for the device."""
     if step.captured:
         values = values.pin_memory()
         step.held.append(values)  # the graph copies from this tensor at every replay
@@ -295,7 +296,10 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 
 
 def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layout: Layout) -> None:
-    """Launch each kernel of the method once for every kind of tensor; between kernels, sum squared norms over ranks."""
+    """Launch each kernel of the method once for every kind of tensor; between kernels, sum squared norms over ranks.
+
+    `fixed` holds compile-time constants, and `values` the tensors whose addresses may change from step to step.
+    """
     addresses = {name: value.data_ptr() for name, value in values.items()}
 
     def run(kernel: Any) -> None:
@@ -338,7 +342,10 @@ def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layo
 
 
 def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
-    """Sum the squared norms of each span (all parameters, or each group) over ranks."""
+    """In ``values["spans"]``, sum the squared norms of all parameters, or of each group, over ranks.
+
+    If the step has a `whole_square`, store that instead.
+    """
     if step.whole_square is not None:
         values["spans"][:2] = step.whole_square
     elif step.shards.active:
@@ -351,7 +358,7 @@ def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
 
 
 def sum_rows(step: KernelStep, values: dict[str, Any], first: int, last: int) -> None:
-    """Sum rows of squared norms over ranks, separately for each tensor."""
+    """In ``values["sums"]``, sum the rows `first` to `last` (see SQUARES) over ranks, separately for each tensor."""
     if step.shards.active:
         packed = step.shards.tensors(per_parameter(step, values, first, last))
         values["sums"][first : last + 1] = packed[:, values["table"][FIELDS.index("index")]]
@@ -360,7 +367,7 @@ def sum_rows(step: KernelStep, values: dict[str, Any], first: int, last: int) ->
 
 
 def per_parameter(step: KernelStep, values: dict[str, Any], first: int, last: int) -> Tensor:
-    """Return rows of squared norms with one column per parameter, zero for parameters without a gradient."""
+    """Return rows `first` to `last` of ``values["sums"]`` with a column for each parameter, zero without a gradient."""
     packed = torch.zeros(last + 1 - first, len(step.params), dtype=torch.float64, device=step.home)
     packed[:, values["table"][FIELDS.index("index")]] = values["sums"][first : last + 1]
     return packed

@@ -1,6 +1,6 @@
-"""The kernels of a step. Each program works on one chunk of one tensor, given by tables on the device.
+"""The kernels of a step. Each program works on one chunk of one tensor, which it looks up in tables on the device.
 
-`measure` sums squares: each program writes its chunk's sum, the last program of a tensor adds up the chunks, and the
+`measure` sums squares: each program writes its chunk's sum, the last program of a tensor adds up its chunks, and the
 last of all adds up the tensors. The order of every sum is fixed, so equal inputs give equal bits. `update` then
 computes the coefficients of its tensor from these sums and takes the step. Methods that need the norm of their update
 (LAMB, and LARS "momentum") measure it in `moments` or `update`, and `apply` takes their step.
@@ -39,13 +39,13 @@ kernel = triton.jit(
 
 @triton.jit
 def _parts(words, groups):
-    """Return pointers to the addresses and to the float64 numbers (of the step, then of the groups' settings)."""
+    """Return pointers into `words`: to the addresses, and to the float64 numbers (of the step, then of each group)."""
     return words + 2 + groups * SETTINGS, words.to(tl.pointer_type(tl.float64))
 
 
 @triton.jit
 def _chunk(table, owners, chunk, tensors, CHUNK: tl.constexpr):
-    """Return the tensor of a chunk, the offset of the chunk in the tensor, and the number of elements from there."""
+    """Return the tensor index of a chunk, its offset in the tensor, and the number of elements from there on."""
     i = tl.load(owners + chunk)
     start = (chunk - tl.load(table + FIRST_CHUNK * tensors + i)) * CHUNK
     return i, start, tl.load(table + ELEMENTS * tensors + i) - start
@@ -53,19 +53,19 @@ def _chunk(table, owners, chunk, tensors, CHUNK: tl.constexpr):
 
 @triton.jit
 def _at(addresses, field: tl.constexpr, tensors, i, start, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the pointer to a chunk of the parameter, gradient or buffer of tensor i."""
+    """Return the pointer to element `start` of a `field` of tensor i: its parameter, its gradient or a buffer."""
     return pointer(tl.load(addresses + field * tensors + i), dtype, ALIGNED) + start
 
 
 @triton.jit
 def _own(numbers, table, tensors, i):
-    """Return the pointer to the settings of the tensor's group."""
+    """Return the pointer to the settings of the parameter group of tensor i."""
     return numbers + 2 + tl.load(table + GROUP * tensors + i) * SETTINGS
 
 
 @triton.jit
 def _finish(table, partial, sums, counters, i, chunks, tensors, KINDS: tl.constexpr, ROW: tl.constexpr):
-    """Count this program. The last program of a tensor sums the chunks, resets the counter and returns True."""
+    """Count this program. The last program of tensor i adds up its chunks, resets the counter and returns True."""
     first = tl.load(table + FIRST_CHUNK * tensors + i)
     count = tl.load(table + CHUNKS * tensors + i).to(tl.int32)
     tl.debug_barrier()  # wait until all threads have stored their sums before one of them counts
@@ -84,7 +84,7 @@ def _finish(table, partial, sums, counters, i, chunks, tensors, KINDS: tl.conste
 
 @triton.jit
 def _sum_spans(table, sums, spans, tensors, groups, BY_GROUP: tl.constexpr):
-    """Set spans[0] to the sum over all tensors and, if BY_GROUP, spans[1 + group] to the sum over the group."""
+    """Set spans[0] to the sum of squares of all tensors and, if BY_GROUP, spans[1 + group] to that of each group."""
     total = tl.zeros([LANES], tl.float64)
     for at in range(0, tensors, LANES):
         o = at + tl.arange(0, LANES)
@@ -108,7 +108,7 @@ def measure(
     P: tl.constexpr, G: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Sum squares of gradients (COUPLED_DECAY: of g + decay * w) and, with PARAM_NORMS, of parameters."""
+    """Sum the squares of each gradient g (COUPLED_DECAY: of g + decay * w) and, if PARAM_NORMS, of each parameter w."""
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.program_id(0)
     i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)
@@ -158,7 +158,7 @@ def _report(chunk, numbers, spans, norm, skipped):
 
 @triton.jit
 def _ratio(own, adapts, size, below):
-    """Return trust * phi(size) / below, at most max_ratio; 1 if undefined or if the tensor is not adapted."""
+    """Return trust * phi(size) / below (1 if either is 0), but at most max_ratio; return 1 if not `adapts`."""
     size = tl.minimum(tl.maximum(size, tl.load(own + PHI_LOW)), tl.load(own + PHI_HIGH))
     defined = (size > 0.0) & (below > 0.0)
     ratio = tl.where(defined, tl.load(own + TRUST) * size / tl.where(defined, below, 1.0), 1.0)
@@ -167,7 +167,7 @@ def _ratio(own, adapts, size, below):
 
 @triton.jit
 def _key(table, tensors, i, rounds, STOCHASTIC: tl.constexpr):
-    """Return the tensor's random key of this step, for stochastic rounding."""
+    """Return the key of the random bits of tensor i in this step, for stochastic rounding."""
     key = tl.full((), 0, tl.uint32)
     if STOCHASTIC:
         key = mix(mix(tl.load(rounds).to(tl.uint32)) + tl.load(table + INDEX * tensors + i).to(tl.uint32))
@@ -179,13 +179,13 @@ def coefficients(
     table, own, sums, spans, means, i, tensors, scale, METHOD: tl.constexpr, SCOPE: tl.constexpr,
     AVERAGES: tl.constexpr,
 ):  # fmt: skip
-    """Return (unscale, decay, boost, rate, pull) of a tensor's step. Methods without their own branch are momentum SGD.
+    """Return the coefficients (unscale, decay, boost, rate, pull) of the step of tensor i, which is:
 
         d = boost * clamp(unscale * (sign * g + decay * w))
         v = momentum * v + d
         w = w - rate * (v + pull * w)
 
-    `g` is the gradient times the loss scale.
+    `g` is the gradient times the loss scale. A METHOD without its own branch gets the coefficients of momentum SGD.
     """
     lr, wd, mode = tl.load(own + LR), tl.load(own + DECAY), tl.load(own + MODE)
     zero, one = tl.full((), 0.0, tl.float64), tl.full((), 1.0, tl.float64)
@@ -223,7 +223,10 @@ def heavy_ball(
     BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
     STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update buffer and, unless `averaged`, parameter. Return the squared norm of the step if AVERAGES, else 0."""
+    """Update a chunk of the buffer v and, unless `averaged`, of the parameter w, as described in `coefficients`.
+
+    Return the sum of squares of the step if AVERAGES, else 0.
+    """
     direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
@@ -351,7 +354,7 @@ def apply(
     LAMB: tl.constexpr, STOCHASTIC: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, ALIGNED: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Step by lr * phi(||w||) / ||q|| along -q, where q is LAMB's direction or the buffer of LARS "momentum"."""
+    """Subtract lr * phi(||w||) / ||q|| * q from w, where q is LAMB's direction or the buffer of LARS "momentum"."""
     addresses, numbers = _parts(words, groups)
     chunk = base + tl.program_id(0)
     i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)

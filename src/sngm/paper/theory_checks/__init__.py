@@ -1,6 +1,6 @@
 """The paper's statements as experiments, each with a verdict derived from measurements.
 
-`theorems` checks the theorems, `corollaries` the corollaries, `lemmas` the lemmas (with LARS and a training run), and
+`theorems` checks the theorems, `corollaries` the corollaries, `lemmas` the lemmas and the counter-example to LARS, and
 `batches` the paper's conclusions about batch sizes and blocks. `sngm check-theory` runs the checks; docs/theory.md has
 the results.
 """
@@ -41,12 +41,12 @@ CHECKS: dict[str, Callable[[int], Finding]] = {  # in the paper's order; each ta
 
 
 def check(names: Iterable[str] = CHECKS, seeds: int = 20, show: Show = lambda name, finding: None) -> list[Finding]:
-    """Run the experiments with these names.
+    """Run the checks with these names, and return their findings.
 
     Args:
         names: keys of `CHECKS`.
         seeds: number of runs behind every mean, at least 2.
-        show: called with a name before its experiment, and with the finding after it.
+        show: called with (name, None) before each check, and with (name, finding) after it.
     """
     found = []
     for name in names:

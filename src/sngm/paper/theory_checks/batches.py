@@ -1,4 +1,4 @@
-"""The largest batch of each method for a fixed number of gradients, and block-wise against global normalisation."""
+"""Checks of the largest batch of each method for a fixed number of gradients, and of block-wise normalisation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ TOLERATES = (
 
 
 class Ends(NamedTuple):
-    """Mean gradient norms and the ends of their confidence intervals, by L and batch."""
+    """Mean gradient norms and the ends of their confidence intervals: a row for each L, a column for each batch."""
 
     mean: Array
     low: Array
@@ -44,9 +44,9 @@ class Ends(NamedTuple):
 class Limits(NamedTuple):
     """Lower and upper limit of the largest tolerated batch, for each L.
 
-    `sure` is the largest batch whose whole confidence interval is below the target, or 0. `possible` is the largest
-    batch whose interval has its lower end below the target. `possible` is infinite if this is the largest batch of the
-    grid, because a larger batch may be tolerated as well.
+    `sure` is the largest batch whose gradient norm has its whole confidence interval below the target norm, or 0.
+    `possible` is the largest batch whose interval has its lower end below the target norm, or 0. `possible` is infinite
+    if this is the largest batch of the grid, because a larger batch may be tolerated as well.
     """
 
     sure: Array
@@ -69,7 +69,7 @@ def limits(ends: Ends, target: Any) -> Limits:
 
 @lru_cache(maxsize=2)
 def measure(rates: str, seeds: int) -> dict[str, Ends]:
-    """Run SNGM and MSGD on the same functions with the same noise."""
+    """Return the gradient norms of SNGM and MSGD at each L and batch, with the learning rates `TABLE` or `TUNED`."""
     measured: dict[str, list[list[Array]]] = {"msgd": [], "sngm": []}
     for method, by_batch in measured.items():
         for batch in TRIED_BATCHES:
@@ -84,7 +84,7 @@ def measure(rates: str, seeds: int) -> dict[str, Ends]:
 
 
 def all_sharp(rates: int) -> Problem:
-    """Return `sharp` of every L as one vectorised problem, repeated for this many learning rates."""
+    """Return the quadratics `sharp(L)` for every L as one vectorised problem, each repeated for all learning rates."""
     curvature = np.repeat([sharp(L).gradient(np.ones(5)) for L in SHARPNESS], rates, axis=0)[:, None]
     return replace(sharp(1.0), gradient=lambda w: curvature * w)
 
@@ -96,7 +96,7 @@ def tolerated(ends: dict[str, Ends]) -> dict[str, Limits]:
 
 
 def in_words(found: Limits) -> str:
-    """Format the largest batches for each L, such as "1024, 256, 64 and 16"."""
+    """Format the largest batch for each L, such as "1024, 256, 64 and 16"."""
     return listed(
         "unknown" if not sure and np.isinf(possible)
         else f"{sure:.0f} or more" if np.isinf(possible)
@@ -107,7 +107,7 @@ def in_words(found: Limits) -> str:
 
 
 def listed(words: Iterable[str]) -> str:
-    """Join words, such as "a, b and c"."""
+    """Join words with commas and "and", such as "a, b and c"."""
     *first, last = words
     return f"{', '.join(first)} and {last}" if first else last
 
@@ -142,7 +142,7 @@ def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
 
 
 def batch_limit_msgd(seeds: int) -> Finding:
-    """Check whether MSGD's largest batch falls with L, at Table 1's learning rates."""
+    """Check whether MSGD's largest tolerated batch falls as L grows, at Table 1's learning rates."""
     ends = measure(TABLE, seeds)
     found = tolerated(ends)
     return Finding(
@@ -155,7 +155,7 @@ def batch_limit_msgd(seeds: int) -> Finding:
 
 
 def batch_limit_sngm(seeds: int) -> Finding:
-    """Check whether SNGM's largest batch falls with L, at Table 1's learning rates."""
+    """Check whether SNGM's largest tolerated batch falls as L grows, at Table 1's learning rates."""
     ends = measure(TABLE, seeds)
     found = tolerated(ends)["sngm"]
     lost = {method: int(sharp(1.0).diverges(each.mean).sum()) for method, each in ends.items()}
@@ -197,7 +197,7 @@ def batch_larger_tuned(seeds: int) -> Finding:
 
 
 def numbers(rates: str, ends: dict[str, Ends], found: dict[str, Limits]) -> dict[str, Any]:
-    """Return the table and the figure of norms by batch."""
+    """Return the table and the figure of gradient norms by batch, as fields of a finding."""
     rows: list[list[object]] = []
     panels = {}
     for method, each in ends.items():
@@ -276,7 +276,7 @@ class Best(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """SNGM and block-wise SNGM on one function: their mean gradient norms by learning rate, and the best ones."""
+    """SNGM and block-wise SNGM on one function: the mean gradient norm at each learning rate, and the lowest ones."""
 
     name: str
     batch: int
@@ -296,7 +296,7 @@ class Race:
 
     @property
     def ratio(self) -> float:
-        """The norm of block-wise SNGM divided by that of SNGM."""
+        """The lowest gradient norm of block-wise SNGM divided by that of SNGM."""
         return self.best[1].mean / self.best[0].mean
 
     def row(self) -> list[Any]:
@@ -305,7 +305,7 @@ class Race:
 
 
 def race(problem: Problem, batch: int, rates: Array, beta: float, steps: int, seeds: int) -> Race:
-    """Run both methods at the same learning rates, with the same noise."""
+    """Run SNGM and block-wise SNGM at the same learning rates, with the same noise."""
     means, best = [], []
     for method in ("sngm", "block-sngm"):
         mean, *ends = interval(simulate(problem, method, rates, beta, batch, steps, seeds).norm)
@@ -316,7 +316,7 @@ def race(problem: Problem, batch: int, rates: Array, beta: float, steps: int, se
 
 
 def block_speed(seeds: int) -> Finding:
-    """Compare the gradient norms that SNGM and block-wise SNGM reach."""
+    """Compare the gradient norms that SNGM and block-wise SNGM reach on quadratics, each at its best learning rate."""
     uneven = replace(UNEVEN, name="blocks of uneven curvature")
     noisy = [race(problem, 1, RACE_RATES, BETA, 2000, seeds) for problem in (uneven, ALIKE, QUIET)]
     quiet = [noisy[-1], *(race(QUIET, batch, RACE_RATES, BETA, 2000, seeds) for batch in QUIET_BATCHES[1:])]
@@ -345,7 +345,7 @@ def block_speed(seeds: int) -> Finding:
 
 
 def by_rate(races: list[Race]) -> Figure:
-    """Plot norms against learning rates, a panel for each function, with rings at the best learning rates."""
+    """Plot gradient norms against learning rates, a panel for each function, with rings at the best learning rates."""
     panels = {}
     for each in races:
         lines = panels[each.name] = list[Series]()
@@ -362,7 +362,7 @@ def by_rate(races: list[Race]) -> Figure:
 
 
 def by_batch(races: list[Race]) -> Figure:
-    """Plot the norm at the best learning rate of each batch."""
+    """Plot the gradient norm at the best learning rate against the batch size, for both methods."""
     lines = [
         Series(label, slot, [(float(each.batch), each.best[slot].mean) for each in races])
         for slot, label in enumerate(LABELS)

@@ -19,13 +19,16 @@ HEAD = ("function", "momentum", "gradients", "batch", "measured", "bound")
 
 
 def sharp(L: float) -> Problem:
-    """Return a quadratic with gap 1/2. Four coordinates have curvature 1; one of curvature L starts at its minimum."""
+    """Return a noisy quadratic that starts 1/2 above its minimum.
+
+    Four coordinates have curvature 1. A fifth has curvature L and starts at its minimum.
+    """
     start = np.array([0.5, 0.5, 0.5, 0.5, 0.0])
     return quadratic(f"L = {L:g}", np.array([1.0, 1.0, 1.0, 1.0, L]), start, even(1.0, 5))
 
 
 def powers(budgets: Sequence[float], norms: Array) -> tuple[Array, Array]:
-    """Fit norm = constant * budget^power to each column of norms; return the powers and the relative residuals.
+    """Fit norm = constant * budget^power to each column of `norms`; return the powers and the relative residuals.
 
     The fit is a least-squares line through the logarithms; `norms` has a row for each budget.
 
@@ -47,7 +50,7 @@ class Growth:
     budgets: list[int]
     batches: list[int]
     norms: Array
-    """A row for each budget, a column for each seed."""
+    """Mean gradient norms, with a row for each budget and a column for each seed."""
     bound: Array
 
     @property
@@ -55,7 +58,7 @@ class Growth:
         return interval(self.norms)[0]
 
     def power(self) -> str:
-        """Describe the fitted power of C with its interval over seeds, and how far the means deviate from the line."""
+        """Describe the fitted power of C with its interval over seeds, and how far the means deviate from the fit."""
         mean, _, high = interval(powers(self.budgets, self.norms)[0])
         _, off = powers(self.budgets, self.mean[:, None])
         return f"{mean:.3f} ± {high - mean:.3f} (off by up to {np.abs(off).max():.1%}) for {self.label}"
@@ -66,7 +69,7 @@ class Growth:
 
 
 def grow(label: str, problem: Problem, beta: float, exponents: Iterable[int], seeds: int) -> Growth:
-    """Run SNGM at batch sqrt(C) and learning rate C^(-1/4), for budgets C = 4^k with k in `exponents`."""
+    """Run SNGM at batch sqrt(C) and learning rate C^(-1/4), for budgets of C = 4^k gradients with k in `exponents`."""
     budgets, batches, norms, bound = [4**k for k in exponents], [], [], []
     constants = {"gap": problem.gap, "L": problem.L, "sigma": problem.sigma, "beta": beta, "lam": problem.lam}
     for budget in budgets:
@@ -79,7 +82,7 @@ def grow(label: str, problem: Problem, beta: float, exponents: Iterable[int], se
 
 
 def series(growths: Sequence[Growth]) -> list[Series]:
-    """Return a line for each function: the mean norm against the batch."""
+    """Return a line of a plot for each function: the mean gradient norm against the batch size."""
     return [
         Series(each.label, slot, list(zip(map(float, each.batches), each.mean.tolist(), strict=True)))
         for slot, each in enumerate(growths)
@@ -87,7 +90,10 @@ def series(growths: Sequence[Growth]) -> list[Series]:
 
 
 def of_order(growths: Sequence[Growth]) -> dict[str, Any]:
-    """Return rule, verdict and measurements of a corollary. The verdict uses its bound, not the fitted power of C."""
+    """Return the fields rule, verdict and measured of a corollary's finding.
+
+    The verdict compares the norms with the corollary's bound; it does not use the fitted power of C, the budget.
+    """
     bound = np.concatenate([each.bound for each in growths])
     _, low, high = interval(np.concatenate([each.norms for each in growths]))
     momenta = {each.beta for each in growths}
@@ -108,7 +114,7 @@ def of_order(growths: Sequence[Growth]) -> dict[str, Any]:
 
 
 def corollary_1(seeds: int) -> Finding:
-    """Check batch sqrt(C) on functions of growing L, and run MSGD at the same batch."""
+    """Check Corollary 1 (SNGM at batch sqrt(C), for budgets C) on functions of growing L. Run MSGD at these batches."""
     beta = 0.9
     growths, rows, lost = [], [], []
     for problem in map(sharp, SHARPNESS):
@@ -140,7 +146,7 @@ def corollary_1(seeds: int) -> Finding:
 
 
 def corollary_2(seeds: int) -> Finding:
-    """Check Corollary 2, for relaxed smoothness: batch sqrt(C), for budgets that satisfy the corollary's condition."""
+    """Check Corollary 2, for relaxed smoothness: SNGM at batch sqrt(C), for budgets C that satisfy its condition."""
     functions = {"cosh(x) - 1": COSH, "x⁴ / 4": QUARTIC}
     pairs = {
         beta: [grow(label, problem, beta, exponents, seeds) for label, problem in functions.items()]

@@ -20,7 +20,7 @@ ROUNDING = 1e-9  # relative tolerance for bounds that are reached with equality
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One statement of the paper, and the verdict of the measurements."""
+    """One statement of the paper, and the verdict on it, with the measurements behind the verdict."""
 
     statement: str
     rule: str
@@ -60,7 +60,7 @@ def chart(
 
 
 def digits(value: float, count: int = 4) -> float:
-    """Round to significant digits.
+    """Round to `count` significant digits.
 
     >>> digits(0.123456), digits(123456, 2)
     (0.1235, 120000.0)
@@ -69,7 +69,7 @@ def digits(value: float, count: int = 4) -> float:
 
 
 def interval(values: Array) -> tuple[Array, Array, Array]:
-    """Return mean, lower and upper end of the 99 % interval by Student's t, over the seeds along the last axis.
+    """Return the mean over the seeds (the last axis), and the ends of its 99 % interval by Student's t.
 
     All three are infinite if one of the values is infinite.
 
@@ -97,6 +97,6 @@ def judge(holds: Any, fails: Any) -> str:
 
 
 def under(low: Any, high: Any, bound: Any) -> str:
-    """Return the verdict on values that must be below a bound, from the ends of their intervals."""
+    """Return the verdict on whether values are at most a bound, from the ends `low` and `high` of their intervals."""
     limit = np.multiply(bound, 1 + ROUNDING)
     return judge(np.less_equal(high, limit), np.greater(low, limit))

@@ -21,14 +21,17 @@ LEMMA_BETAS = (0.0, 0.5, 0.9, 0.99)
 NOT_EXCEEDED = (
     f"Holds if the limit is nowhere exceeded by more than rounding (a relative {ROUNDING:g}), fails otherwise."
 )
-# z is a difference of weights divided by 1-β, so its error grows with the ratio of the weights to the step length.
+# Lemma 3's z is a difference of weights divided by 1-β; its rounding error grows with the ratio of weights to steps.
 TRAINED_WITHIN = 1e-6
 AT_0 = 1e-6  # LARS counts as stopped at 0 if it ends this close to 0; no run starts this close
 
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """The steps of an optimizer, one row each: w and u, starting before the first step, and the gradients g."""
+    """A run of SNGM, with a row per step: weights w, momentum buffer u and gradient g.
+
+    The arrays w and u also have a first row, for the start.
+    """
 
     w: Array
     u: Array
@@ -40,7 +43,7 @@ class Trace:
 def trace(
     gradient: Callable[[Array], Array], start: Array, eta: float, beta: float, steps: int, blocks: Sequence[int] = ()
 ) -> Trace:
-    """Run the package's SNGM in float64; if `blocks` gives block sizes, run block-wise SNGM."""
+    """Run the package's SNGM in float64, and return its trace; if `blocks` gives block sizes, run block-wise SNGM."""
     sizes = list(blocks) or [len(start)]
     params = [torch.nn.Parameter(part.clone()) for part in torch.split(torch.from_numpy(start.copy()), sizes)]
     optimizer = SNGM(params, lr=eta, momentum=beta, scope="tensor" if blocks else "global")
@@ -73,7 +76,7 @@ def points(values: Array, first: int = 0) -> list[tuple[float, float]]:
 
 
 def lemma_1(seeds: int) -> Finding:
-    """Check how fast a gradient grows with the distance, over random pairs of points and along runs."""
+    """Check Lemma 1, a limit on how fast gradients grow with the distance, at random pairs of points and along runs."""
     random = np.random.default_rng(1)
     draws = 2000 * seeds
     rows, lines, worst = [], [], 0.0
@@ -109,7 +112,7 @@ def lemma_1(seeds: int) -> Finding:
 
 
 def ratios(problem: Problem, w: Array, u: Array) -> Array:
-    """Return the norm of the gradient at u divided by the limit of Lemma 1, with alpha = ||u - w||."""
+    """Return the norm of the gradient at u divided by Lemma 1's limit, which depends on w and on ||u - w||."""
     alpha = length(u - w)
     with np.errstate(over="ignore"):
         limit = (problem.L * alpha + length(problem.gradient(w))) * np.exp(problem.lam * alpha)
@@ -117,13 +120,17 @@ def ratios(problem: Problem, w: Array, u: Array) -> Array:
 
 
 def auxiliary(run: Trace) -> Array:
-    """Return Lemma 3's z for every w, with w_{-1} = w_0."""
+    """Return Lemma 3's z_t = (w_t - beta w_{t-1}) / (1 - beta) for every t, with w_{-1} = w_0."""
     before = np.concatenate([run.w[:1], run.w[:-1]])
     return (run.w - run.beta * before) / (1 - run.beta)
 
 
 def lemma_2(_: int) -> Finding:
-    """Check the bound on the buffer's norm, for gradients of all lengths and a constant gradient, the worst case."""
+    """Check Lemma 2, a bound on the norm of SNGM's momentum buffer u.
+
+    The gradients are constant (the worst case), random with norms from about 1e-9 to 1e9, or those of a quadratic on
+    which block-wise SNGM runs.
+    """
     random = np.random.default_rng(2)
     rows, lines = [], []
     for slot, beta in enumerate(LEMMA_BETAS):
@@ -151,7 +158,7 @@ def lemma_2(_: int) -> Finding:
 
 
 def lemma_3(_: int) -> Finding:
-    """Check the auxiliary sequence z, for SNGM and block-wise SNGM."""
+    """Check Lemma 3, which says how the sequence z (see `auxiliary`) moves, for SNGM and block-wise SNGM."""
     rows, worst = [], 0.0
     for beta in LEMMA_BETAS:
         for problem, blocks in ((QUADRATIC, ()), (COSH, ()), (UNEVEN, UNEVEN.blocks), (COSH, COSH.blocks)):
@@ -173,7 +180,7 @@ def lemma_3(_: int) -> Finding:
 
 
 def step_lengths(run: Trace) -> Figure:
-    """Plot the lengths of the steps of w, which vary, and of z, which do not."""
+    """Plot how far the weights w move in each step, which varies, and how far Lemma 3's z moves, which does not."""
     unit = (1 - run.beta) / run.eta
     lines = [
         Series(label, slot, points(length(np.diff(way, axis=0)) * unit, 1), marks=False)
@@ -187,7 +194,7 @@ def step_lengths(run: Trace) -> Figure:
 
 
 def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
-    """Return the distance of z from the value that Lemma 3 gives, divided by the length of the step of z."""
+    """Return how far each move of Lemma 3's z is from the move that the lemma states, relative to the latter's norm."""
     cuts = list(np.cumsum(blocks))[:-1]
     direction = np.concatenate([g / or_1(length(g))[..., None] for g in np.split(run.g, cuts, axis=-1)], axis=-1)
     z, move = auxiliary(run), run.eta / (1 - run.beta)
@@ -195,7 +202,7 @@ def residuals(run: Trace, blocks: Sequence[int] = ()) -> Array:
 
 
 def training(_: int) -> Finding:
-    """Check Lemmas 2 and 3 in a training run of the digits task, with hooks on its optimizer."""
+    """Check Lemmas 2 and 3 in a training run of the digits task, whose steps are recorded by optimizer hooks."""
     from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
     from ...training import Options, resolve, train
@@ -250,7 +257,7 @@ def training(_: int) -> Finding:
 
 
 def lars(_: int) -> Finding:
-    """Check on (x+1)^2 / 2 that LARS with phi(z) = z gets stuck at 0, before the minimum, and that SNGM does not."""
+    """Check on (x+1)^2 / 2 that LARS with phi(z) = z gets stuck at 0, before the minimum -1, and SNGM does not."""
     rows: list[list[object]] = []
     stuck, arrived, panel = [], [], []
     for eta in (0.05, 0.1, 0.5):

@@ -24,7 +24,7 @@ def write(folder: Path, findings: Sequence[Finding], facts: dict[str, Any]) -> P
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return the number of each verdict in a sentence.
+    """Return how many findings have each verdict, and which verdicts differ from docs/theory.md, in two sentences.
 
     >>> summary([]).split(". ")[0]
     "Of 0 checks of the paper's statements 0 hold, 0 fail and 0 are left open"
@@ -37,6 +37,6 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def html(findings: Sequence[Finding], facts: dict[str, Any]) -> str:
-    """Return the page."""
+    """Return the findings as an HTML page; `facts` are seeds, duration, versions and hardware."""
     title = "The paper's statements, checked"
     return render("theory", title=title, subject=title, answer=summary(findings), findings=findings, facts=facts)

@@ -1,6 +1,6 @@
-"""Functions with known constants, and the paper's iterations on them, vectorised over seeds and learning rates.
+"""Functions with known constants, and runs of the paper's methods on them, vectorised over seeds and learning rates.
 
-The iterations are written in numpy; a test compares them with the optimizers of the package.
+The methods are written in numpy; a test compares them with the optimizers of the package.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from numpy.typing import NDArray
 from ... import theory
 from .findings import Array
 
-DIVERGED = 1e3  # a run has diverged if its norm is this many times the initial norm; noise stays far below
+DIVERGED = 1e3  # a run has diverged if its gradient norm is this many times the initial norm; noise adds far less
 
 
 @dataclass(frozen=True, slots=True)
 class Phi:
-    """LARS's phi, which scales the step of a block: a function of the norm of its weights, from `low` to `high`."""
+    """LARS's phi, which scales the step of a block: a function of the block's norm, with values in [low, high]."""
 
     low: float
     high: float
     radius: float | None = None
-    """If None, phi is the norm clipped to [low, high], as in the paper; else phi jumps from low to high here."""
+    """If None, phi is the norm clipped to [low, high], as in the paper; else it jumps from low to high at this norm."""
 
     def __call__(self, norms: Array) -> Array:
         """Return phi of these norms.
@@ -66,7 +66,7 @@ class Problem:
 
     @property
     def sigma(self) -> float:
-        """The paper's sigma."""
+        """The paper's sigma, the standard deviation of a single-sample gradient."""
         return float(np.linalg.norm(self.noise))
 
     def diverges(self, norm: Any) -> Any:
@@ -91,13 +91,13 @@ class Runs:
     square: Array
     """The mean of ||grad F(w_t)||^2."""
     rho: Array
-    """The largest ratio of ||g_t|| to the sum of the norms of its blocks."""
+    """The largest ratio, over the steps, of ||g_t|| to the sum of the norms of the blocks of the gradient g_t."""
 
 
 def simulate(
     problem: Problem, method: str, etas: Array, beta: float, batch: int, steps: int, seeds: int, seed: int = 0
 ) -> Runs:
-    """Run "msgd", "sngm", "block-sngm" or "lars" from u = 0, with the same noise for all learning rates."""
+    """Run "msgd", "sngm", "block-sngm" or "lars" at all learning rates `etas`; each of them gets the same noise."""
     random = np.random.default_rng(seed)
     lanes = (len(etas), seeds)
     w = np.broadcast_to(problem.start, (*lanes, len(problem.start))).copy()
@@ -151,7 +151,10 @@ def or_1(norms: Array) -> Array:
 def quadratic(
     name: str, curvature: Array, start: Array, noise: Array, blocks: tuple[int, ...] = (), turn: Array | None = None
 ) -> Problem:
-    """Return half the sum of curvature times coordinate squared. An orthogonal matrix `turn` couples coordinates."""
+    """Return a quadratic: half the sum of curvature times squared coordinate.
+
+    If an orthogonal matrix `turn` is given, the coordinates are multiplied by it first, which couples them.
+    """
     if turn is None:
         loss, gradient = (lambda w: 0.5 * (curvature * w * w).sum(axis=-1)), (lambda w: curvature * w)
     else:
@@ -162,13 +165,13 @@ def quadratic(
 
 
 def even(sigma: float, size: int) -> Array:
-    """Return noise of total standard deviation sigma, equal in all coordinates."""
+    """Return the standard deviations of noise in each coordinate: all equal, with sigma as their norm."""
     return np.full(size, sigma / np.sqrt(size))
 
 
 BOWL = quadratic("bowl", np.ones(1), np.ones(1), np.zeros(1))
 
-# Noise only, because the gap is 0.
+# Only noise moves a run, because it starts at the minimum.
 STILL = quadratic("quadratic at its minimum", np.ones(40), np.zeros(40), even(1.0, 40))
 
 # Every block is a one-dimensional bowl.
@@ -222,7 +225,7 @@ COUPLED = quadratic(
 
 # ---------------------------------------------------------------- for LARS
 
-# phi is `low` in every block, so that the descent takes 1 / low times as many steps.
+# phi is `low` in every block, so that the descent takes 1 / low times as many steps as with phi = 1.
 SLOW_BOWLS = replace(BOWLS, name="bowls, φ low", phi=Phi(0.125, 0.25, radius=2.0))
 SCALED_UNEVEN = replace(UNEVEN, name="uneven, φ cut", phi=Phi(0.5, 2.0))
 SCALED_SLOPES = replace(SLOPES, name="slopes, φ cut", phi=Phi(0.5, 1.0))
@@ -231,10 +234,10 @@ SCALED_SLOPES = replace(SLOPES, name="slopes, φ cut", phi=Phi(0.5, 1.0))
 def stairs(edge: float = 64.0, half_fall: float = 30.0) -> Problem:
     """Return a function that LARS climbs in a few long steps at small gradients, and descends in many short steps.
 
-    From the start down to `edge` the function is a staircase that rises to the left. At whole numbers its gradient is
-    small and positive, so a step goes to the left, onto the next higher stair. To the left of `edge` the function
-    falls, with large gradients. LARS's phi is `high` on the staircase, so that steps are long, and `low` to the left of
-    the staircase. The function is L-smooth with L = 1.
+    From the start, at large x, down to x = `edge` the function is a staircase that rises to the left. At whole numbers
+    its gradient is small and positive, so a step goes to the left, onto the next higher stair. To the left of `edge`
+    the function falls, with large gradients. LARS's phi is `high` on the staircase, so that steps are long, and `low`
+    to the left of the staircase. The function is L-smooth with L = 1.
     """
     swing, lean = 1 / (2 * np.pi), 0.9  # slopes of the stairs are swing (cos - lean), uphill with curvature 1
     landing = swing * (1 - lean)  # the slope where steps land

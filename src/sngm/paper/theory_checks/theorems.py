@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """The interval of the gradient norm at each learning rate, and the bound, for one case, momentum and batch size."""
+    """Measured gradient norms with intervals and bounds, by learning rate, for one case, momentum and batch size."""
 
     problem: Problem
     given: Given
@@ -81,7 +81,7 @@ class Measurement:
         return [self.problem.name, *(self.given[key] for key in ("steps", "beta", "batch")), *map(digits, numbers)]
 
     def needed(self, part: str) -> float:
-        """Return the smallest fraction of a part with which the bound is above the lower ends at all learning rates."""
+        """Return the smallest fraction of a part with which the bound is still above `low` at all learning rates."""
         size = self.bound - self.without[part]
         there = size > 0
         shares = (self.low[there] - self.without[part][there]) / size[there]
@@ -105,8 +105,9 @@ class Theorem:
     drawn: Problem
     method: str
     bound: str
-    """Name of the function in `sngm.theory`."""
+    """Name of the function in `sngm.theory` that computes the bound."""
     arguments: str
+    """Names of that function's arguments."""
     cases: Sequence[Case]
     parts: dict[str, Part]
     slope: Callable[[Problem, float], float] = lambda problem, beta: 0.0
@@ -118,7 +119,10 @@ class Theorem:
     """Function that returns text to add to the description of the measurements."""
 
     def __call__(self, seeds: int) -> Finding:
-        """Run the grid and compare it with the bound. Without noise, two seeds and one batch are enough."""
+        """Run the cases at all momenta, batches and learning rates, and compare the gradient norms with the bound.
+
+        Cases without noise are run with two seeds and one batch.
+        """
         lines = [
             self.measure(case, beta, batch, seeds if case.problem.sigma else 2)
             for case in self.cases
@@ -154,7 +158,7 @@ class Theorem:
         )  # fmt: skip
 
     def measure(self, case: Case, beta: float, batch: int, seeds: int) -> Measurement:
-        """Run one case at all learning rates."""
+        """Run one case at one momentum, one batch and all learning rates."""
         problem, slope = case.problem, self.slope(case.problem, beta)
         etas = case.etas if case.etas is not None else SHARES / slope if slope else self.rates
         runs = simulate(problem, self.method, etas, beta, batch, case.steps, seeds)
@@ -177,7 +181,7 @@ class Theorem:
         return Measurement(problem, given, *measured, whole, without)
 
     def panels(self, lines: list[Measurement]) -> dict[str, list[Series]]:
-        """Return lines of measured values and bound, for the plotted function at the extreme momenta and batches."""
+        """Return lines of measured values and bound, for the function `drawn` at the extreme momenta and batches."""
         panels = {}
         for line in lines:
             beta, batch = line.given["beta"], line.given["batch"]
@@ -235,7 +239,7 @@ THEOREM_3 = Theorem(
 
 
 def even_noise(a: Given) -> Any:
-    """Return the factor by which the noise term of LARS changes if γ_u/γ_l is left out."""
+    """Return the factor by which the noise term of LARS's bound changes if γ_u/γ_l is left out."""
     even = a["rho"] * np.sqrt(a["blocks"])
     return (1 + even) / (1 + even * a["gamma_u"] / a["gamma_l"])
 
@@ -267,7 +271,7 @@ def third_over_second(a: Given) -> Any:
 
 
 def slip_1(lines: list[Measurement]) -> str:
-    """Compare MSGD's runs with the bound whose third term is divided by B, and with the bound without that term."""
+    """Describe how MSGD's runs compare with its bound if the third term is divided by the batch size or left out."""
     mended, third = [], []
     for line in lines:
         quiet, over = line.without["noise (terms 2 and 3)"], third_over_second(line.given)

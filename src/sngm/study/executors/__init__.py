@@ -33,7 +33,7 @@ class Executor(Protocol):
         """Ask the runs that have begun to write a checkpoint and stop; drop the runs that have not begun."""
 
     def shutdown(self) -> None:
-        """Release processes and connections; after `stop`, also wait for the runs."""
+        """Release processes and connections; after `stop`, except on SLURM, first wait until the runs have ended."""
 
 
 def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:
@@ -43,7 +43,7 @@ def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device
 
 
 def open_remote(cluster: Cluster, folder: Path, command: str) -> Executor:
-    """Return the executor of a cluster.
+    """Return the executor for a cluster, connected to it.
 
     Args:
         cluster: the executor, and the resources of each run.
@@ -67,7 +67,7 @@ def open_remote(cluster: Cluster, folder: Path, command: str) -> Executor:
 
 
 def check_usable(name: str) -> None:
-    """Raise UsageError if this machine cannot use an executor."""
+    """Raise UsageError if this machine cannot use the executor `name`."""
     usable, why = _usable(name)
     if not usable:
         raise UsageError(f"`executor` {name}: {why}")

@@ -19,7 +19,7 @@ from ...training.distributed import cores
 from .. import worker
 from . import Executor, Record
 
-SMALL, SHARING = 128, 4  # the largest batch at which runs share a GPU, and the number of these runs, see docs/speed.md
+SMALL, SHARING = 128, 4  # the largest batch at which runs share a GPU, and how many then do, see docs/speed.md
 
 
 def default_jobs(batches: Sequence[int], device: torch.device) -> int:

@@ -37,7 +37,7 @@ class Resumable:
         return found
 
     def checkpoint(self, *arguments: Any) -> Any:
-        """Return the same run, to resume from the last checkpoint in its folder. submitit calls it to requeue."""
+        """Return the same run, which will resume from its last checkpoint. submitit calls this to requeue the job."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, *arguments)
