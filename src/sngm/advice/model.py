@@ -89,7 +89,7 @@ def carry_model(
             "NaN"
         ) from None
     if not any(lengths) or not given["lr"]:
-        raise UsageError("every gradient or every learning rate is zero, so there is no norm to set a rate by")
+        raise UsageError("every gradient or every learning rate is zero, so no learning rate can be computed")
     check_trains([max(losses[:10]), *losses[10:]])  # a trained model may have a first loss near 0 by chance
     recipe = Recipe(**given, batch=batch)
     per_epoch = _length(loader)

@@ -281,7 +281,7 @@ def _pilot(
         walk.close()
         setup.data_source.close()
     if not any(epoch.step for epoch in epochs):
-        raise UsageError("every gradient of the pilot is zero, so there is no norm to set a rate by")
+        raise UsageError("every gradient of the pilot is zero, so no learning rate can be computed")
     check_trains(torch.stack(recorded.losses).tolist())
     return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, noises
 

@@ -16,7 +16,7 @@ WITHOUT_NORMALISATION = (
     "The model has no normalisation layer, and on such nets this rule did badly: cifar10-convnet came to 39.75 % at "
     "batch 8192, where SGD with a searched rate has 64.8 %; wikitext2-lstm to a perplexity of 184 at batch 2000, where "
     "a search found 121 (mean of three seeds); three linear layers on digits lost 0.1 to 0.5 points from batch 32 to "
-    "128 and 1.8 to 8.4 at 512, with AdamW 0.1 to 0.9 and 2.2 to 7.4. Take the rate as a place to begin a search."
+    "128 and 1.8 to 8.4 at 512, with AdamW 0.1 to 0.9 and 2.2 to 7.4. Start a search from this learning rate."
 )
 EVIDENCE = {
     "msgd": (

@@ -194,8 +194,8 @@ class CLARS(LargeBatchOptimizer):
         count = sum(len(group["params"]) for group in self.param_groups)
         if mean_norms is None:
             raise TypeError(
-                f"step() needs mean_norms=[one number a parameter, {count} here], got None; if a trainer calls step(), "
-                "call sngm.integrations.measure_norms(optimizer) once"
+                f"step() needs mean_norms, a list of one number per parameter ({count} here), got None; if a trainer "
+                "calls step(), call sngm.integrations.measure_norms(optimizer) once"
             )
         if isinstance(mean_norms, (str, bytes)) or not isinstance(mean_norms, (Sequence, Tensor)):
             raise TypeError(f"mean_norms must be a list of numbers or a 1-d tensor, got {type(mean_norms).__name__}")
@@ -209,7 +209,7 @@ class CLARS(LargeBatchOptimizer):
                     raise TypeError(f"mean_norms must hold numbers or one-element tensors; mean_norms[{i}] is {norm!r}")
                 if isinstance(norm, Tensor) and norm.numel() != 1:
                     shape = tuple(norm.shape)
-                    raise ValueError(f"mean_norms must hold one number a parameter; mean_norms[{i}] has shape {shape}")
+                    raise ValueError(f"mean_norms must hold one number per parameter, but [{i}] has shape {shape}")
         return mean_norms
 
     @staticmethod

@@ -182,7 +182,7 @@ def _largest(meshes: list[Any]) -> Any:
         if dist.get_rank() not in some:
             raise ValueError(
                 f"a parameter lies on {mesh}, which rank {dist.get_rank()} is not part of; give each rank's optimizer "
-                "the parameters that have a piece there, and a norm_group if norms must span them all"
+                "the parameters that have a shard there, and a norm_group if norms must span them all"
             )
         if not some <= ranks[largest]:
             raise ValueError(

@@ -264,7 +264,7 @@ def rho(norms: ArrayLike) -> Number:
     """
     norms = np.asarray(norms, dtype=np.float64)
     if norms.ndim == 0 or norms.shape[-1] == 0:
-        raise ValueError("norms must have one entry a block along its last axis")
+        raise ValueError("norms must have one entry per block along its last axis")
     top = norms.max(axis=-1, keepdims=True)
     if not np.all((norms >= 0) & (norms < math.inf) & (top > 0)):
         raise ValueError("norms must be finite and at least 0, and some block must have one above 0")
