@@ -216,7 +216,7 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
 
 
 def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
-    """Update the moments and return q. With lr=-1, torch's fused Adam adds its direction to weight_decay * w."""
+    """Update the moments and return Adam's direction + weight_decay * w: torch's fused Adam adds them if lr is -1."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     quads = zip(bucket.params, grads, ms, vs, strict=True)
