@@ -396,6 +396,9 @@ def test_embeddings_have_a_group_of_their_own_also_if_an_output_layer_shares_the
     assert groups == [{"weight_decay": 0.1}, {"weight_decay": 0.0}, {"weight_decay": 0.1, "ball": "rows"}]
     (plain,) = decay_groups(nn.Embedding(9, 4), 0.1)
     assert "ball" not in plain
+    for wrong in (True, "rows", {"params": []}):
+        with pytest.raises(TypeError, match="embeddings must be a dict of settings, such as"):
+            decay_groups(model, 0.1, embeddings=wrong)
     computed = nn.utils.parametrizations.weight_norm(nn.Embedding(9, 4))
     listed = [p for group in decay_groups(computed, 0.1, embeddings={"ball": "rows"}) for p in group["params"]]
     assert {*map(id, listed)} == {*map(id, computed.parameters())}

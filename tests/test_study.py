@@ -16,7 +16,7 @@ from waiting import wait_for
 from sngm import tasks
 from sngm.errors import UsageError
 from sngm.optim import registry
-from sngm.study import Cell, StudyConfig, launch, worker
+from sngm.study import Cell, StudyConfig, display, launch, worker
 from sngm.study.grid import check_types, run_name, split_settings
 from sngm.study.select import EXTENSIONS, at_edge, best_rate, next_rate
 from sngm.tasks.digits import Digits
@@ -558,6 +558,15 @@ def test_a_killed_study_leaves_no_process_behind_and_goes_on(uninterrupted):
     finish(process)
     assert sngm(f"{LONG} --out study").code == 0
     assert (results("study"), cells_of("study")) == uninterrupted
+
+
+def test_progress_shows_a_test_score_or_else_a_validation_score():
+    def shown(**result):
+        return display._scores({"result": result})[0][0]
+
+    assert shown(train_loss=1.0, validation_loss=2.0) == "validation_loss"
+    assert shown(train_loss=1.0, validation_loss=2.0, test_loss=3.0, test_accuracy=0.5) == "test_accuracy"
+    assert shown(train_loss=1.0, validation_bits_per_byte=2.0, test_bits_per_byte=2.1) == "test_bits_per_byte"
 
 
 @pytest.mark.parametrize(("moment", "exits"), [("starting a run", True), ("training", False), ("between runs", False)])

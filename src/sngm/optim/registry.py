@@ -303,6 +303,8 @@ def decay_groups(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     checks.number("weight_decay", weight_decay, 0.0)
+    if embeddings is not None and (not isinstance(embeddings, dict) or "params" in embeddings):
+        raise TypeError(f"embeddings must be a dict of settings, such as {{'ball': 'rows'}}, got {embeddings!r}")
     decayed: list[Tensor] = []
     exempt: list[Tensor] = []
     # first, because an output layer may share its weight with an embedding

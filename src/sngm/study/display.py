@@ -42,8 +42,9 @@ def _lines() -> Callable[[Progress], None]:
 
 
 def _scores(record: dict[str, Any]) -> list[tuple[str, float]]:
-    named = [(k, v) for k, v in record["result"].items() if v is not None and not k.endswith("loss")]
-    return named or [(k, v) for k, v in record["result"].items() if v is not None]
+    """Return the results of a run, the one to show first: a test score, else a validation score, rather than a loss."""
+    found = [(k, v) for k, v in record["result"].items() if v is not None]
+    return sorted(found, key=lambda kv: (kv[0].startswith("train_"), kv[0].endswith("loss"), kv[0][:5] != "test_"))
 
 
 def _table(progress: Progress) -> Any:
