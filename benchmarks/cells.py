@@ -129,3 +129,54 @@ def write_docs(parser: argparse.ArgumentParser, page: Path, path: Path, text: Ca
 def need_gpu(parser: argparse.ArgumentParser, instead: str = "") -> None:
     if not torch.cuda.is_available():
         parser.exit(2, f"this measures a GPU, and torch sees none here{instead}\n")
+
+
+# ---------------------------------------------------------------- benchmarks of language models
+
+
+def cell(found: Any) -> str:
+    """Return seconds per epoch and peak memory for a table; "" if they were not measured."""
+    if found is None or "failed" in found:
+        return "" if found is None else f"failed: {found['failed']}"
+    return f"{found['seconds_per_epoch']:.2f} ({found['peak_gib']})"
+
+
+def numbers(text: str) -> list[int]:
+    return [int(word) for word in text.split(",")]
+
+
+def words(text: str) -> list[str]:
+    return [word for word in text.split(",") if word]
+
+
+def epoch_parser(description: str | None, examples: str, page: Path) -> argparse.ArgumentParser:
+    """Return a parser with the options that these benchmarks share."""
+    style = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, epilog=examples, formatter_class=style)
+    parser.add_argument("--data-dir", type=Path, help="folder that holds wikitext-2/")
+    parser.add_argument("--epochs", type=int, default=3, help="of each run; the first is not counted")
+    parser.add_argument("--out", type=Path, help="folder for the results; what is in it is not measured again")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
+    parser.add_argument("--write-docs", type=Path, metavar="JSON", help=f"write results into docs/{page.name}")
+    return parser
+
+
+def take_epochs(
+    parser: argparse.ArgumentParser,
+    where: Path,
+    cells: Callable[[argparse.Namespace], Cells],
+    verdicts: Callable[[dict[str, Any]], Iterator[tuple[str, ...]]],
+    page: Callable[[dict[str, Any]], str],
+) -> None:
+    """Measure and print the cells that the arguments ask for, or write earlier results into the page `where`."""
+    args = parser.parse_args()
+    if args.write_docs:
+        write_docs(parser, where, args.write_docs, page)
+        return
+    need_gpu(parser)
+    if args.epochs < 2:
+        parser.error("--epochs: at least 2")
+    record = take(cells(args), args.out and args.out / f"{Path(sys.argv[0]).stem}.json")
+    print(page(record))
+    if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
+        sys.exit(1)

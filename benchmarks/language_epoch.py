@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import argparse
 import functools
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from cells import DOCS, by_kind, heading, measure, need_gpu, take, verdict, write_docs
+from cells import DOCS, by_kind, cell, epoch_parser, heading, measure, numbers, take_epochs, verdict, words
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -166,37 +165,12 @@ def page(record: dict[str, Any]) -> str:
     return "\n".join([*lines, "", ""])
 
 
-def cell(found: Any) -> str:
-    if found is None or "failed" in found:
-        return "" if found is None else f"failed: {found['failed']}"
-    return f"{found['seconds_per_epoch']:.2f} ({found['peak_gib']})"
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    numbers = {"type": lambda text: [int(word) for word in text.split(",")]}
-    words = {"type": lambda text: [word for word in text.split(",") if word]}
-    parser.add_argument("--data-dir", type=Path, help="folder that holds wikitext-2/")
-    parser.add_argument("--batches", **numbers, default=list(LIMITS), help="streams, by commas")
-    parser.add_argument("--methods", **words, default=["msgd", "lars-unscaled"], help="beside SNGM, by commas")
-    parser.add_argument("--epochs", type=int, default=3, help="of each run; the first is not counted")
+    parser = epoch_parser(__doc__, EXAMPLES, PAGE)
+    parser.add_argument("--batches", type=numbers, default=list(LIMITS), help="streams, by commas")
+    parser.add_argument("--methods", type=words, default=["msgd", "lars-unscaled"], help="beside SNGM, by commas")
     parser.add_argument("--only", choices=("ours",), help="a part of it")
-    parser.add_argument("--out", type=Path, help="folder for language_epoch.json; what is in it is not measured again")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
-    parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/language.md")
-    args = parser.parse_args()
-    if args.write_docs:
-        write_docs(parser, PAGE, args.write_docs, page)
-        return
-    need_gpu(parser)
-    if args.epochs < 2:
-        parser.error("--epochs: at least 2")
-    record = take(cells(args), args.out and args.out / "language_epoch.json")
-    print(page(record))
-    if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
-        sys.exit(1)
+    take_epochs(parser, PAGE, cells, verdicts, page)
 
 
 if __name__ == "__main__":
