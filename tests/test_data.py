@@ -752,8 +752,8 @@ def archive_with(path, *entries):
     "name",
     [
         "../outside",
-        "/tmp/sngm-outside",
-        "//tmp/sngm-outside",
+        "{here}/outside",
+        "/{here}/outside",
         "cifar-10-batches-bin/../../outside",
         "C:/outside",
         "cifar-10-batches-bin\\..\\..\\outside",
@@ -763,14 +763,13 @@ def archive_with(path, *entries):
 )
 @pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE])
 def test_an_archive_that_reaches_outside_is_refused(tmp_path, name, kind):
-    path = archive_with(tmp_path / "evil.tar.gz", (name, kind))
+    path = archive_with(tmp_path / "evil.tar.gz", (name.format(here=tmp_path), kind))
     root = tmp_path / "root"
     root.mkdir()
     with pytest.raises(Failed, match=r"evil\.tar\.gz cannot be unpacked: its path .*outside"):
         fetch.unpack(path, "cifar-10-batches-bin", root)
     assert list(root.iterdir()) == []
     assert not (tmp_path / "outside").exists()
-    assert not Path("/tmp/sngm-outside").exists()
 
 
 @pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
