@@ -81,9 +81,15 @@ def test_a_text_is_encoded_by_its_merges_in_their_order():
 def test_a_vocabulary_of_impossible_size_is_an_error():
     with pytest.raises(UsageError, match="at least 256, the number of bytes, got 255"):
         train_byte_pairs(TEXT, 255)
-    with pytest.raises(UsageError, match=r"at most 258 for a text of 4 characters, got 8192"):
-        train_byte_pairs("abc\n", 8192)
+    with pytest.raises(UsageError, match=r"at most 258 for a text of 4 bytes, got 260"):
+        train_byte_pairs("abc\n", 260)
     assert len(train_byte_pairs("abc\n", 258).tokens) == 258
+
+
+def test_a_vocabulary_larger_than_its_text_is_refused_before_pairs_are_counted(monkeypatch):
+    monkeypatch.setattr(byte_pairs, "Counter", None)
+    with pytest.raises(UsageError, match=r"at most 266 for a text of 10 bytes, got 1000000000"):
+        train_byte_pairs("é b c d\nf", 10**9)
 
 
 def test_a_vocabulary_that_takes_long_shows_progress(monkeypatch):

@@ -104,6 +104,10 @@ def train_byte_pairs(text: str, size: int, show: Show = tell) -> BytePairs:
     """
     if size < BYTES:
         raise UsageError(f"vocabulary must be at least {BYTES}, the number of bytes, got {size}")
+    length = len(text.encode())
+    too_large = f"vocabulary must be at most {{:,}} for a text of {length:,} bytes, got {size}"
+    if size > BYTES + length:  # each merge shortens the text by at least one token
+        raise UsageError(too_large.format(BYTES + length))
     counted = Counter(PIECES.findall(text))
     words, often = [list(piece.encode()) for piece in counted], list(counted.values())
     counts: Counter[Pair] = Counter()
@@ -118,8 +122,7 @@ def train_byte_pairs(text: str, size: int, show: Show = tell) -> BytePairs:
     due = time.monotonic() + FIRST_LINE
     while len(merges) < size - BYTES:
         if not heap:
-            most = BYTES + len(merges)
-            raise UsageError(f"vocabulary must be at most {most:,} for a text of {len(text):,} characters, got {size}")
+            raise UsageError(too_large.format(BYTES + len(merges)))
         count, pair = heappop(heap)
         if -count != counts[pair]:
             if counts[pair]:
