@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Callable
@@ -35,7 +36,7 @@ def doctor(
     """
     if script is not None:
         return _check_script(script, as_json)
-    found = _provenance() | {name: check() for name, check in CHECKS.items()}
+    found = _installation()
     if as_json:
         print(json.dumps(found, indent=2))
         return
@@ -50,15 +51,12 @@ def _check_script(script: str, as_json: bool) -> None:
     from ..environment import is_first
     from ..errors import UsageError
 
-    made = _of_user(script, _function(script))
+    made = _of_user(script, lambda: _function(script)())
     kinds = [type(part).__name__ for part in made] if isinstance(made, tuple) else []
     if not (len(kinds) == 3 and callable(made[2])):
         got = f"({', '.join(kinds)})" if isinstance(made, tuple) else type(made).__name__
         raise UsageError(f"--script {script}: the function must return (model, optimizer, step), got {got}")
-    try:
-        found = _of_user(script, lambda: check(*made), TypeError)
-    except TypeError as error:  # an argument of check is wrong; errors in the step are findings
-        raise UsageError(f"--script {script}: {error}") from error
+    found = _of_user(script, lambda: check(*made))
     if is_first():
         print(json.dumps([finding._asdict() for finding in found.findings], indent=2) if as_json else found)
     if not found.ok:
@@ -66,128 +64,69 @@ def _check_script(script: str, as_json: bool) -> None:
 
 
 def _function(script: str) -> Callable[[], Any]:
-    """Return the function that file.py:function names; raise UsageError unless it can be called without arguments."""
-    import inspect
-
+    """Return the function that file.py:function names."""
     from ..errors import UsageError
     from ..optim.external import load_file
 
     place, _, name = script.rpartition(":")
     if not place.endswith(".py"):
         raise UsageError(f"--script must be file.py:function, got {script!r}")
-    try:
-        module = _of_user(script, lambda: load_file(Path(place)), (ImportError, OSError, SyntaxError))
-    except (ImportError, OSError, SyntaxError) as error:
-        raise UsageError(f"--script {script}: {error}") from error
+    module = load_file(Path(place))
     if not hasattr(module, name):
-        own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__]
-        named = ", ".join(key for key in own if inspect.isfunction(getattr(module, key))) or "none"
-        raise UsageError(f"--script {script}: {place} has no function {name!r}; its functions: {named}")
+        raise UsageError(f"--script {script}: {place} has no function {name!r}")
     function: Callable[[], Any] = getattr(module, name)
-    if not callable(function):
-        raise UsageError(f"--script {script}: {name} must be a function, got {type(function).__name__}")
-    try:
-        inspect.signature(function).bind()
-    except TypeError as error:
-        raise UsageError(f"--script {script}: {name} must be a function without arguments: {error}") from error
-    except ValueError:  # a builtin without a signature
-        pass
     return function
 
 
-def _of_user(script: str, call: Callable[[], Any], passed: Any = ()) -> Any:
-    """Call the user's code.
-
-    Errors of the types in `passed` are raised again. For others, print a traceback without sngm's frames, and raise
-    UsageError.
-    """
+def _of_user(script: str, call: Callable[[], Any]) -> Any:
+    """Call the user's code. Raise UsageError for its errors, after printing a traceback without sngm's frames."""
     import traceback
 
     from ..errors import UsageError
 
     try:
         return call()
-    except passed:
-        raise
     except Exception as error:
         shown = traceback.TracebackException.from_exception(error)
         ours = str(Path(__file__).parents[1])
         own = [frame for frame in shown.stack if not frame.filename.startswith((ours, "<frozen importlib"))]
-        if not own:
-            raise
-        shown.stack = traceback.StackSummary.from_list(own)
-        sys.stderr.write("".join(shown.format(chain=False)))
-        raise UsageError(f"--script {script}: the script raised {type(error).__name__}: {error}") from error
+        if own:
+            shown.stack = traceback.StackSummary.from_list(own)
+            sys.stderr.write("".join(shown.format(chain=False)))
+            raise UsageError(f"--script {script}: the script raised {type(error).__name__}: {error}") from error
+        if isinstance(error, (ImportError, OSError, SyntaxError, TypeError)):  # in loading, or of the call itself
+            raise UsageError(f"--script {script}: {error}") from error
+        raise
 
 
-def _provenance() -> dict[str, Any]:
+def _installation() -> dict[str, Any]:
+    """Return versions, hardware and what this installation can use, and whether it can train an epoch of digits."""
+    import shutil
+    import tempfile
+    from importlib.metadata import PackageNotFoundError, version
+    from importlib.util import find_spec
+
     import torch
 
+    from ..optim import kernels
+    from ..study.executors import executors_usable
+    from ..training import resolve, train
     from ..training.run_folder import provenance
+    from ..training.trackers import TRACKERS
 
     found = provenance(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     found.pop("command")
-    return found
-
-
-def _disk_free_gb() -> float:
-    import shutil
-
-    return round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
-
-
-def _gpu_kernels() -> str:
-    """Return "Triton" if steps on a GPU can use the Triton kernels, else why they cannot."""
-    from ..optim import kernels
-
-    return "Triton" if kernels.installed() else "none: Triton is not installed"
-
-
-def _trackers() -> list[str]:
-    import importlib.util
-
-    from ..training.trackers import TRACKERS
-
-    return [name for name in TRACKERS if importlib.util.find_spec(name) is not None]
-
-
-def _executors() -> dict[str, str]:
-    """Return, for each executor, how this machine can use it or why it cannot."""
-    from ..study.executors import executors_usable
-
-    return {name: with_flags(why if usable else f"unusable: {why}") for name, usable, why in executors_usable()}
-
-
-def _frameworks() -> dict[str, str]:
-    """Return the training frameworks that are installed, with their versions."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = {}
+    found["disk_free_gb"] = round(shutil.disk_usage(Path.cwd()).free / 1e9, 1)
+    found["gpu_kernels"] = "Triton" if kernels.installed() else "none: Triton is not installed"
+    found["trackers"] = [name for name in TRACKERS if find_spec(name) is not None]
+    found["frameworks"] = {}
     for name in FRAMEWORKS:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
-def _trains() -> bool:
-    """Return whether one epoch of digits can be trained."""
-    import tempfile
-
-    from ..training import resolve, train
-
+        with contextlib.suppress(PackageNotFoundError):
+            found["frameworks"][name] = version(name)
+    found["executors"] = {
+        name: with_flags(why if usable else f"unusable: {why}") for name, usable, why in executors_usable()
+    }
     with tempfile.TemporaryDirectory() as folder:
         record = train(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
-    return bool(record["status"] == "finished")
-
-
-# the checks of an installation, by the name under which they are printed
-CHECKS: dict[str, Callable[[], Any]] = {
-    "disk_free_gb": _disk_free_gb,
-    "gpu_kernels": _gpu_kernels,
-    "trackers": _trackers,
-    "frameworks": _frameworks,
-    "executors": _executors,
-    "trains": _trains,
-}
+    found["trains"] = record["status"] == "finished"
+    return found
