@@ -67,15 +67,19 @@ def _kind(name: str, function: Any) -> str:
 
 def gradient_size(optimizers: Iterable[Any]) -> float:
     """Return the norm of this rank's gradients. If two calls differ, the gradients were scaled in between."""
-    grads = [p.grad for o in optimizers for group in o.param_groups for p in group["params"] if p.grad is not None]
-    parts = [torch.linalg.vector_norm(_values(grad)).item() for grad in grads]
-    return math.sqrt(sum(part**2 for part in parts))
+    grads = [p.grad for p in params_of(optimizers) if p.grad is not None]
+    return math.hypot(*(torch.linalg.vector_norm(exact(local(grad.detach()))).item() for grad in grads))
 
 
-def _values(grad: Tensor) -> Tensor:
-    values = local(grad.detach())
-    values = values if values.layout == torch.strided else values.to_dense()
-    return values if values.is_complex() else values.double()
+def params_of(optimizers: Iterable[Any]) -> list[Tensor]:
+    """Return the parameters of all groups of some optimizers."""
+    return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+
+
+def exact(tensor: Tensor) -> Tensor:
+    """Return a tensor as a dense one of float64; complex tensors keep their dtype."""
+    dense = tensor if tensor.layout == torch.strided else tensor.to_dense()
+    return dense if dense.is_complex() else dense.double()
 
 
 def depends_on_scale(optimizer: Any) -> bool:

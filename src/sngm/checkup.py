@@ -13,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from . import environment
-from .accumulation import Loss, gradient_size, judge, read_loss
+from .accumulation import Loss, exact, gradient_size, judge, params_of, read_loss
 from .integrations import unwrap
 from .optim import SNGM
 from .optim.sharded_norms import is_dtensor
 
+REMEDY = "pass norm_group, or use sngm.optim.SharedNorm"
 TOLERANCE = 1e-3  # norms count as equal up to this relative difference, because gradients are rounded
 
 
@@ -54,8 +55,11 @@ class Checkup:
 
 @dataclass
 class _Watch:
-    """What `_watching` records during one step."""
+    """A set-up, and what `_watching` records of its step."""
 
+    model: nn.Module
+    optimizers: list[Any]
+    zero: Any  # DeepSpeed's ZeRO optimizer if it wraps the optimizer, else None
     squares: list[float] = field(default_factory=list)  # squared norm of the whole gradient of each optimizer
     steps: dict[int, int] = field(default_factory=dict)  # number of steps of each optimizer, by the optimizer's index
     gradients: int = 0  # number of the optimizers' parameters that have a gradient
@@ -99,40 +103,39 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
         raise TypeError(f"step_fn must be a function without arguments, got {type(step_fn).__name__}")
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be a torch.nn.Module, got {type(model).__name__}")
-    inner = unwrap(optimizer)
-    watch = _Watch()
+    watch = _Watch(model, unwrap(optimizer), _zero_wrapper(optimizer))
     try:
-        with _watching(watch, model, inner):
+        with _watching(watch):
             step_fn()
     except (KeyError, RuntimeError, TypeError, ValueError) as error:
         return Checkup([Finding("step", False, f"{type(error).__name__}: {error}")])
-    zero = _zero_wrapper(optimizer)
-    if (fault := _step_fault(watch, zero is not None)) is not None:
+    if (fault := _step_fault(watch)) is not None:
         return Checkup([fault])
-    if zero is not None and zero.clip_grad > 0:
-        watch.clips.append((float(zero.clip_grad), float(zero._global_grad_norm)))
+    if watch.zero is not None and watch.zero.clip_grad > 0:
+        watch.clips.append((float(watch.zero.clip_grad), float(watch.zero._global_grad_norm)))
+    change = watch.used / watch.made if watch.made > 0 else math.nan  # of the gradient, between backward and step
     return Checkup(
         [
-            *_norms(inner, watch, zero is not None),
-            _state(model, inner, zero is not None),
-            _clipping(inner, watch),
-            Finding("accumulation", *judge(inner, watch.losses, watch.loss_scale, _change(watch))),
-            _momentum(inner),
+            *_norms(watch),
+            _state(watch),
+            _clipping(watch),
+            Finding("accumulation", *judge(watch.optimizers, watch.losses, watch.loss_scale, change)),
+            _momentum(watch),
             _parameters(watch),
-            Finding("path", True, "; ".join(dict.fromkeys(map(_path, inner)))),
+            Finding("path", True, "; ".join(dict.fromkeys(map(_path, watch.optimizers)))),
         ]
     )
 
 
-def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
+def _step_fault(watch: _Watch) -> Finding | None:
     """Return a finding if the user's function took no step, several steps, or a step without any gradient; else None.
 
-    With DeepSpeed's ZeRO (`zero`), only a missing step is found.
+    With DeepSpeed's ZeRO, only a missing step is found.
     """
     if not watch.squares:
         scaled = ", or a GradScaler skipped it because the gradient is NaN or infinite" if watch.loss_scale else ""
         return Finding("step", False, f"the step function did not call the optimizer's step(){scaled}")
-    if zero:  # ZeRO steps the optimizer once for each part of the parameters, and does not keep gradients in .grad
+    if watch.zero is not None:  # it steps once for each part of the parameters, and does not keep gradients in .grad
         return None
     if (most := max(watch.steps.values())) > 1:
         return Finding("step", False, f"the step function took {most} steps and must take one")
@@ -144,14 +147,10 @@ def _step_fault(watch: _Watch, zero: bool) -> Finding | None:
     return None
 
 
-def _change(watch: _Watch) -> float:
-    """Return the factor that the gradient was multiplied by between the last backward and the step; NaN if unknown."""
-    return watch.used / watch.made if watch.made > 0 else math.nan
-
-
 @contextlib.contextmanager
-def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[None]:
+def _watching(watch: _Watch) -> Iterator[None]:
     """Record in `watch` the losses, clipping, gradients and optimizer steps of the ``with`` block."""
+    inner = watch.optimizers
     backward, clip = torch.autograd.backward, torch.nn.utils.clip_grad_norm_
     clip_value, scale = torch.nn.utils.clip_grad_value_, torch.amp.GradScaler.scale
 
@@ -186,10 +185,9 @@ def _watching(watch: _Watch, model: nn.Module, inner: list[Any]) -> Iterator[Non
             if not watch.squares:
                 watch.squares = [_square(optimizer) for optimizer in inner]
                 note_use()
-                params = [p for optimizer in inner for group in optimizer.param_groups for p in group["params"]]
-                owned = set(map(id, params))
-                watch.gradients = sum(p.grad is not None for p in params)
-                watch.strangers = sum(p.grad is not None and id(p) not in owned for p in model.parameters())
+                owned = {id(p): p for p in params_of(inner)}
+                watch.gradients = sum(p.grad is not None for p in owned.values())
+                watch.strangers = sum(p.grad is not None and id(p) not in owned for p in watch.model.parameters())
             taken(*given)
 
         return take
@@ -217,18 +215,17 @@ def _square(optimizer: Any) -> float:
     for group in optimizer.param_groups:
         coupled = isinstance(optimizer, SNGM) and group["weight_decay_mode"] == "coupled"
         decay = group["weight_decay"] if coupled else 0.0
+        decay = -decay if group["maximize"] else decay
         for p in group["params"]:
             if p.grad is not None:
-                grad, w = (_whole(t).double() if not t.is_complex() else _whole(t) for t in (p.grad, p))
-                total += (
-                    float(torch.linalg.vector_norm(grad / scale + (-decay if group["maximize"] else decay) * w)) ** 2
-                )
+                grad, w = exact(_whole(p.grad)), exact(_whole(p))
+                total += float(torch.linalg.vector_norm(grad / scale + decay * w)) ** 2
     return total
 
 
 def _whole(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor
-    return whole.to_dense() if whole.layout != torch.strided else whole
+    return whole
 
 
 def _zero_wrapper(optimizer: Any) -> Any:
@@ -238,78 +235,84 @@ def _zero_wrapper(optimizer: Any) -> Any:
     return optimizer
 
 
-def _gathered(value: Any) -> list[Any]:
-    """Return a list with the value of each rank."""
-    if not (dist.is_available() and dist.is_initialized()):
+def _has_process_group() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def _gathered(value: Any, group: Any = None) -> list[Any]:
+    """Return a list with the value of each rank of a group, by default of all ranks."""
+    if not _has_process_group():
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
     return values
 
 
-def _norms(inner: list[Any], watch: _Watch, zero: bool) -> list[Finding]:
-    apart = not (dist.is_available() and dist.is_initialized()) and environment.ranks() > 1
-    text = f"WORLD_SIZE is {environment.ranks()}, but there is no process group, so gradients are not averaged"
-    remedy = "call torch.distributed.init_process_group() and wrap the model in DDP or FSDP"
-    alone = [Finding("ranks", False, f"{text}; {remedy}")] if apart else []
-    seen = [*watch.squares, *(float(o.grad_norm) for o in inner)]
+def _norms(watch: _Watch) -> list[Finding]:
+    """Return a finding about the norm, and one about the ranks unless these need not agree."""
+    spanning = [o for o in watch.optimizers if o._norm_spans() == "global"]
+    seen = [*watch.squares, *(float(o.grad_norm) for o in watch.optimizers)]
     if not all(_gathered(all(map(math.isfinite, seen)))):
         text = "the gradient is NaN or infinite, so the step was skipped"
-        return [Finding("norm", False, f"{text}; lower the learning rate, or check the data for NaN"), *alone]
-    spanning = [o for o in inner if o._norm_spans() == "global"]
+        return [Finding("norm", False, f"{text}; lower the learning rate, or check the data for NaN"), *_ranks([])]
     if not spanning:
-        return [Finding("norm", True, "each tensor or group has its own norm"), *alone]
+        return [Finding("norm", True, "each tensor or group has its own norm"), *_ranks([])]
+    return [Finding("norm", *_judge_norm(watch, spanning)), *_ranks(spanning)]
+
+
+def _ranks(spanning: list[Any]) -> list[Finding]:
+    """Return a finding about the ranks: all need the same process group, and optimizers in `spanning` the same norm."""
+    if environment.ranks() > 1 and not _has_process_group():
+        text = f"WORLD_SIZE is {environment.ranks()}, but there is no process group, so gradients are not averaged"
+        remedy = "call torch.distributed.init_process_group() and wrap the model in DDP or FSDP"
+        return [Finding("ranks", False, f"{text}; {remedy}")]
+    if not spanning:
+        return []
+    norms = _gathered(float(spanning[0].grad_norm))
+    if all(math.isclose(norm, norms[0], rel_tol=TOLERANCE) for norm in norms):
+        return [Finding("ranks", True, f"all {len(norms)} ranks divide by the same norm")]
+    shown = ", ".join(f"{norm:.6g}" for norm in norms)
+    text = f"ranks divide by {shown}; wrap the model in DDP or FSDP; if ranks hold other parts of it, {REMEDY}"
+    return [Finding("ranks", False, text)]
+
+
+def _judge_norm(watch: _Watch, spanning: list[Any]) -> tuple[bool, str]:
+    """Return whether the optimizers in `spanning` divide by the norm of the whole gradient, and a text that says so."""
     norms = [float(o.grad_norm) for o in spanning]
-    ranks = _gathered(norms[0])
-    same = all(math.isclose(norm, ranks[0], rel_tol=TOLERANCE) for norm in ranks)
-    shown = ", ".join(f"{norm:.6g}" for norm in ranks)
-    remedy = "pass norm_group, or use sngm.optim.SharedNorm"
-    text = f"ranks divide by {shown}; wrap the model in DDP or FSDP; if ranks hold other parts of it, {remedy}"
-    between = Finding("ranks", same, f"all {len(ranks)} ranks divide by the same norm" if same else text)
-    between = alone[0] if alone else between
-    if zero:  # ZeRO gives the optimizer one part of the gradient at a time
-        return [Finding("norm", True, f"{norms[0]:.6g}, over all groups, by share_norm"), between]
-    square = sum(s for s, o in zip(watch.squares, inner, strict=True) if o in spanning)
+    if watch.zero is not None:  # ZeRO gives the optimizer one part of the gradient at a time
+        return True, f"{norms[0]:.6g}, over all groups, by share_norm"
+    square = sum(s for s, o in zip(watch.squares, watch.optimizers, strict=True) if o in spanning)
     group = next((o.norm_group or getattr(o.shared_norm, "norm_group", None) for o in spanning), None)
     if group is not None:
         if _replicated(spanning, group):
-            return [
-                Finding("norm", False, "norm_group adds up copies of one gradient: leave it out, as with DDP"),
-                between,
-            ]
-        parts: list[Any] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(parts, square, group=group)
-        square = sum(parts)
+            return False, "norm_group adds up copies of one gradient: leave it out, as with DDP"
+        square = sum(_gathered(square, group))
     whole = math.sqrt(square)
     wrong = [norm for norm in norms if not math.isclose(norm, whole, rel_tol=TOLERANCE)]
     if wrong:
-        text = f"the step divides by {wrong[0]:.6g}, but the norm of the whole gradient is {whole:.6g}; {remedy}"
-        return [Finding("norm", False, text), between]
-    return [Finding("norm", True, f"{whole:.6g}, that of the whole gradient"), between]
+        return False, f"the step divides by {wrong[0]:.6g}, but the norm of the whole gradient is {whole:.6g}; {REMEDY}"
+    return True, f"{whole:.6g}, that of the whole gradient"
 
 
 def _replicated(optimizers: list[Any], group: Any) -> bool:
     """Return whether the parameters are equal on all ranks of a group; DTensors are not compared."""
-    plain = [p for o in optimizers for g in o.param_groups for p in g["params"] if not is_dtensor(p)]
+    plain = [p for p in params_of(optimizers) if not is_dtensor(p)]
     prints = [(tuple(p.shape), float(p.detach().double().abs().sum())) for p in plain]
-    parts: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(parts, prints, group=group)
+    parts = _gathered(prints, group)
     return len(parts) > 1 and bool(prints) and all(part == parts[0] for part in parts)
 
 
-def _state(model: nn.Module, inner: list[Any], zero: bool) -> Finding:
-    live = {id(p) for p in model.parameters()}
-    params = [p for o in inner for g in o.param_groups for p in g["params"]]
-    strange = 0 if zero else sum(id(p) not in live for p in params)
-    if strange:
-        text = (
-            f"{strange} parameters in the groups are not the model's; build the optimizer from the model that you train"
-        )
-        return Finding("state", False, text)
-    owned = {id(p) for p in params}
-    stale = 0 if zero else sum(isinstance(p, Tensor) and id(p) not in owned for o in inner for p in o.state)
-    if stale:
-        return Finding("state", False, f"state of {stale} parameters that are in no group; delete optimizer.state[p]")
+def _state(watch: _Watch) -> Finding:
+    if watch.zero is None:  # ZeRO replaces the parameters in the groups
+        live = {id(p) for p in watch.model.parameters()}
+        owned = {id(p) for p in params_of(watch.optimizers)}
+        if strange := len(owned - live):
+            text = f"{strange} parameters in the groups are not the model's"
+            return Finding("state", False, f"{text}; build the optimizer from the model that you train")
+        held = {id(p) for o in watch.optimizers for p in o.state if isinstance(p, Tensor)}
+        if stale := len(held - owned):
+            text = f"state of {stale} parameters that are in no group; delete optimizer.state[p]"
+            return Finding("state", False, text)
     return Finding("state", True, "belongs to the parameters of the model")
 
 
@@ -321,28 +324,25 @@ def _coupled(inner: list[Any]) -> bool:
     )
 
 
-def _clipping(inner: list[Any], watch: _Watch) -> Finding:
+def _clipping(watch: _Watch) -> Finding:
     if watch.value_clip is not None:
         text = f"of single entries, at {watch.value_clip:g}; it changes the direction of the gradient; turn it off"
         return Finding("clipping", False, text)
     if not watch.clips:
         return Finding("clipping", True, "none seen")
     limit, norm = min(watch.clips, key=lambda clip: clip[0] / clip[1] if clip[1] > 0 else math.inf)
-    if not _coupled(inner):
+    if not _coupled(watch.optimizers):
         return Finding("clipping", True, f"on, at {limit:g}; without effect, because the step is normalised")
     effect = "shifts the balance with weight decay; turn it off"
     if norm <= limit:
-        text = (
-            f"on, but without effect on this step: the norm {norm:.3g} is below {limit:g}; where it clips, it {effect}"
-        )
-        return Finding("clipping", None, text)
-    return Finding(
-        "clipping", False, f"on, at {limit:g}; it multiplied this gradient by {limit / norm:.3g} and {effect}"
-    )
+        text = f"on, but without effect on this step: the norm {norm:.3g} is below {limit:g}"
+        return Finding("clipping", None, f"{text}; where it clips, it {effect}")
+    text = f"on, at {limit:g}; it multiplied this gradient by {limit / norm:.3g}"
+    return Finding("clipping", False, f"{text} and {effect}")
 
 
-def _momentum(inner: list[Any]) -> Finding:
-    for optimizer in inner:
+def _momentum(watch: _Watch) -> Finding:
+    for optimizer in watch.optimizers:
         for group in optimizer.param_groups:
             if "max_momentum" in group and "momentum" in group:
                 now, built = group["momentum"], optimizer.defaults["momentum"]
