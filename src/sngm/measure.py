@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,12 @@ from .training import RunConfig
 from .training.distributed import choose_device
 
 
-class Measurement(Mapping[str, Any]):
-    """The result of `probe` or `advise`: a mapping that is shown as readable text."""
+class Measurement(dict[str, Any]):
+    """The result of `probe` or `advise`: a dictionary that is shown as readable text."""
 
     def __init__(self, values: dict[str, Any], text: str) -> None:
-        self._values, self._text = values, text
-
-    def __getitem__(self, key: str) -> Any:
-        return self._values[key]
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
+        super().__init__(values)
+        self._text = text
 
     def __repr__(self) -> str:
         return self._text
@@ -84,9 +76,8 @@ def probe_task(config: RunConfig, options: ProbeOptions, execution: Execution, p
     from .probes.text import in_words
 
     with step_progress(progress, on_cpu=choose_device(execution.device).type == "cpu") as show:
-        how: dict[str, Any] = {"progress": show, "say": teller(progress)}
         where: dict[str, Any] = {"device": execution.device, "data_dir": execution.data_dir}
-        found = pilot.along(config, **as_dict(options), **where, **how)
+        found = pilot.along(config, **as_dict(options), **where, progress=show, say=teller(progress))
     return Measurement(found, in_words(found))
 
 
