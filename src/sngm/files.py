@@ -132,28 +132,19 @@ def check_writable(folder: Path, argument: str = "out") -> None:
         raise UsageError(f"{there}: {error.strerror}; name another folder with `{argument}`") from error
 
 
-MOST_LEVELS = 100  # the deepest nesting of a JSON file; records have five levels
-
-
 def read_json(path: Path) -> Any:
     """Read a JSON file.
 
     Raises:
-        BrokenRecord: the file is not JSON, or is nested more than `MOST_LEVELS` deep.
+        BrokenRecord: the file is not JSON, or is nested too deeply to be processed.
     """
     try:
         value = json.loads(path.read_bytes())  # bytes, because JSON is UTF-8 in any locale
+        finite(value)  # raises RecursionError here, not later
+        return value
     except (ValueError, RecursionError) as error:
         why = "nested too deeply" if isinstance(error, RecursionError) else error
         raise BrokenRecord(f"{path} is not readable as JSON ({why})") from error
-    level: list[Any] = [value]
-    for _ in range(MOST_LEVELS):
-        level = [
-            one for of in level if isinstance(of, (dict, list)) for one in (of.values() if isinstance(of, dict) else of)
-        ]
-        if not level:
-            return value
-    raise BrokenRecord(f"{path} is nested more than {MOST_LEVELS} deep")
 
 
 def finite(value: Any) -> Any:
