@@ -1,5 +1,6 @@
 """Criteo: conversion of text to arrays, malformed text, synthetic rows; DeepFM; and AUC."""
 
+import functools
 import gzip
 import hashlib
 import json
@@ -138,7 +139,6 @@ def test_the_default_is_the_sample_of_80k():
     shutil.copy(REAL / "dac_sample_80k.tsv", "criteo")
     found = load_criteo(Path(), **quiet)
     assert [len(rows) for rows in splits(found)] == [51_200, 12_800, 16_000]
-    assert sum(found.facts["positives"].values()) == sum(int(rows.tensors[2].sum()) for rows in splits(found))
     train = found.train.tensors
     assert (train[0].min(), train[0].max()) == (0, 1), "the scales are those of the training rows"
     assert (found.train.tensors[1] != 1).all(), "no training category is unseen"
@@ -179,12 +179,13 @@ def test_integers_and_categories_to_their_limits():
         ]
     )
     found = parse(text.encode() + b"\n")
+    keys = found.rows["keys"]
     assert found.verdicts.tolist() == [0, 0, 0]
-    assert found.labels.tolist() == [1, 0, 1]
-    assert found.integers[0, :8].tolist() == [-1, int(high), -int(high), 0, 7, 0, 0, 3]
-    assert found.keys[0, :4].tolist() == [int.from_bytes(b.ljust(8, b"\0")) for b in (b"", b"x", b"12345678", b"ab")]
-    assert found.keys[1, 25] == 0
-    assert found.keys[2, 0] == int.from_bytes("ä".encode().ljust(8, b"\0"))
+    assert found.rows["label"].tolist() == [1, 0, 1]
+    assert found.rows["integers"][0, :8].tolist() == [-1, int(high), -int(high), 0, 7, 0, 0, 3]
+    assert keys[0, :4].tolist() == [int.from_bytes(b.ljust(8, b"\0")) for b in (b"", b"x", b"12345678", b"ab")]
+    assert keys[1, 25] == 0
+    assert keys[2, 0] == int.from_bytes("ä".encode().ljust(8, b"\0"))
     assert (found.missing[3], found.missing[13], found.missing[38], found.missing.sum()) == (1, 1, 1, 3)
 
 
@@ -235,9 +236,12 @@ def test_a_malformed_row_is_left_out_counted_and_named(line, why):
         "reasons": {reason: 1},
         "first": [{"file": "rows.tsv", "line": 9, "why": reason}],
     }
-    shutil.rmtree("criteo")
-    assert everything(put([*before, *after])) == everything(found)
-    shutil.rmtree("criteo")
+    assert everything(found) == rows_without_errors()
+
+
+@functools.cache
+def rows_without_errors():
+    return everything(put(many(17), "good.tsv"))
 
 
 def test_all_malformed_rows_count_and_the_first_ten_are_named_over_pieces_and_files(monkeypatch):
@@ -263,12 +267,16 @@ def test_all_malformed_rows_count_and_the_first_ten_are_named_over_pieces_and_fi
 def test_crlf_gzip_pieces_and_a_last_line_without_its_end_change_nothing(monkeypatch):
     lines = [*many(60), row(1, C26=""), row(0, C26="12345678")]
     wanted = everything(put(lines))
-    for chunk in (1 << 23, 300, 1 << 12):
+    for chunk, end, last, name in (
+        (1 << 23, "\r\n", True, "plain.tsv"),
+        (1 << 23, "\n", False, "packed.gz"),
+        (300, "\n", True, "packed.gz"),
+        (300, "\r\n", False, "plain.tsv"),
+        (1 << 12, "\r\n", True, "packed.gz"),
+        (1 << 12, "\n", False, "plain.tsv"),
+    ):
         monkeypatch.setattr(criteo_text, "CHUNK", chunk)
-        for end in ("\n", "\r\n"):
-            for last in (True, False):
-                for name in ("plain.tsv", "packed.gz"):
-                    assert everything(put(lines, name, end, last)) == wanted
+        assert everything(put(lines, name, end, last)) == wanted
     members = b"".join(gzip.compress("\n".join(part).encode() + b"\n") for part in (lines[:9], lines[9:]))
     Path("criteo/two_members").write_bytes(members)
     assert everything(load("two_members")) == wanted
@@ -546,15 +554,16 @@ def test_the_text_of_made_up_rows_says_what_they_are():
     made = CriteoLike(5000, sizes=cardinalities(20_000), missing=0.2)
     truth, found = made.block(0, 5000), parse(made.text(0, 5000))
     assert not found.verdicts.any()
-    assert (found.labels == truth.labels).all()
-    assert (found.integers == np.where(truth.missing[:, :13], 0, truth.integers)).all()
+    integers, keys = found.rows["integers"], found.rows["keys"]
+    assert (found.rows["label"] == truth.labels).all()
+    assert (integers == np.where(truth.missing[:, :13], 0, truth.integers)).all()
     assert (found.missing == truth.missing.sum(0)).all()
-    assert ((found.keys == 0) == truth.missing[:, 13:]).all()
+    assert ((keys == 0) == truth.missing[:, 13:]).all()
     for field in range(26):
         there = ~truth.missing[:, 13 + field]
-        pairs = set(zip(truth.categories[there, field].tolist(), found.keys[there, field].tolist(), strict=True))
+        pairs = set(zip(truth.categories[there, field].tolist(), keys[there, field].tolist(), strict=True))
         assert len(pairs) == len({a for a, _ in pairs}) == len({b for _, b in pairs})
-    assert found.integers[:, 1].min() == -2
+    assert integers[:, 1].min() == -2
     assert abs(truth.missing.mean() - 0.2) < 0.01
 
 
@@ -728,17 +737,17 @@ def test_deepfm_begins_as_deepctr_torch_does():
 
 def test_deepfm_learns_the_truth_of_made_up_rows():
     Path("criteo").mkdir()
-    made = CriteoLike(20_000, sizes=[8] * 26, missing=0.05)
+    made = CriteoLike(6000, sizes=[4] * 26, missing=0.05)
     made.write(Path("criteo/rows.tsv"))
-    truth = made.block(0, 20_000)
+    truth = made.block(0, 6000)
     best = roc_auc_score(truth.labels, truth.logits)
     found = load()
     torch.manual_seed(0)
     model = DeepFM(found.field_sizes)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
     train = found.train.to("cpu")
     for _ in range(2):
-        for indices in torch.randperm(len(train)).split(512):
+        for indices in torch.randperm(len(train)).split(256):
             dense, categories, labels = train[indices]
             loss = binary_cross_entropy_with_logits(model(dense, categories), labels)
             optimizer.zero_grad()
@@ -797,12 +806,12 @@ def test_auc_that_is_not_defined_is_nan():
         log_loss(torch.rand(5, 1), torch.rand(5, 1))
 
 
-def test_auc_of_a_million():
+def test_auc_of_many_scores_does_not_depend_on_their_order():
     rng = np.random.default_rng(0)
-    labels = rng.random(1_000_000) < 0.03
-    for scores in (rng.standard_normal(1_000_000) + labels, np.round(rng.standard_normal(1_000_000) + labels, 1)):
+    labels = rng.random(100_000) < 0.03
+    for scores in (rng.standard_normal(100_000) + labels, np.round(rng.standard_normal(100_000) + labels, 1)):
         agree(scores, labels)
-    order = torch.randperm(1_000_000)
+    order = torch.randperm(100_000)
     a = torch.from_numpy(scores)
     assert auc(a, torch.from_numpy(labels)) == auc(a[order], torch.from_numpy(labels)[order]), "to the last bit"
 

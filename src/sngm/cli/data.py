@@ -6,7 +6,6 @@ import contextlib
 import json
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -16,6 +15,7 @@ import typer
 
 from ..errors import DataMissing, Interrupted, UsageError
 from ..options import DATA_DIR
+from ..progress import note
 from .exit_codes import with_flags
 from .options import DATA, JSON, examples, verbs
 
@@ -31,7 +31,6 @@ verb = verbs(app)
 # option of the commands of `sngm data`. It does not read SNGM_DATA, which would override `sngm data --data-dir`.
 OWN_DATA = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR)]
 MAX_SHOWN = 10  # problems in one message; --json lists all
-INTERVAL = 5.0  # seconds between two lines of progress
 
 
 @app.callback(
@@ -162,18 +161,12 @@ def _progress(unit: str) -> Iterator[tuple[Show, Say]]:
     On a terminal, progress is a bar from the first call on; elsewhere it is a line every few seconds.
     """
     if not sys.stderr.isatty():
+        from ..data.conversion import throttled
         from ..data.fetch import tell
 
-        last = time.monotonic()
+        line = throttled(note)
         size, digits = (1e6, 1) if unit == "MB" else (1, 0)
-
-        def show(done: int, total: int) -> None:
-            nonlocal last
-            if time.monotonic() - last >= INTERVAL:
-                last = time.monotonic()
-                print(f"{done / size:,.{digits}f} of {total / size:,.{digits}f} {unit}", file=sys.stderr, flush=True)
-
-        yield show, tell
+        yield lambda done, total: line(f"{done / size:,.{digits}f} of {total / size:,.{digits}f} {unit}"), tell
         return
     from rich import progress
     from rich.console import Console

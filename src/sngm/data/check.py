@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+
+from torch import Tensor
 
 from ..errors import DataMissing, Failed, UsageError
 from . import tiny_imagenet
@@ -16,7 +17,7 @@ from .conversion import verify
 from .criteo import find_criteo, load_criteo
 from .data_dirs import data_roots
 from .fetch import Show, digest
-from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet
+from .imagenet import CLASSES, OFFICIAL, ImageFolder, find_imagenet, in_threads
 from .tiny_imagenet import find_tiny_imagenet, load_tiny_imagenet
 from .wikitext import FOLDER, TOKENS, WORDS, find_wikitext2, load_wikitext2
 
@@ -36,8 +37,6 @@ CRITEO_ROWS = 80_000  # rows of the default sample
 # First bytes of an image file, and bytes near the end of the file. One of the official .JPEG files is a PNG.
 SIGNATURES = {b"\xff\xd8": b"\xff\xd9", b"\x89PNG": b"IEND"}
 TAIL = 64  # bytes searched at the end of a file: some programs append a few bytes after the end of the image
-THREADS = 16  # parallel reads are faster, above all on network disks
-SLICE = 500  # files that a thread checks between two progress reports
 
 
 @dataclass(slots=True)
@@ -68,13 +67,14 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
         show: for datasets of many files, called with the number of files read so far and the total number.
     """
     if dataset in ("cifar10", "cifar100"):
+        classes = int(dataset.removeprefix("cifar"))
         forms = [
             (layout, r if r.name == layout.folder else r / layout.folder)
             for r in data_roots(root)
-            for layout in layouts(int(dataset[5:]))
+            for layout in layouts(classes)
         ]
-        if present := [(layout, folder) for layout, folder in forms if folder.is_dir()]:
-            return [_check(dataset, folder, partial(_cifar, layout)) for layout, folder in present]
+        present = [(layout, folder) for layout, folder in forms if folder.is_dir()] or [find_cifar(root, classes)]
+        return [_check(dataset, folder, partial(_cifar, layout)) for layout, folder in present]
     try:
         folder = find(dataset, root)
     except DataMissing as error:
@@ -82,13 +82,14 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
         begun = [r / own for r in data_roots(root) if own and (r / own).is_dir()]
         if not begun:
             raise
-        return [Finding(dataset, str(begun[0]), wrong=[_reason(error)])]  # an incomplete dataset
+        return [Finding(dataset, str(begun[0]), wrong=[str(error)])]  # an incomplete dataset
     inspect = {
         "imagenet": partial(_imagenet, show),
-        "tiny-imagenet": partial(_tiny_imagenet, root),
-        "criteo": partial(_criteo, root),
+        "tiny-imagenet": _tiny_imagenet,
+        "criteo": _criteo,
+        "wikitext2": _wikitext2,
     }
-    return [_check(dataset, folder, inspect.get(dataset, partial(_wikitext2, root)))]
+    return [_check(dataset, folder, inspect[dataset])]
 
 
 def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) -> Finding:
@@ -100,17 +101,21 @@ def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) 
             seen = inspect(finding, folder)
         finding.seen = "" if finding.wrong else seen
     except (OSError, UsageError, Failed) as error:  # of a decoder that is not installed, or a full disk
-        finding.wrong.append(_reason(error))
+        named = isinstance(error, OSError) and error.filename
+        finding.wrong.append(f"{error.filename}: {error.strerror}" if named else str(error))
     return finding
 
 
-def _reason(error: Exception) -> str:
-    return f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else str(error)
+def _check_balance(finding: Finding, split: str, labels: Tensor, classes: Sequence[int | str]) -> None:
+    """Add an error to a finding unless all classes are equally frequent."""
+    often = labels.bincount(minlength=len(classes)).tolist()
+    least, most = min(often), max(often)
+    if least != most:
+        rare, frequent = classes[often.index(least)], classes[often.index(most)]
+        finding.wrong.append(f"{split} class {rare} occurs {least} times and class {frequent} {most} times")
 
 
 def _cifar(layout: Layout, finding: Finding, folder: Path) -> str:
-    if absent := [name for name in layout.files if not (folder / name).is_file()]:
-        raise DataMissing(f"{folder} lacks {', '.join(absent)}")
     splits, counts = read(layout, folder)
     algorithm = "sha256" if layout.form == "binary" else "md5"
     for (name, n), checksum in zip(counts.items(), layout.checksums.split(), strict=True):
@@ -119,20 +124,15 @@ def _cifar(layout: Layout, finding: Finding, folder: Path) -> str:
         elif (found := digest(folder / name, algorithm)) != checksum:
             finding.wrong.append(f"{folder / name} has the {algorithm.upper()} {found}, not {checksum}")
     for word, (images, labels) in zip(("training", "test"), splits, strict=True):
-        often = labels.bincount(minlength=layout.classes)
-        if often.min() != often.max():
-            least, most = int(often.argmin()), int(often.argmax())
-            finding.wrong.append(
-                f"{folder}: {word} class {least} occurs {often[least]} times and class {most} {often[most]} times"
-            )
+        _check_balance(finding, f"{folder}: {word}", labels, range(layout.classes))
         if images.min() != 0 or images.max() != 255:
             finding.wrong.append(f"{folder}: {word} pixels go from {images.min()} to {images.max()}, not from 0 to 255")
     return f"{sum(counts.values()):,} images, each class equally often, {algorithm.upper()} checksums as published"
 
 
-def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
+def _criteo(finding: Finding, folder: Path) -> str:
     """Check the arrays converted from the default sample; there is no published checksum of the sample itself."""
-    found = load_criteo(root)
+    found = load_criteo(folder)
     finding.wrong = verify(found.folder)
     rows, bad = sum(found.facts["rows"].values()), found.facts["malformed"]
     if bad["rows"]:  # malformed rows, which training leaves out; a truncated file has one
@@ -143,26 +143,23 @@ def _criteo(root: Path | None, finding: Finding, folder: Path) -> str:
     return f"{rows:,} rows, 0 malformed{odd}, checksums of the converted arrays right"
 
 
-def _tiny_imagenet(root: Path | None, finding: Finding, folder: Path) -> str:
+def _tiny_imagenet(finding: Finding, folder: Path) -> str:
     """Check the numbers of images, and checksums of the decoded images, which are decoded first if necessary."""
-    found = load_tiny_imagenet(root)
+    found = load_tiny_imagenet(folder)
     finding.wrong = verify(found.folder)
     if len(found.classes) != tiny_imagenet.CLASSES:
         finding.wrong.append(f"{folder} holds {len(found.classes)} classes, not {tiny_imagenet.CLASSES}")
     for (split, wanted), samples in zip(tiny_imagenet.OFFICIAL.items(), (found.train, found.val), strict=True):
-        often = samples.tensors[1].bincount(minlength=len(found.classes))
         if len(samples) != wanted:
             finding.wrong.append(f"{folder / split} holds {len(samples):,} images, not {wanted:,}")
-        elif often.min() != often.max():
-            least = int(often.argmin())
-            finding.wrong.append(f"{folder / split} holds {often[least]} images of {found.classes[least]}")
+        _check_balance(finding, f"{folder / split}:", samples.tensors[1], found.classes)
     total = sum(tiny_imagenet.OFFICIAL.values())
     return f"{total:,} images, each class equally often, checksums of the decoded images right"
 
 
-def _wikitext2(root: Path | None, finding: Finding, folder: Path) -> str:
+def _wikitext2(finding: Finding, folder: Path) -> str:
     """Compare the number of words in each file with the published number."""
-    found = load_wikitext2(root)
+    found = load_wikitext2(folder)
     for split, wanted in TOKENS.items():
         if (count := len(getattr(found, split))) != wanted:
             finding.wrong.append(f"{folder}: {split} holds {count:,} words, not {wanted:,}")
@@ -179,23 +176,18 @@ def _imagenet(show: Show, finding: Finding, folder: Path) -> str:
             finding.wrong.append(f"{images.folder} holds {len(images.classes):,} classes, not {CLASSES:,}")
         if len(images) != wanted:
             finding.wrong.append(f"{images.folder} holds {len(images):,} images, not {wanted:,}")
-    parts = [(images, range(len(images))[at : at + SLICE]) for images in splits for at in range(0, len(images), SLICE)]
     done, total = 0, sum(map(len, splits))
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        for (_, part), (wrong, doubtful) in zip(parts, pool.map(_check_files, parts), strict=True):
+    for images in splits:
+        for count, wrong, doubtful in in_threads(partial(_check_files, images), range(len(images))):
             finding.wrong += wrong
             finding.doubtful += doubtful
-            done += len(part)
+            done += count
             show(done, total)
-    finally:
-        pool.shutdown(cancel_futures=True)  # so that Ctrl-C does not wait for a million files
     return f"{total:,} images of {CLASSES:,} classes, all with the first bytes of an image file"
 
 
-def _check_files(part: tuple[ImageFolder, range]) -> tuple[list[str], list[str]]:
-    """Return the errors of some files, and the paths of files that may be truncated."""
-    images, indices = part
+def _check_files(images: ImageFolder, indices: range) -> tuple[int, list[str], list[str]]:
+    """Return the number of some files, their errors, and the paths of those that may be truncated."""
     wrong: list[str] = []
     doubtful: list[str] = []
     for path in map(images.file, indices):
@@ -212,4 +204,4 @@ def _check_files(part: tuple[ImageFolder, range]) -> tuple[list[str], list[str]]
             wrong.append(f"{path} is no JPEG and no PNG file")
         elif end not in last:
             doubtful.append(path)
-    return wrong, doubtful
+    return len(indices), wrong, doubtful

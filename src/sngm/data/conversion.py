@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import Failed
 from ..files import locked
-from .fetch import digest
+from .fetch import digest, tell
 
 Show = Callable[[str], None]
 T = TypeVar("T")
@@ -33,12 +33,11 @@ def load_or_convert(
     source: Path,
     dataset: str,
     key: Sequence[Any],
-    load: Callable[[Path], T | None],
-    convert: Callable[[Path], None],
+    load: Callable[[Path, dict[str, Any]], T | None],
+    convert: Callable[[Path, Show], None],
     *,
-    title: str,
     space: str,
-    show: Show,
+    show: Show | None,
 ) -> T:
     """Load the converted form of a dataset; if it is missing, incomplete or outdated, convert the dataset first.
 
@@ -47,32 +46,37 @@ def load_or_convert(
 
     Args:
         source: folder of the dataset.
-        dataset: name of its folder in ``~/.cache/sngm``.
+        dataset: name of the dataset in messages, and of its folder in ``~/.cache/sngm``.
         key: values, of JSON types, that the converted arrays depend on besides the content of `source`.
-        load: returns the converted form in a folder, or None if it must be converted.
-        convert: writes the converted form into a folder.
-        title: name of the data in messages.
+        load: returns the converted form in a folder, given the content of its facts.json; None if it is outdated.
+        convert: writes the arrays and facts.json into a folder, and calls its second argument with lines of progress.
         space: the disk space that a conversion takes, for the message about a full disk.
-        show: called with messages for the user.
+        show: called with messages for the user; None: print them on stderr.
     """
+    shown = show or (lambda text: tell(f"{dataset}: {text}"))
+
+    def loaded(folder: Path) -> T | None:
+        facts = _read_facts(folder)
+        return None if facts is None else load(folder, facts)
+
     beside, cache = source / ".sngm", Path.home() / ".cache" / "sngm" / dataset / ".sngm"
     for folder, of in ((beside, ""), (cache, str(source))):
         name = hashlib.sha256(json.dumps([*key, of]).encode()).hexdigest()[:16]
         target = folder / name
         if not writable(folder, name):
-            if (found := load(target)) is not None:  # converted by another user
+            if (found := loaded(target)) is not None:  # converted by another user
                 return found
             continue
-        with locked(folder, f".{name}.lock", waiting=lambda: show(f"another process is converting {title}")):
-            found = load(target)
+        with locked(folder, f".{name}.lock", waiting=lambda: shown("another process is converting the data")):
+            found = loaded(target)
             if found is None:
                 with _atomic_folder(target, space) as aside:
-                    convert(aside)
-                found = load(target)  # with the lock held: another process could replace it
+                    convert(aside, shown)
+                found = loaded(target)  # with the lock held: another process could replace it
             if found is None:
                 raise Failed(f"{source} changed while it was read; try again")
             return found
-    raise Failed(f"neither {beside} nor {cache} is writable, and {title} must be converted; make one writable")
+    raise Failed(f"neither {beside} nor {cache} is writable, and {dataset} must be converted; make one writable")
 
 
 def writable(folder: Path, name: str) -> bool:
@@ -124,9 +128,14 @@ def flushed(files: Iterable[IO[bytes]]) -> dict[str, dict[str, Any]]:
     return found
 
 
-def complete(folder: Path, arrays: dict[str, dict[str, Any]]) -> bool:
-    """Return whether the arrays of a converted form have their recorded sizes; raise OSError if one is missing."""
-    return all((folder / name).stat().st_size == array["bytes"] for name, array in arrays.items())
+def _read_facts(folder: Path) -> dict[str, Any] | None:
+    """Return the content of facts.json in a converted form; None if this file or an array is missing or incomplete."""
+    try:
+        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
+        whole = all((folder / name).stat().st_size == array["bytes"] for name, array in facts["arrays"].items())
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return facts if whole else None
 
 
 def verify(folder: Path) -> list[str]:

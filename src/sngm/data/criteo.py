@@ -15,7 +15,6 @@ a field share one number.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import warnings
 from collections.abc import Sequence
@@ -29,8 +28,8 @@ from torch import Tensor
 
 from ..errors import DataMissing, UsageError
 from ..files import write_json
-from .conversion import FACTS, Show, complete, load_or_convert
-from .criteo_convert import SPLITS, VERSION, convert, say
+from .conversion import FACTS, Show, load_or_convert
+from .criteo_convert import SPLITS, VERSION, convert
 from .data_dirs import data_roots, missing
 from .fetch import digest
 from .tensors import Tensors
@@ -82,12 +81,6 @@ class Criteo:
     facts: dict[str, Any]
     folder: Path
 
-    @classmethod
-    def open(cls, folder: Path, facts: dict[str, Any]) -> Criteo:
-        """Memory-map the arrays of a folder that a conversion wrote."""
-        train, validation, test = (_map(folder, split) for split in SPLITS)
-        return cls(train, validation, test, facts["field_sizes"], facts, folder)
-
     @property
     def spans(self) -> list[float]:
         """Divisor of each integer column: its maximum minus its minimum, or 1 if the column is constant."""
@@ -132,7 +125,25 @@ def load_criteo(
     """
     if not 0 <= split_seed < 2**32:
         raise UsageError(f"split_seed must be from 0 to 2**32 - 1, got {split_seed}")
-    found = _converted(find_criteo(root, files), split_seed, show or say)
+    paths = find_criteo(root, files)
+    parent = paths[0].parent.resolve()
+    names = [os.path.relpath(path.resolve(), parent) for path in paths]
+
+    def load(folder: Path, facts: dict[str, Any]) -> Criteo | None:
+        if not _is_current(folder, facts, paths):
+            return None
+        train, validation, test = (_map(folder, split) for split in SPLITS)
+        return Criteo(train, validation, test, facts["field_sizes"], facts, folder)
+
+    found = load_or_convert(
+        parent,
+        "criteo",
+        [VERSION, split_seed, names],
+        load,
+        lambda folder, shown: convert(paths, names, split_seed, folder, shown),
+        space="about 500 bytes per row",
+        show=show,
+    )
     bad = found.facts["malformed"]
     if bad["rows"]:
         first, total = bad["first"][0], bad["rows"] + sum(found.facts["rows"].values())
@@ -147,46 +158,19 @@ def load_criteo(
 # ---------------------------------------------------------------- the folder of the converted form
 
 
-def _converted(paths: list[Path], seed: int, show: Show) -> Criteo:
-    """Open the converted arrays; if they are missing, incomplete or outdated, convert the text first."""
-    parent = paths[0].parent.resolve()
-    names = [os.path.relpath(path.resolve(), parent) for path in paths]
-
-    def load(folder: Path) -> Criteo | None:
-        facts = _facts(folder, paths)
-        return None if facts is None else Criteo.open(folder, facts)
-
-    return load_or_convert(
-        parent,
-        "criteo",
-        [VERSION, seed, names],
-        load,
-        lambda folder: convert(paths, names, seed, folder, show),
-        title="Criteo's rows",
-        space="about 500 bytes per row",
-        show=show,
-    )
-
-
-def _facts(folder: Path, paths: list[Path]) -> dict[str, Any] | None:
-    """Return facts.json of a converted folder; None if it is missing or incomplete, or the text has changed since."""
-    try:
-        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-        if not complete(folder, facts["arrays"]):
-            return None
-        touched = False
-        for path, known in zip(paths, facts["sources"], strict=True):
-            state = path.stat()
-            if state.st_mtime_ns != known["mtime_ns"] or state.st_size != known["bytes"]:
-                if state.st_size != known["bytes"] or digest(path, "sha256") != known["sha256"]:
-                    return None
-                known["mtime_ns"], touched = state.st_mtime_ns, True
-        if touched:
+def _is_current(folder: Path, facts: dict[str, Any], paths: list[Path]) -> bool:
+    """Return whether the text files still have the content from which they were converted."""
+    for path, known in zip(paths, facts["sources"], strict=True):
+        state = path.stat()
+        if state.st_size != known["bytes"]:
+            return False
+        if state.st_mtime_ns != known["mtime_ns"]:
+            if digest(path, "sha256") != known["sha256"]:
+                return False
+            known["mtime_ns"] = state.st_mtime_ns
             with contextlib.suppress(OSError):  # the file may belong to another user
                 write_json(folder / FACTS, facts)
-        return facts
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    return True
 
 
 def _map(folder: Path, split: str) -> Rows:

@@ -1,7 +1,7 @@
 """Conversion of Criteo's text, a click per line, to arrays: labels, scaled integers and numbered categories.
 
-The first pass reads the text into temporary files of fixed-size rows. The second pass finds scales and categories in
-these files, and the third encodes the rows. Every pass works on blocks of rows, so that memory holds only a block, the
+The first pass reads the text into a temporary file of fixed-size rows. The second pass finds scales and categories in
+this file, and the third encodes the rows. Every pass works on blocks of rows, so that memory holds only a block, the
 distinct categories, and a byte for each row.
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -21,14 +20,13 @@ import numpy as np
 from ..errors import DataMissing, Failed, UsageError
 from ..files import write_json
 from .conversion import FACTS, Show, flushed, new_array, throttled
-from .criteo_text import CATEGORIES, INTEGERS, REASONS, Array, parse, whole_lines
+from .criteo_text import CATEGORIES, INTEGERS, REASONS, ROW, Array, parse, whole_lines
 from .fetch import digest
 
 VERSION = 1  # of the converted arrays; those of another version are made again
 SPLITS = ("train", "validation", "test")
 MISSING, UNSEEN, FIRST = 0, 1, 2  # numbers for a missing category, an unseen one, and the first category of a field
 NAMES = (*(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27)))
-RAW = (("u1", 1), ("<i8", INTEGERS), ("<u8", CATEGORIES))  # parsed labels, integers and categories: dtype and columns
 # The arrays of a split: dtype, and the shape of a row.
 KINDS = {"dense": ("<f4", (INTEGERS,)), "categories": ("<i4", (CATEGORIES,)), "labels": ("|u1", ())}
 
@@ -42,7 +40,7 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
     progress = throttled(show)
     show(f"converting {len(paths)} file{'s' * (len(paths) > 1)} of Criteo's rows once, into {folder.parent}")
     with contextlib.ExitStack() as stack:
-        raw: list[IO[bytes]] = [stack.enter_context(tempfile.TemporaryFile(dir=folder)) for _ in RAW]
+        raw = stack.enter_context(tempfile.TemporaryFile(dir=folder))
         sources, malformed, absent = _read(paths, names, raw, progress)
         rows = sum(source["rows"] for source in sources)
         if rows < 3:
@@ -55,7 +53,7 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
             for split, count in zip(SPLITS, counts, strict=True)
             for kind, (dtype, shape) in KINDS.items()
         }
-        unseen, positives = _encode(raw, splits, least, most, words, arrays, progress)
+        unseen = _encode(raw, splits, least, most, words, arrays, progress)
         every = np.concatenate(words)
         arrays["vocabulary.npy"] = new_array(stack, folder / "vocabulary.npy", every.shape, "<u8")
         arrays["vocabulary.npy"].write(every.tobytes())
@@ -63,7 +61,6 @@ def convert(paths: list[Path], names: list[str], seed: int, folder: Path, show: 
             "version": VERSION,
             "split_seed": seed,
             "rows": dict(zip(SPLITS, counts, strict=True)),
-            "positives": dict(zip(SPLITS, positives, strict=True)),
             "field_sizes": [FIRST + len(field) for field in words],
             "malformed": malformed,
             "missing": dict(zip(NAMES, absent.tolist(), strict=True)),
@@ -99,7 +96,7 @@ def split_of(rows: int, seed: int) -> Array:
 
 
 def _read(
-    paths: list[Path], names: list[str], raw: list[IO[bytes]], progress: Show
+    paths: list[Path], names: list[str], raw: IO[bytes], progress: Show
 ) -> tuple[list[dict[str, Any]], dict[str, Any], Array]:
     """Write all good rows to `raw`; return facts on files, facts on malformed lines, and missing values per column."""
     total, before = sum(path.stat().st_size for path in paths), 0
@@ -110,8 +107,7 @@ def _read(
         counts, state = np.zeros_like(reasons), path.stat()
         for text, done in whole_lines(path):
             lines = parse(text)
-            for file, values in zip(raw, (lines.labels, lines.integers, lines.keys), strict=True):
-                file.write(values.tobytes())
+            raw.write(lines.rows.tobytes())
             absent += lines.missing
             for index in np.flatnonzero(lines.verdicts)[: MAX_NAMED - len(first)].tolist():
                 why = REASONS[lines.verdicts[index] - 1]
@@ -139,20 +135,15 @@ def _read(
     return sources, {"rows": int(reasons[1:].sum()), "reasons": wrong, "first": first}, absent
 
 
-def _blocks(raw: list[IO[bytes]], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
+def _blocks(raw: IO[bytes], splits: Array) -> Iterator[tuple[slice, Array, Array, Array]]:
     """Yield blocks of rows: a slice of row numbers, labels, and integers and category keys of shape (columns, rows)."""
-    for file in raw:
-        file.seek(0)
+    raw.seek(0)
     for start in range(0, len(splits), BLOCK):
-        count = min(BLOCK, len(splits) - start)
-        labels, integers, keys = (
-            np.frombuffer(file.read(count * width * int(dtype[-1])), dtype).reshape(count, width).T.copy()
-            for file, (dtype, width) in zip(raw, RAW, strict=True)
-        )
-        yield slice(start, start + count), labels[0], integers, keys
+        rows = np.frombuffer(raw.read(BLOCK * ROW.itemsize), ROW)
+        yield slice(start, start + len(rows)), rows["label"], rows["integers"].T.copy(), rows["keys"].T.copy()
 
 
-def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
+def _fit(raw: IO[bytes], splits: Array, progress: Show) -> tuple[Array, Array, list[Array]]:
     """Return, for the training rows, minimum and maximum of each integer column, and each field's sorted categories."""
     limits = np.iinfo(np.int64)
     least, most = np.full(INTEGERS, limits.max), np.full(INTEGERS, limits.min)
@@ -172,18 +163,18 @@ def _fit(raw: list[IO[bytes]], splits: Array, progress: Show) -> tuple[Array, Ar
 
 
 def _encode(
-    raw: list[IO[bytes]],
+    raw: IO[bytes],
     splits: Array,
     least: Array,
     most: Array,
     words: list[Array],
     arrays: dict[str, IO[bytes]],
     progress: Show,
-) -> tuple[Array, list[int]]:
-    """Write the arrays of all splits; return counts of unseen categories by split and field, and of positive labels."""
+) -> Array:
+    """Write the arrays of all splits, and return the counts of unseen categories by split and field."""
     low, span = least.astype(np.float64)[:, None], (most.astype(np.float64) - least)[:, None]
     span[span == 0] = 1  # a constant column becomes 0, as in scikit-learn
-    unseen, positives = np.zeros((3, CATEGORIES), np.int64), np.zeros(3, np.int64)
+    unseen = np.zeros((3, CATEGORIES), np.int64)
     for where, labels, integers, keys in _blocks(raw, splits):
         categories = np.stack([_numbers(column, field) for column, field in zip(keys, words, strict=True)], 1)
         dense = ((integers - low) / span).T.astype(np.float32)
@@ -192,9 +183,8 @@ def _encode(
             for (kind, (dtype, _)), values in zip(KINDS.items(), (dense, categories, labels), strict=True):
                 arrays[f"{split}-{kind}.npy"].write(values[chosen].astype(dtype, copy=False).tobytes())
             unseen[index] += (categories[chosen] == UNSEEN).sum(0)
-            positives[index] += labels[chosen].sum(dtype=np.int64)
         progress(f"{where.stop / len(splits):.0%} written")
-    return unseen, positives.tolist()
+    return unseen
 
 
 def _numbers(keys: Array, known: Array) -> Array:
@@ -205,8 +195,3 @@ def _numbers(keys: Array, known: Array) -> Array:
         ids = np.where(known[at] == keys, at + FIRST, UNSEEN).astype(np.int32)
     ids[keys == 0] = MISSING
     return ids
-
-
-def say(text: str) -> None:
-    """Print a line of progress on stderr."""
-    print(f"sngm: criteo: {text}", file=sys.stderr, flush=True)

@@ -20,6 +20,8 @@ Array = np.ndarray[Any, np.dtype[Any]]
 
 INTEGERS, CATEGORIES = 13, 26
 FIELDS = 1 + INTEGERS + CATEGORIES
+# A parsed line: a missing integer is 0; a key is the bytes of a category, the first in the highest bits, 0 if missing.
+ROW = np.dtype([("integers", "<i8", INTEGERS), ("keys", "<u8", CATEGORIES), ("label", "u1")], align=True)
 
 CHUNK = 1 << 23  # bytes of text that are read at once; the parsed arrays take about 10 times as much memory
 DIGITS = 18  # a number of this many digits always fits into 64 bits
@@ -45,19 +47,15 @@ GOOD, FEW, MANY, NUL, LABEL, NUMBER, RANGE, LONG = range(8)  # GOOD, then the er
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """The content of a block of lines. The first three attributes have a row for each good line.
+    """The content of a block of lines.
 
     Attributes:
-        labels: uint8 of shape (n,).
-        integers: int64 of shape (n, 13); a missing integer is 0.
-        keys: uint64 of shape (n, 26): the bytes of a category, the first byte in the highest bits; 0 if missing.
+        rows: the good lines, of the dtype `ROW`.
         missing: number of missing values in each of the 39 columns.
         verdicts: for each line, 0 if the line is good, else 1 + the index of its error in `REASONS`.
     """
 
-    labels: Array
-    integers: Array
-    keys: Array
+    rows: Array
     missing: Array
     verdicts: Array
 
@@ -66,8 +64,8 @@ def parse(text: bytes) -> Lines:
     """Parse all lines of a text that ends with a newline. A line may end with CR LF; categories are any bytes but 0.
 
     >>> found = parse(b"1" + 13 * b"\\t-7" + 25 * b"\\tab" + b"\\t\\n" + b"oh\\n")
-    >>> found.labels.tolist(), found.integers[0, 0].item(), found.missing[-1].item(), found.verdicts.tolist()
-    ([1], -7, 1, [0, 1])
+    >>> found.rows["label"].tolist(), found.rows["integers"][0, 0].item(), found.verdicts.tolist()
+    ([1], -7, [0, 1])
     """
     bytes_ = np.frombuffer(text + PADDING, np.uint8)
     body = bytes_[: len(text)]
@@ -100,11 +98,10 @@ def parse(text: bytes) -> Lines:
     windows = np.lib.stride_tricks.sliding_window_view(bytes_, KEY)
     keys = windows[starts[:, -CATEGORIES:].ravel()].view(">u8").astype(np.uint64).reshape(-1, CATEGORIES)
     keys &= HEADS[np.minimum(lengths[:, -CATEGORIES:], KEY)]
-    if found.any():
-        verdicts[shaped] = found
-        good = found == GOOD
-        labels, integers, keys, lengths = labels[good], integers[good], keys[good], lengths[good]
-    return Lines(labels, integers, keys, (lengths[:, 1:] == 0).sum(0), verdicts)
+    verdicts[shaped] = found
+    rows, good = np.empty(len(starts), ROW), found == GOOD
+    rows["integers"], rows["keys"], rows["label"] = integers, keys, labels
+    return Lines(rows[good], (lengths[good, 1:] == 0).sum(0), verdicts)
 
 
 def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array, Array]:

@@ -11,9 +11,10 @@ import os
 import time
 import zipfile
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Array = np.ndarray[Any, np.dtype[Any]]
+T = TypeVar("T")
 
 SPLITS = ("train", "val")
 OFFICIAL = {"train": 1_281_167, "val": 50_000}  # images
@@ -38,12 +40,22 @@ RATIO = (3 / 4, 4 / 3)  # width / height of a training crop
 TRIES = 10  # tries to find a crop within the image
 DRAWS = 4  # random numbers per try
 WANTED = "imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"  # in a data folder
+THREADS = 16  # Python's lock leaves little to gain from more cores, but slow disks are read in parallel
+SLICE = 500  # files per call of a thread
 SETTLED = 2.0  # seconds: two changes of a folder this far apart have different modification times on any file system
 
 
 def find_imagenet(root: Path | None) -> Path:
-    """Return the folder that holds train and val: imagenet in a data folder, or the data folder itself."""
-    return find_folder("ImageNet", root, [("imagenet", SPLITS)], [WANTED], present=Path.is_dir)[0]
+    """Return the folder that holds train and val: imagenet in a data folder, or the data folder itself.
+
+    Tiny-ImageNet's folder, which also holds train and val, is not ImageNet.
+    """
+    return find_folder("ImageNet", root, [("imagenet", SPLITS)], [WANTED], present=_is_split)[0]
+
+
+def _is_split(path: Path) -> bool:
+    tiny = all((path.parent / "val" / name).exists() for name in ("images", "val_annotations.txt"))
+    return path.is_dir() and not tiny
 
 
 class ImageFolder:
@@ -177,6 +189,17 @@ def decode(path: str, view: Callable[[Image], Image]) -> Array:
             error.filename = error.filename or path
             raise
         raise DataMissing(f"{path} cannot be decoded: {error}; fetch it again or delete it") from error
+
+
+def in_threads(function: Callable[[Any], T], files: Sequence[Any]) -> Iterator[T]:
+    """Yield the results of a function for consecutive slices of `files`, called in threads, in the order of the files.
+
+    At most `THREADS` slices are processed ahead. So memory holds only their results, and Ctrl-C waits only for these.
+    """
+    slices = [files[at : at + SLICE] for at in range(0, len(files), SLICE)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        for at in range(0, len(slices), THREADS):
+            yield from pool.map(function, slices[at : at + THREADS])
 
 
 def rgb(image: Image) -> Image:

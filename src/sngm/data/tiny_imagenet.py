@@ -10,7 +10,6 @@ import os
 import time
 import warnings
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..environment import is_first
-from ..errors import DataMissing, Failed
+from ..errors import DataMissing
 from ..files import write_json
-from .conversion import FACTS, Show, complete, flushed, load_or_convert, new_array, throttled
+from .conversion import FACTS, Show, flushed, load_or_convert, new_array, throttled
 from .data_dirs import find_folder
-from .fetch import tell
-from .imagenet import Array, decode, need_pillow, rgb
+from .imagenet import Array, decode, in_threads, need_pillow, rgb
 from .tensors import Tensors
 
 FOLDER = "tiny-imagenet-200"
@@ -34,8 +31,6 @@ CLASSES = 200
 SIDE = 64  # pixels
 OFFICIAL = {"train": 100_000, "val": 10_000}  # images
 VERSION = 1  # of the decoded arrays; those of another version are made again
-THREADS = 16  # Python's lock leaves little to gain from more cores, but slow disks are read in parallel
-SLICE = 500  # images per task of a thread
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +81,6 @@ def load_tiny_imagenet(root: Path | None = None, show: Show | None = None) -> Ti
         root: folder that holds tiny-imagenet-200; None: see :func:`sngm.data.data_dirs.data_roots`.
         show: called with a line of progress every few seconds; None: print the lines on stderr.
     """
-    shown = show or (lambda text: tell(f"tiny-imagenet: {text}") if is_first() else None)
     listing = list_files(find_tiny_imagenet(root).resolve())
     if listing.counts != OFFICIAL or len(listing.classes) != CLASSES:
         numbers = ", ".join(f"{split} {n:,}" for split, n in listing.counts.items())
@@ -95,11 +89,10 @@ def load_tiny_imagenet(root: Path | None = None, show: Show | None = None) -> Ti
         listing.folder,
         "tiny-imagenet",
         [VERSION],
-        lambda folder: _open(folder, listing),
-        lambda folder: _decode(listing, folder, shown),
-        title="Tiny-ImageNet's images",
+        functools.partial(_open, listing),
+        functools.partial(_decode, listing),
         space="about 1.4 GB",
-        show=shown,
+        show=show,
     )
 
 
@@ -125,12 +118,10 @@ def list_files(folder: Path) -> Listing:
     train = len(files)
     sizes = _sizes(folder / "val" / "images")
     notes = folder / "val" / "val_annotations.txt"
-    rows = [line.split("\t") for line in notes.read_text().splitlines() if line.strip()]
-    if broken := [row[0] for row in rows if len(row) < 2]:
-        raise DataMissing(f"{notes} has a line without a class: {broken[0][:80]!r}; fetch it again")
-    named = {file: name for file, name, *_ in rows}
+    lines = [line for line in notes.read_text().splitlines() if line.strip()]
+    named = dict(f"{line}\t".split("\t")[:2] for line in lines)  # the class of a truncated line is ""
     if odd := [file for file, name in named.items() if name not in labels]:
-        raise DataMissing(f"{notes}: {odd[0]} is of class {named[odd[0]]!r}, which wnids.txt does not list")
+        raise DataMissing(f"{notes}: {odd[0][:80]} is of class {named[odd[0]]!r}, which wnids.txt does not list")
     if absent := [file for file in named if file not in sizes]:
         raise DataMissing(f"{folder / 'val' / 'images'} lacks {_first(absent)}, listed in {notes.name}; fetch it again")
     if odd := sorted(sizes.keys() - named.keys()):
@@ -151,13 +142,9 @@ def _first(names: Sequence[str]) -> str:
     return f"{names[0]} and {len(names) - 1} others" if names[1:] else names[0]
 
 
-def _open(folder: Path, listing: Listing) -> TinyImageNet | None:
-    """Memory-map the decoded images; return None if they are missing, incomplete or not of the files in `listing`."""
-    try:
-        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-        if not complete(folder, facts["arrays"]) or facts["files"] != listing.digest():
-            return None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+def _open(listing: Listing, folder: Path, facts: dict[str, Any]) -> TinyImageNet | None:
+    """Memory-map the decoded images; return None if they are not those of the files in `listing`."""
+    if facts["files"] != listing.digest():
         return None
     # mode "c", copy on write: torch warns of read-only arrays
     images = torch.from_numpy(np.load(folder / "images.npy", mmap_mode="c")).permute(0, 3, 1, 2)
@@ -173,26 +160,17 @@ def _decode(listing: Listing, folder: Path, show: Show) -> None:
     began, count, done = time.monotonic(), len(listing.files), 0
     show(f"decoding {count:,} images once, into {folder.parent}")
     progress = throttled(show)
-    parts = [listing.files[at : at + SLICE] for at in range(0, count, SLICE)]
-    pool = ThreadPoolExecutor(THREADS)
-    try:
-        with contextlib.ExitStack() as stack:
-            # written in order, not through a memory map: a full disk is then an error, not a crash
-            images = new_array(stack, folder / "images.npy", (count, SIDE, SIDE, 3), "|u1")
-            for at in range(0, len(parts), THREADS):  # so that memory holds only THREADS parts at once
-                for pixels in pool.map(functools.partial(_pixels, listing.folder), parts[at : at + THREADS]):
-                    images.write(pixels.data)
-                    done += len(pixels)
-                    progress(f"{done:,} of {count:,} images decoded")
-            labels = new_array(stack, folder / "labels.npy", (count,), "<i8")
-            labels.write(np.array([label for _, _, label in listing.files], "<i8").tobytes())
-            arrays = flushed((images, labels))
-    finally:
-        pool.shutdown(cancel_futures=True)
-    if list_files(listing.folder).digest() != listing.digest():
-        raise Failed(f"{listing.folder} changed while it was read; try again")
-    facts = {"version": VERSION, "images": listing.counts, "files": listing.digest(), "arrays": arrays}
-    write_json(folder / FACTS, facts)
+    with contextlib.ExitStack() as stack:
+        # written in order, not through a memory map: a full disk is then an error, not a crash
+        images = new_array(stack, folder / "images.npy", (count, SIDE, SIDE, 3), "|u1")
+        for pixels in in_threads(functools.partial(_pixels, listing.folder), listing.files):
+            images.write(pixels.data)
+            done += len(pixels)
+            progress(f"{done:,} of {count:,} images decoded")
+        labels = new_array(stack, folder / "labels.npy", (count,), "<i8")
+        labels.write(np.array([label for _, _, label in listing.files], "<i8").tobytes())
+        arrays = flushed((images, labels))
+    write_json(folder / FACTS, {"files": listing.digest(), "arrays": arrays})
     seconds = time.monotonic() - began
     show(f"decoded {count:,} images in {seconds:.0f} s, {count / seconds:,.0f} per second")
 

@@ -101,18 +101,15 @@ def _words(path: Path) -> list[str]:
 
 def _text(path: Path) -> str:
     """Return the content of a file, with a line break at its end."""
+    # read_text() turns \r\n and \r into \n. Other breaks, such as U+2028, are white space and end no line.
+    why = f"it has no words in {path.stat().st_size:,} bytes"
     try:
         text = path.read_text("utf-8-sig")  # without the byte order mark that some editors write
+        if text.strip():
+            return text if text.endswith("\n") else f"{text}\n"
     except UnicodeDecodeError as error:
-        raise DataMissing(
-            f"{path} is broken: it is not UTF-8 at byte {error.start:,}; put the official file there"
-        ) from error
-    # read_text() turns \r\n and \r into \n. Other breaks, such as U+2028, are white space and end no line.
-    if not text.strip():
-        raise DataMissing(
-            f"{path} is broken: it has no words in {path.stat().st_size:,} bytes; put the official file there"
-        )
-    return text if text.endswith("\n") else f"{text}\n"
+        why = f"it is not UTF-8 at byte {error.start:,}"
+    raise DataMissing(f"{path} is broken: {why}; put the official file there")
 
 
 # ---------------------------------------------------------------- byte pairs
@@ -204,10 +201,6 @@ def streams(tokens: Tensor, batch: int) -> Tensor:
             [3, 4, 5],
             [6, 7, 8]])
     """
-    if tokens.ndim != 1:
-        raise UsageError(f"tokens must be a tensor of one dimension, got shape {tuple(tokens.shape)}")
-    if batch < 1:
-        raise UsageError(f"batch must be at least 1, got {batch}")
     length = len(tokens) // batch
     if length < 2:
         most = len(tokens) // 2
@@ -246,8 +239,6 @@ class Windows(Tensors):
     """
 
     def __init__(self, rows: Tensor, bptt: int) -> None:
-        if bptt < 1:
-            raise UsageError(f"bptt must be at least 1, got {bptt}")
         super().__init__(rows)
         self.bptt = bptt
         self.streams, self.length = rows.shape
