@@ -1,6 +1,5 @@
 """Byte-pair vocabularies: compared with a naive trainer, exact decoding, and their files."""
 
-import json
 from collections import Counter
 
 import pytest
@@ -37,7 +36,7 @@ def naive(text, size):
 
 
 @settings(deadline=None)
-@given(st.text(st.sampled_from("aab \n"), max_size=80), st.integers(256, 280))
+@given(st.text(st.sampled_from("aab \n"), max_size=40), st.integers(256, 280))
 def test_merges_are_those_of_a_naive_trainer(text, size):
     wanted = naive(text, size)
     if wanted is None:
@@ -126,11 +125,9 @@ DAMAGE = {
     "cut": lambda content: content[: len(content) // 2],
     "another number": lambda content: content.replace(b'"97 ', b'"98 ', 1),
     "not an object": lambda content: b"[1, 2]",
-    "no digest and few merges": lambda content: json.dumps({"text": json.loads(content)["text"], "merges": ["97 98"]}),
-    "no digest and a late token": lambda content: json.dumps(
-        {"text": json.loads(content)["text"], "merges": ["99 279"] * 24}
-    ),
-    "numbers": lambda content: json.dumps({"text": json.loads(content)["text"], "merges": [5] * 24}),
+    "no merges": lambda content: b"{}",
+    "a late token": lambda content: b'{"merges": ["99 279"]}',
+    "numbers": lambda content: b'{"merges": [5]}',
 }
 
 
@@ -141,7 +138,7 @@ def test_a_damaged_file_is_made_again(made, tmp_path, damage):
     content = path.read_bytes()
     broken = DAMAGE[damage](content)
     assert broken != content
-    path.write_bytes(broken if isinstance(broken, bytes) else broken.encode())
+    path.write_bytes(broken)
     assert load_byte_pairs(TEXT, 280, [tmp_path / "kept"]).merges == MERGES
     assert path.read_bytes() == content
     assert made == [280, 280]

@@ -568,7 +568,7 @@ def test_the_text_of_made_up_rows_says_what_they_are():
 
 
 def test_the_truth_of_made_up_rows_is_logistic():
-    truth = CriteoLike(100_000).block(0, 100_000)
+    truth = CriteoLike(50_000).block(0, 50_000)
     chance = 1 / (1 + np.exp(-truth.logits))
     for low in np.arange(0, 1, 0.1):
         some = (chance >= low) & (chance < low + 0.1)
@@ -587,12 +587,12 @@ def test_made_up_rows_refuse_what_cannot_be(wrong):
 
 
 def test_made_up_files_and_what_they_convert_to(monkeypatch):
-    monkeypatch.setattr("criteo_synthetic.BLOCK", 900)
+    monkeypatch.setattr("criteo_synthetic.BLOCK", 300)
     Path("criteo").mkdir()
-    made = CriteoLike(4000, sizes=cardinalities(300), missing=0.05)
+    made = CriteoLike(1000, sizes=cardinalities(300), missing=0.05)
     made.write(Path("criteo/all"))
-    made.write(Path("criteo/a.gz"), 0, 1500)
-    made.write(Path("criteo/b.gz"), 1500)
+    made.write(Path("criteo/a.gz"), 0, 400)
+    made.write(Path("criteo/b.gz"), 400)
     assert everything(load("all")) == everything(load("a.gz", "b.gz"))
     with pytest.raises(FileExistsError):
         made.write(Path("criteo/all"))
@@ -768,8 +768,8 @@ def agree(scores, labels):
     assert found.item() == pytest.approx(roc_auc_score(labels, scores), abs=1e-12)
 
 
-@pytest.mark.parametrize("values", [2, 3, 10, 1000, 10**9])
-@pytest.mark.parametrize("count", [2, 3, 17, 1000])
+@pytest.mark.parametrize("values", [2, 10, 10**9])
+@pytest.mark.parametrize("count", [2, 3, 1000])
 def test_auc_is_scikit_learns_with_many_ties_and_few(values, count):
     rng = np.random.default_rng(values + count)
     for share in (0.02, 0.5, 0.9):

@@ -19,6 +19,10 @@ class DataMissing(FileNotFoundError):
     """A dataset was not found."""
 
 
+class DataWarning(UserWarning):
+    """A dataset differs from the published one."""
+
+
 class Failed(RuntimeError):
     """A failure outside the program, such as a killed process."""
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import shlex
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import DataMissing, UsageError
-from .data_dirs import find_folder
+from .data_dirs import find_folder, warn_if_odd
 from .fetch import Archive
 
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -112,19 +111,15 @@ def load_cifar(root: Path | None = None, classes: int = 10) -> tuple[Split, Spli
         root: folder that holds cifar-10-batches-bin and the like; None: see :func:`sngm.data.data_dirs.data_roots`.
         classes: 10, or 100 for the fine labels of CIFAR-100.
     """
-    layout, folder = find_cifar(root, classes)
-    splits, counts = read(layout, folder)
-    odd = [f"{name} {n:,}" for name, n in counts.items() if n != layout.official(name)]
-    if odd:
-        warnings.warn(f"{folder} does not hold the official records: {', '.join(odd)}", stacklevel=2)
-    return splits
+    return read(*find_cifar(root, classes))
 
 
-def read(layout: Layout, folder: Path) -> tuple[tuple[Split, Split], dict[str, int]]:
-    """Return both splits as :func:`load_cifar` does, and the number of records of each file."""
+def read(layout: Layout, folder: Path) -> tuple[Split, Split]:
+    """Return both splits as :func:`load_cifar` does, from a folder in one published form."""
     parse = _binary if layout.form == "binary" else _pickled
     parts = [parse(layout, folder / name) for name in layout.files]
-    counts = {name: len(labels) for name, (_, labels) in zip(layout.files, parts, strict=True)}
+    counts = {name: (len(part[1]), layout.official(name)) for name, part in zip(layout.files, parts, strict=True)}
+    warn_if_odd(folder, "records", counts, stacklevel=4)
 
     def split(some: list[tuple[Array, Array]]) -> Split:
         images = np.empty((sum(len(labels) for _, labels in some), PIXELS), np.uint8)
@@ -132,7 +127,7 @@ def read(layout: Layout, folder: Path) -> tuple[tuple[Split, Split], dict[str, i
         labels = np.concatenate([labels for _, labels in some]).astype(np.int64)
         return torch.from_numpy(images).view(-1, 3, 32, 32), torch.from_numpy(labels)
 
-    return (split(parts[:-1]), split(parts[-1:])), counts
+    return split(parts[:-1]), split(parts[-1:])
 
 
 def _binary(layout: Layout, path: Path) -> tuple[Array, Array]:

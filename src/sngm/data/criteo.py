@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..errors import DataMissing, UsageError
+from ..errors import DataMissing, DataWarning, UsageError
 from ..files import write_json
 from .conversion import FACTS, Show, load_or_convert
 from .criteo_convert import SPLITS, VERSION, convert
@@ -150,6 +150,7 @@ def load_criteo(
         warnings.warn(
             f"{bad['rows']:,} malformed of {total:,} rows are left out; the first "
             f"is line {first['line']:,} of {first['file']}, with {first['why']}; {found.folder / FACTS} has more",
+            DataWarning,
             stacklevel=2,
         )
     return found

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import shlex
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from ..errors import DataMissing
+from ..errors import DataMissing, DataWarning
 
 
 def data_roots(chosen: Path | None = None) -> list[Path]:
@@ -74,3 +75,11 @@ def missing(title: str, chosen: Path | None, wanted: Iterable[str], command: str
     fetch = f"run '{command} --data-dir {shlex.quote(str(data_root(chosen)))}', or " if command else ""
     other = "" if chosen else ", or name the folder that holds it with `data_dir` or SNGM_DATA"
     return DataMissing(f"no {title} in {' and '.join(map(str, roots))}; {fetch}put {' or '.join(wanted)} there{other}")
+
+
+def warn_if_odd(folder: Path, what: str, counts: Mapping[str, tuple[int, int]], stacklevel: int = 3) -> None:
+    """Warn if numbers of a dataset differ from the published ones; `counts` has pairs (number, published number)."""
+    odd = [f"{name} {count:,}, not {official:,}" for name, (count, official) in counts.items() if count != official]
+    if odd:
+        text = f"{folder} does not hold the official {what}: {'; '.join(odd)}"
+        warnings.warn(text, DataWarning, stacklevel=stacklevel)

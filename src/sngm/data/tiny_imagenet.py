@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +19,7 @@ import torch
 from ..errors import DataMissing
 from ..files import write_json
 from .conversion import FACTS, Show, flushed, load_or_convert, new_array, throttled
-from .data_dirs import find_folder
+from .data_dirs import find_folder, warn_if_odd
 from .imagenet import Array, decode, in_threads, need_pillow, rgb
 from .tensors import Tensors
 
@@ -82,9 +81,8 @@ def load_tiny_imagenet(root: Path | None = None, show: Show | None = None) -> Ti
         show: called with a line of progress every few seconds; None: print the lines on stderr.
     """
     listing = list_files(find_tiny_imagenet(root).resolve())
-    if listing.counts != OFFICIAL or len(listing.classes) != CLASSES:
-        numbers = ", ".join(f"{split} {n:,}" for split, n in listing.counts.items())
-        warnings.warn(f"{listing.folder} does not hold the official records: {numbers}", stacklevel=2)
+    counts = {split: (count, OFFICIAL[split]) for split, count in listing.counts.items()}
+    warn_if_odd(listing.folder, "records", counts | {"classes": (len(listing.classes), CLASSES)})
     return load_or_convert(
         listing.folder,
         "tiny-imagenet",

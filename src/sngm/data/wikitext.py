@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-import warnings
 from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch import Tensor
 
 from ..errors import DataMissing, UsageError
 from .byte_pairs import PIECES, BytePairs, load_byte_pairs
-from .data_dirs import find_folder
+from .data_dirs import find_folder, warn_if_odd
 from .tensors import Tensors
 
 FOLDER = "wikitext-2"
@@ -62,7 +61,16 @@ def load_wikitext2(root: Path | None = None) -> Corpus:
     Args:
         root: folder that holds wikitext-2, or its files; None: see :func:`sngm.data.data_dirs.data_roots`.
     """
-    return _load(_versions(find_wikitext2(root)))
+    paths = find_wikitext2(root)
+    corpus = _load(_versions(paths))
+    counts = _counts(paths, [len(corpus.train), len(corpus.valid), len(corpus.test)])
+    warn_if_odd(paths[0].parent, "words", counts | {"vocabulary": (len(corpus.words), WORDS)})
+    return corpus
+
+
+def _counts(paths: list[Path], words: list[int]) -> dict[str, tuple[int, int]]:
+    """Return the number of words of each file, with the published number."""
+    return {path.name: (count, TOKENS[split]) for path, count, split in zip(paths, words, SPLITS, strict=True)}
 
 
 Versions = tuple[tuple[Path, int, int], ...]  # files with sizes and modification times
@@ -75,24 +83,14 @@ def _versions(paths: list[Path]) -> Versions:
 
 @functools.lru_cache(maxsize=1)
 def _load(files: Versions) -> Corpus:
-    paths = [path for path, _, _ in files]
     numbers: defaultdict[str, int] = defaultdict()
     numbers.default_factory = numbers.__len__  # a new word gets the next number
     splits: list[Tensor] = []
-    for path in paths:
+    for path, _, _ in files:
         words = _words(path)
         splits.append(torch.from_numpy(np.fromiter(map(numbers.__getitem__, words), np.int64, len(words))))
-    _warn_of_odd(paths, [len(split) for split in splits], {"vocabulary": (len(numbers), WORDS)})
     train, valid, test = splits
     return Corpus(train, valid, test, tuple(numbers))
-
-
-def _warn_of_odd(paths: list[Path], words: list[int], more: dict[str, tuple[int, int]]) -> None:
-    """Warn if a number of words differs from the official one, in a file or in a pair (number, official) of `more`."""
-    counts = {path.name: pair for path, *pair in zip(paths, words, TOKENS.values(), strict=True)}
-    odd = [f"{name} {n:,}" for name, (n, wanted) in (counts | more).items() if n != wanted]
-    if odd:
-        warnings.warn(f"{paths[0].parent} does not hold the official words: {', '.join(odd)}", stacklevel=4)
 
 
 def _words(path: Path) -> list[str]:
@@ -162,7 +160,11 @@ def load_wikitext2_tokens(root: Path | None = None, size: int = 8192) -> TokenCo
         root: as for :func:`load_wikitext2`.
         size: number of tokens of the vocabulary.
     """
-    return _load_tokens(_versions(find_wikitext2(root)), size)
+    paths = find_wikitext2(root)
+    corpus = _load_tokens(_versions(paths), size)
+    words = [int(split.words.sum()) for split in (corpus.train, corpus.valid, corpus.test)]
+    warn_if_odd(paths[0].parent, "words", _counts(paths, words))
+    return corpus
 
 
 @functools.lru_cache(maxsize=1)
@@ -181,7 +183,6 @@ def _load_tokens(files: Versions, size: int) -> TokenCorpus:
         words = np.zeros(len(tokens), np.int64)
         words[np.append(0, ends[:-1])] = [piece.count("\n") if piece.isspace() else 1 for piece in pieces]
         splits.append(TokenText(*map(torch.from_numpy, (tokens, lengths[tokens], words))))
-    _warn_of_odd(paths, [int(split.words.sum()) for split in splits], {})
     train, valid, test = splits
     return TokenCorpus(train, valid, test, vocabulary)
 
