@@ -83,7 +83,7 @@ def check(dataset: str, root: Path | None, show: Show = lambda done, total: None
         if not begun:
             raise
         return [Finding(dataset, str(begun[0]), wrong=[str(error)])]  # an incomplete dataset
-    inspect = {
+    inspect: dict[str, Callable[[Finding, Path], str]] = {
         "imagenet": partial(_imagenet, show),
         "tiny-imagenet": _tiny_imagenet,
         "criteo": _criteo,
@@ -101,8 +101,10 @@ def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) 
         try:
             seen = inspect(finding, folder)
         except (OSError, UsageError, Failed) as error:  # of a decoder that is not installed, or a full disk
-            named = isinstance(error, OSError) and error.filename
-            finding.wrong.append(f"{error.filename}: {error.strerror}" if named else str(error))
+            if isinstance(error, OSError) and error.filename:
+                finding.wrong.append(f"{error.filename}: {error.strerror}")
+            else:
+                finding.wrong.append(str(error))
     finding.wrong = [*(str(warning.message) for warning in caught), *finding.wrong]
     finding.seen = "" if finding.wrong else seen
     return finding
