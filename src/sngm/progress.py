@@ -164,9 +164,9 @@ def stop_on_signal() -> Iterator[Callable[[], bool]]:
     def ask(number: int, _: Any) -> None:
         if number in asked:
             os._exit(130)
-        if not asked:
-            note("stopping at the next step; once more to end at once")
         asked.append(number)
+        if len(asked) == 1:
+            note("stopping at the next step; once more to end at once")
 
     with handling(*stopping_signals(), by=ask):
         yield lambda: bool(asked)
