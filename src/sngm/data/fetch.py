@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import http.client
 import os
@@ -15,7 +16,7 @@ import urllib.request
 import zlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from .. import __version__
 from ..errors import Failed, UsageError
@@ -25,6 +26,8 @@ CHUNK = 1 << 16  # bytes per read: small enough for steady progress on a slow co
 TIMEOUT = 30.0  # seconds to wait for a byte
 TRIES = 3  # the most tries per mirror since the last byte received
 BACKOFF = 1.0  # seconds before the second try; doubled before each further try
+PATH_CONFLICTS = (FileExistsError, IsADirectoryError, NotADirectoryError)  # a member is both a file and a folder
+MAX_DEPTH, MAX_NAME = 32, 200  # the most folders in a path of an archive, and the most characters of a name
 
 Show = Callable[[int, int], None]  # gets the number done so far and the total
 Say = Callable[[str], None]
@@ -212,16 +215,41 @@ def unpack(archive: Path, folder: str, root: Path, files: Iterable[str] = ()) ->
     shutil.rmtree(aside, ignore_errors=True)  # left by a process that was killed
     aside.mkdir()
     try:
-        with tarfile.open(archive) as tar:
-            # Python before 3.11.4 has no filters: there the MD5 of the archive, which `get` checks, must suffice
-            tar.extraction_filter = getattr(tarfile, "data_filter", None)
-            tar.extractall(aside)
+        try:
+            with tarfile.open(archive) as tar:
+                _extract(tar, aside)
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, *PATH_CONFLICTS) as error:
+            raise Failed(f"{archive} cannot be unpacked: {error}") from error
         absent = [name for name in files if not (aside / folder / name).is_file()]
         if absent or not (aside / folder).is_dir():
             raise Failed(f"{archive} does not hold {', '.join(f'{folder}/{name}' for name in absent) or folder}")
         os.replace(aside / folder, root / folder)
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
-        raise Failed(f"{archive} cannot be unpacked: {error}") from error
     finally:
         shutil.rmtree(aside, ignore_errors=True)
     return root / folder
+
+
+def _extract(tar: tarfile.TarFile, root: Path) -> None:
+    """Extract files and folders below `root`, by rules that are the same for every version of Python.
+
+    tarfile's own filters need Python 3.11.4. Links and devices are errors, and owners and modes are ignored, because
+    datasets need none of these.
+
+    Raises:
+        tarfile.TarError: a member's path is absolute, leaves `root` or is too deep or too long, or the member is
+            neither a file nor a folder.
+    """
+    for member in tar:
+        path = PurePosixPath(member.name)
+        parts = path.parts
+        # on Windows a drive letter or a backslash would leave `root` too
+        outside = path.is_absolute() or ".." in parts or set("\\:") & set(member.name)
+        if outside or len(parts) > MAX_DEPTH or max(map(len, parts), default=0) > MAX_NAME:
+            raise tarfile.TarError(f"its path {member.name[:100]!r} is not allowed")
+        if not (member.isreg() or member.isdir()):
+            raise tarfile.TarError(f"{member.name[:100]!r} is neither a file nor a folder")
+        target = root.joinpath(*parts)
+        (target if member.isdir() else target.parent).mkdir(parents=True, exist_ok=True)
+        if source := tar.extractfile(member):  # None for a folder
+            with source, open(target, "wb") as file:
+                shutil.copyfileobj(source, file)
