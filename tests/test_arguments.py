@@ -403,12 +403,6 @@ def test_params_that_cannot_be_gone_through_are_named(params):
         SNGM(params, lr=0.1)
 
 
-@pytest.mark.parametrize("make", [list, lambda x: iter(x), tuple])
-def test_no_parameters_are_named_params(make):
-    with pytest.raises(ValueError, match="params must hold at least one"):
-        SNGM(make([]), lr=0.1)
-
-
 def test_settings_that_would_do_nothing_are_refused_in_groups():
     w = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match="LARS has no nesterov"):

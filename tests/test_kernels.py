@@ -216,9 +216,6 @@ class Nesterov(LargeBatchOptimizer):
         flags = {"maximize": False, "foreach": None, "fused": None, "capturable": False}
         super().__init__(params, {"lr": lr, "momentum": 0.9, "weight_decay": 0.1, "nesterov": nesterov, **flags})
 
-    def _kernel_settings(self, group):
-        return {**super()._kernel_settings(group), "nesterov": group["nesterov"]}
-
 
 @pytest.mark.parametrize("nesterov", [True, False])
 def test_a_method_without_a_branch_in_the_kernels_is_momentum_sgd(nesterov):

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from operator import attrgetter, is_
-from typing import Any, ClassVar, cast
+from operator import attrgetter
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,8 @@ from torch.optim.optimizer import ParamsT
 from . import checks, kernels, partial_norms
 from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 from .hooks import with_hooks_if_any
-from .norms import sum_dtype
+from .kernels.table_schema import SETTINGS
+from .norms import LOW_PRECISION, sum_dtype
 from .sharded_norms import local, local_gradient
 from .state import StatefulOptimizer
 
@@ -32,6 +33,12 @@ def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
     return lr.reshape(()).to(sum_dtype(lr.device))  # products with other settings must not be rounded to float32
 
 
+def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of groups among the arguments of a method's `__init__`, which passes its `locals()`."""
+    others = {"self", "__class__", "params", "norm_group"}  # `super()` adds __class__ to the locals
+    return {name: value for name, value in arguments.items() if name not in others}
+
+
 class LargeBatchOptimizer(StatefulOptimizer):
     """Base class of the optimizers. Subclasses declare their buffers and implement `_step`.
 
@@ -40,8 +47,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
             Checkpoints do not contain it.
     """
 
-    FUSED_DTYPES: ClassVar[tuple[torch.dtype, ...]] = (torch.float32, torch.float64, torch.complex64, torch.complex128)
-
+    DTYPES: ClassVar[tuple[torch.dtype, ...]] = kernels.DTYPES  # supported dtypes of parameters
+    CHOICES: ClassVar[dict[str, tuple[str | None, ...]]] = {}  # allowed values of settings that are words
+    NORM_SPANS: ClassVar[str] = "tensor"  # what one norm covers: "global" (all parameters), "tensor", or "none"
     KERNEL: ClassVar[str | None] = None  # name of the method in the Triton kernels, if the kernels support it
 
     _whole_square: Tensor | None = None  # squared norm of the whole gradient, from `shared_norm`
@@ -66,10 +74,6 @@ class LargeBatchOptimizer(StatefulOptimizer):
                 f"params must be an iterable of parameters or groups, got {type(params).__name__}"
                 + ("; pass module.parameters()" if isinstance(params, torch.nn.Module) else "")
             )
-        if not isinstance(params, Tensor):  # torch rejects a single tensor itself
-            params = cast(ParamsT, list(params))
-            if not params:
-                raise ValueError("params must hold at least one parameter, got an empty iterable")
         super().__init__(params, {**defaults, **self.TORCH_KEYS})
         checks.used("weight_decay", defaults, self.param_groups)
         owners = [p for group in self.param_groups for p in group["params"]]
@@ -103,17 +107,10 @@ class LargeBatchOptimizer(StatefulOptimizer):
     # ---------------------------------------------------------------- groups
 
     def _check_group(self, group: dict[str, Any]) -> None:
-        """Raise an error if a hyper-parameter of the group is invalid. Subclasses also check their own ones."""
-        checks.rate("lr", group["lr"])
-        checks.number("weight_decay", group["weight_decay"], 0.0)
-        checks.number("momentum", group.get("momentum", 0.0), 0.0, 1.0)
-        checks.flag("maximize", group["maximize"])
-        checks.flag("foreach", group["foreach"], none=True)
-        checks.flag("fused", group["fused"], none=True)
-        checks.flag("capturable", group["capturable"])
-        checks.flag("stochastic_rounding", group.get("stochastic_rounding", False))
-        if group["foreach"] and group["fused"]:
-            raise ValueError("foreach and fused must not both be True")
+        """Raise an error if a hyper-parameter of the group is invalid."""
+        checks.settings(group)
+        for name, allowed in self.CHOICES.items():
+            checks.choice(name, group[name], allowed)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a parameter group. If the group is invalid, raise an error and leave the optimizer unchanged."""
@@ -123,7 +120,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         if not isinstance(params, (Tensor, set)):  # a generator can be iterated only once
             params = list(params)
         tensors = [params] if isinstance(params, Tensor) else [p[1] if isinstance(p, tuple) else p for p in params]
-        checks.parameters(tensors)
+        checks.parameters(tensors, self.DTYPES)
         checks.keys(param_group, [*self.defaults, "params", "param_names"])
         checks.numpy_to_python(param_group)
         filled = {**self.defaults, **param_group}
@@ -142,17 +139,15 @@ class LargeBatchOptimizer(StatefulOptimizer):
         self._rounding_step()  # create the counter now, so that every checkpoint contains it
 
     def _check_fused(self, params: list[Any]) -> None:
+        served = tuple(dtype for dtype in self.DTYPES if dtype not in LOW_PRECISION)
         for i, p in enumerate(params):
             if not isinstance(p, Tensor) or (self.KERNEL and kernels.support([p])):
                 continue
-            if p.device.type != "cpu" or p.dtype not in self.FUSED_DTYPES:
-                served = ", ".join(str(d).removeprefix("torch.") for d in self.FUSED_DTYPES) or "nothing"
-                lacking = (
-                    "" if kernels.installed() else " (and its kernels for CUDA need Triton, which is not installed)"
-                )
+            if p.device.type != "cpu" or p.dtype not in served:
+                lacking = "" if kernels.installed() else " (its kernels for CUDA need Triton, which is not installed)"
                 raise ValueError(
-                    f"fused=True serves {served} on cpu{lacking}, but params[{i}] is {p.dtype} on {p.device}; "
-                    "use fused=None to get the fastest path that is right for each tensor"
+                    f"fused=True serves {checks.dtype_names(served)} on cpu{lacking}, but params[{i}] is {p.dtype} on "
+                    f"{p.device}; use fused=None to get the fastest path that is right for each tensor"
                 )
 
     @property
@@ -176,7 +171,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
 
     def _norm_spans(self) -> str:
         """Return what one norm covers: "global" (all parameters), "group" or "tensor"; "none" if there is no norm."""
-        return "tensor"
+        return getattr(self, "scope", self.NORM_SPANS)
 
     def _check_parameters(self, params: list[Tensor]) -> None:
         """Raise an error if a norm would miss some parameters; create state for parameters that a wrapper added."""
@@ -213,14 +208,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
     # ---------------------------------------------------------------- Triton kernels
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        """Return a group's settings under the names of `kernels.table_schema`."""
-        return {
-            "lr": lr_of(group),
-            "momentum": group.get("momentum", 0.0),
-            "weight_decay": group["weight_decay"],
-            "sign": -1.0 if group["maximize"] else 1.0,
-            "stochastic": group.get("stochastic_rounding", False),
-        }
+        """Return a group's settings under the names of `kernels.table_schema`; the others keep the defaults there."""
+        own = {key: group[key] for key in self.defaults if key in SETTINGS and group[key] is not None}
+        return {**own, "lr": lr_of(group), "sign": -1.0 if group["maximize"] else 1.0}
 
     def _step_by_kernels(self, mean_norms: Any = None) -> bool:
         """Take a step with the Triton kernels, if they are enabled and support it; return whether it was taken."""
@@ -240,34 +230,11 @@ class LargeBatchOptimizer(StatefulOptimizer):
             return False
         checks.rates(groups)
         self._check_parameters(params)
-        home = params[0].device
-        self._move_counters(home)
-        rounding, state = self._rounding_step(), self.state
-        in_order = len(state) == len(params) and all(map(is_, state, params))  # the usual case, which needs no look-up
-        step = KernelStep(
-            method=self.KERNEL,
-            scope=getattr(self, "scope", "global"),
-            home=home,
-            params=params,
-            grads=grads,
-            states=list(state.values()) if in_order else [state[p] for p in params],
-            keys=[self.BUFFERS + self.COUNTS if self._needs_buffers(group) else () for group in groups],
-            lengths=[len(group["params"]) for group in groups],
-            settings=[self._kernel_settings(group) for group in groups],
-            adapt=[group.get("adapt") for group in groups],
-            shards=self._shards,
-            grad_norm=self._grad_norm,
-            skipped=self._skipped,
-            scale=getattr(self, "grad_scale", None),
-            found_inf=getattr(self, "found_inf", None),
-            rounding=None if rounding is None else rounding.to(home),
-            mean_norms=mean_norms,
-            whole_square=self._whole_square,
-            captured=home.type == "cuda" and torch.cuda.is_current_stream_capturing(),
-        )
+        self._move_counters(params[0].device)
+        step = KernelStep(self, params, grads, mean_norms)
         layout, self._layout = self._layout, None  # an interrupted step would leave wrong counters in the layout
         try:
-            layout = take_step(step, layout, self._gather, self._adapts)
+            layout = take_step(self, step, layout)
         except kernels.Unsupported as error:
             if any(group["fused"] for group in groups):
                 raise ValueError(f"fused=True, but {error}; use fused=None") from error

@@ -58,6 +58,17 @@ class Bucket:
     def low_precision(self) -> bool:
         return self.dtype in LOW_PRECISION
 
+    @property
+    def fused(self) -> bool:
+        """Whether torch's fused CPU kernels take the step, if they serve the tensors."""
+        foreach, fused = self.group["foreach"], self.group["fused"]
+        return bool(fused or (fused is None and foreach is None)) and not self.low_precision
+
+    @property
+    def one_by_one(self) -> bool:
+        """Whether the step updates one tensor at a time."""
+        return self.group["foreach"] is False and not self.group["fused"]
+
     def rounded(self, values: list[Tensor]) -> list[Tensor]:
         """Return `values`, the new values of the parameters, stochastically rounded if the group enables it."""
         if self.rounding is None:
@@ -136,14 +147,12 @@ class Work:
         parts[i] holds the squared norms of the tensors of bucket i. If sums over ranks are needed, it must hold one
         value per local shard; else it may hold only their sum.
         """
-        count = len(self.lengths) if by_group else 1
         if self.shards.active:
-            positions = [i if by_group else 0 for i, length in enumerate(self.lengths) for _ in range(length)]
             packed = self._packed(self.buckets, [part[None] for part in parts], 1)
-            return self.shards.spans(packed[0], positions, count)
+            return self.shards.spans(packed[0], self.lengths, by_group=by_group)
         if not by_group:
             return self._total(parts).reshape(1)
-        sums = torch.zeros(count, dtype=sum_dtype(self.home), device=self.home)
+        sums = torch.zeros(len(self.lengths), dtype=sum_dtype(self.home), device=self.home)
         for bucket, part in zip(self.buckets, parts, strict=True):
             sums[bucket.position] += part.sum().to(self.home)
         return sums

@@ -2,24 +2,24 @@
 
 import difflib
 import math
+from collections.abc import Callable
+from functools import partial
 from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-PARAMETER_DTYPES = (
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
 
+def number(
+    name: str, value: Any, low: float = 0.0, high: float = math.inf, *, include_low: bool = True, none: bool = False
+) -> None:
+    """Raise an error unless `value` is a finite number in [low, high), or in (low, high) if not `include_low`.
 
-def number(name: str, value: Any, low: float, high: float = math.inf, *, include_low: bool = True) -> None:
-    """Raise an error unless `value` is a finite number in [low, high), or in (low, high) if not `include_low`."""
+    None is allowed too if `none` is true.
+    """
+    if none and value is None:
+        return
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
@@ -34,14 +34,14 @@ def number(name: str, value: Any, low: float, high: float = math.inf, *, include
 def rate(name: str, value: Any) -> None:
     """Raise an error unless a learning rate is a number >= 0 or a one-element tensor with such a number."""
     if not isinstance(value, Tensor):
-        number(name, value, 0.0)
+        number(name, value)
     elif value.numel() != 1 or not value.is_floating_point():
         raise ValueError(
             f"{name} must be a number >= 0 or a floating-point tensor with one element, "
             f"got a {value.dtype} tensor of shape {tuple(value.shape)}"
         )
     elif value.device.type == "cpu":  # not on a GPU, where reading the value would synchronise
-        number(name, value.item(), 0.0)
+        number(name, value.item())
 
 
 def rates(groups: list[dict[str, Any]]) -> None:
@@ -78,7 +78,7 @@ def flag(name: str, value: Any, *, none: bool = False) -> None:
         raise TypeError(f"{name} must be True{', False or None' if none else ' or False'}, got {value!r}")
 
 
-def choice(name: str, value: Any, allowed: tuple[str, ...]) -> None:
+def choice(name: str, value: Any, allowed: tuple[str | None, ...]) -> None:
     """Raise ValueError unless `value` is one of `allowed`."""
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}")
@@ -90,10 +90,56 @@ def bounds(name: str, value: Any) -> None:
         return
     if not (isinstance(value, (tuple, list)) and len(value) == 2):
         raise TypeError(f"{name} must be None or a pair (low, high), got {value!r}")
-    number(f"{name}[0]", value[0], 0.0, include_low=False)
-    number(f"{name}[1]", value[1], 0.0, include_low=False)
+    number(f"{name}[0]", value[0], include_low=False)
+    number(f"{name}[1]", value[1], include_low=False)
     if value[0] > value[1]:
         raise ValueError(f"{name} must be a pair (low, high) with low <= high, got {value!r}")
+
+
+def betas(name: str, value: Any) -> None:
+    """Raise an error unless `value` is a pair of numbers in [0, 1)."""
+    if not (isinstance(value, (tuple, list)) and len(value) == 2):
+        raise TypeError(f"{name} must be a pair (beta1, beta2), got {value!r}")
+    for i, beta in enumerate(value):
+        number(f"{name}[{i}]", beta, high=1.0)
+
+
+flag_or_none = partial(flag, none=True)
+positive_or_none = partial(number, include_low=False, none=True)
+# the check of each setting; a setting has the same meaning in every method that has it
+SETTINGS: dict[str, Callable[[str, Any], None]] = {
+    "lr": rate,
+    "inner_lr": rate,
+    "momentum": partial(number, high=1.0),
+    "betas": betas,
+    "weight_decay": number,
+    "eps": number,
+    "vector_scale": number,
+    "trust_coefficient": positive_or_none,
+    "max_ratio": positive_or_none,
+    "clamp_grad": positive_or_none,
+    "max_grad_norm": positive_or_none,
+    "phi": bounds,
+    "adapt": flag_or_none,
+    "bias_correction": flag,
+    "nesterov": flag,
+    "maximize": flag,
+    "foreach": flag_or_none,
+    "fused": flag_or_none,
+    "capturable": flag,
+    "stochastic_rounding": flag,
+}
+
+
+def settings(group: dict[str, Any]) -> None:
+    """Raise an error if a setting of a group is invalid, or if two settings contradict each other."""
+    for name, check in SETTINGS.items():
+        if name in group:
+            check(name, group[name])
+    if group["foreach"] and group["fused"]:
+        raise ValueError("foreach and fused must not both be True")
+    if group.get("nesterov") and group.get("momentum") == 0:
+        raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
 
 
 def keys(group: dict[str, Any], known: list[str]) -> None:
@@ -107,6 +153,15 @@ def keys(group: dict[str, Any], known: list[str]) -> None:
             raise ValueError(f"a parameter group has no {key!r}; did you mean {near[0]!r}?")
 
 
+def dtype_names(dtypes: tuple[torch.dtype, ...]) -> str:
+    """Return the names of dtypes for an error message.
+
+    >>> dtype_names((torch.float32, torch.float64))
+    'float32, float64'
+    """
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
 def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> None:
     """Raise ValueError if a non-zero setting of the optimizer has no effect, because every group has its own value."""
     if defaults[name] and all(group[name] != defaults[name] for group in groups):
@@ -118,17 +173,19 @@ def used(name: str, defaults: dict[str, Any], groups: list[dict[str, Any]]) -> N
         )
 
 
-def parameters(params: list[Any]) -> None:
-    """Raise an error for duplicate or unsupported parameters. torch itself rejects values that are not tensors."""
+def parameters(params: list[Any], dtypes: tuple[torch.dtype, ...]) -> None:
+    """Raise an error for parameters that are duplicate or unsupported, or whose dtype is not one of `dtypes`.
+
+    torch itself rejects values that are not tensors.
+    """
     seen: set[int] = set()
     for i, p in enumerate(params):
         if not isinstance(p, Tensor):
             continue
         if torch.nn.parameter.is_lazy(p):
             raise ValueError(f"params[{i}] has no shape yet: let some input through the model before")
-        if p.dtype not in PARAMETER_DTYPES:
-            allowed = ", ".join(str(d).removeprefix("torch.") for d in PARAMETER_DTYPES)
-            raise TypeError(f"params must have dtype {allowed}; params[{i}] is {p.dtype}")
+        if p.dtype not in dtypes:
+            raise TypeError(f"params must have dtype {dtype_names(dtypes)}; params[{i}] is {p.dtype}")
         if p.layout != torch.strided:
             raise TypeError(f"params must be dense; params[{i}] has layout {p.layout}")
         placements = getattr(p, "placements", ())  # only DTensors have placements

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer
+from .base import LargeBatchOptimizer, settings_in
 from .buckets import Closure, Work, evaluate
 from .heavy_ball import heavy_ball
 from .lars import adapted_rate, plain_momentum, ratio_limit
@@ -85,34 +85,14 @@ class CLARS(LargeBatchOptimizer):
         stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "trust_coefficient": trust_coefficient,
-            "max_ratio": max_ratio,
-            "adapt": None,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        super().__init__(params, defaults, norm_group=norm_group)
+        super().__init__(params, settings_in(locals()) | {"adapt": None}, norm_group=norm_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.number("trust_coefficient", group["trust_coefficient"], 0.0, include_low=False)
-        if group["max_ratio"] is not None:
-            checks.number("max_ratio", group["max_ratio"], 0.0, include_low=False)
-        checks.flag("adapt", group["adapt"], none=True)
+        checks.number("trust_coefficient", group["trust_coefficient"], include_low=False)  # not None, as in LARS
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return {
-            **super()._kernel_settings(group),
-            "trust": group["trust_coefficient"],
-            "max_ratio": ratio_limit(group),
-        }
+        return {**super()._kernel_settings(group), "max_ratio": ratio_limit(group)}
 
     def step(
         self, closure: Closure | None = None, *, mean_norms: Sequence[float | Tensor] | Tensor | None = None

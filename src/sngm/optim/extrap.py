@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checks, norms
-from .base import LargeBatchOptimizer, lr_of
+from . import norms
+from .base import LargeBatchOptimizer, lr_of, settings_in
 from .buckets import as_dense, evaluate, state_dtype
 from .heavy_ball import heavy_ball
 from .lars import plain_momentum
@@ -63,6 +63,8 @@ class ExtrapSGD(LargeBatchOptimizer):
     Reference: Lin, Kong, Stich and Jaggi, "Extrapolation for Large-batch Training in Deep Learning", ICML 2020.
     """
 
+    NORM_SPANS = "none"
+
     def __init__(
         self,
         params: ParamsT,
@@ -78,28 +80,7 @@ class ExtrapSGD(LargeBatchOptimizer):
         capturable: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "inner_lr": inner_lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "nesterov": nesterov,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-        }
-        super().__init__(params, defaults, norm_group=norm_group)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        checks.rate("inner_lr", group["inner_lr"])
-        checks.flag("nesterov", group["nesterov"])
-        if group["nesterov"] and group["momentum"] == 0:
-            raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
-
-    def _norm_spans(self) -> str:
-        return "none"
+        super().__init__(params, settings_in(locals()), norm_group=norm_group)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -156,14 +137,15 @@ class ExtrapSGD(LargeBatchOptimizer):
         sums: dict[Tensor, Tensor] = {}
         try:
             for closure in closures:
-                clear(grads)
-                losses.append(detached(evaluate(closure)))
+                self.zero_grad()
+                loss = evaluate(closure)
+                losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 for p, group in places:
                     if p.grad is not None:
                         inner_lr = lr_of(group, "inner_lr")
                         ahead = upcast(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
                         p.copy_(upcast(p) + ahead)  # rounds only once
-                clear(grads)
+                self.zero_grad()
                 evaluate(closure)
                 for p, _ in places:
                     if p.grad is not None:
@@ -177,14 +159,3 @@ class ExtrapSGD(LargeBatchOptimizer):
             for p, grad in grads.items():
                 p.grad = grad
         return losses, sums
-
-
-def clear(params: Iterable[Tensor]) -> None:
-    """Set the gradient of each parameter to None."""
-    for p in params:
-        p.grad = None
-
-
-def detached(loss: Any) -> Any:
-    """Return the loss detached from its autograd graph."""
-    return loss.detach() if isinstance(loss, Tensor) else loss

@@ -92,27 +92,21 @@ def heavy_ball(bucket: Bucket, rule: Rule, skip: Tensor | bool = False) -> None:
 
     `skip` is a 0-d bool tensor if only the device knows whether the step must be skipped.
     """
-    foreach, fused = bucket.group["foreach"], bucket.group["fused"]
     if isinstance(skip, Tensor):
         skip = skip.to(bucket.device)
         rule = rule.with_skip(skip, torch.float64 if bucket.params[0].dtype == torch.float64 else torch.float32)
-    elif (fused or (fused is None and foreach is None)) and not bucket.low_precision and rule.rate is not None:
+    elif bucket.fused and rule.rate is not None:
         return _fused(bucket, rule)
-    if not one_by_one(bucket) and not bucket.low_precision:
+    if not bucket.one_by_one and not bucket.low_precision:
         return _foreach(bucket, rule)
     start = 0
-    for part in bucket.slices(1 if one_by_one(bucket) else SLICE):
+    for part in bucket.slices(1 if bucket.one_by_one else SLICE):
         stop = start + len(part.params)
         copies = [upcast(p) for p in part.params]  # the parameters themselves if they are float32 or better
         _foreach(replace(part, params=copies), rule.select(slice(start, stop)))
         if bucket.low_precision and rule.rate is not None:
             torch._foreach_copy_(part.params, part.rounded(copies))  # the only rounding
         start = stop
-
-
-def one_by_one(bucket: Bucket) -> bool:
-    """Return whether the group updates one tensor at a time: foreach=False and not fused."""
-    return bucket.group["foreach"] is False and not bucket.group["fused"]
 
 
 def _foreach(bucket: Bucket, rule: Rule) -> None:
@@ -204,13 +198,15 @@ def same_layout(a: Tensor, b: Tensor, c: Tensor) -> bool:
     return form is not None and all(t.is_contiguous(memory_format=form) for t in (a, b, c))
 
 
-def update_params(bucket: Bucket, rates: list[float] | Tensor, directions: Tensors, skip: Tensor | None = None) -> None:
-    """Add ``rates[i] * directions[i]`` to each parameter, with one rounding; change nothing if `skip` is true."""
+def update_params(bucket: Bucket, rates: Coefficient, directions: Tensors, skip: Tensor | bool) -> None:
+    """Add ``rates[i] * directions[i]`` to each parameter, with one rounding, unless `skip` (as in `heavy_ball`)."""
+    on_device = skip.to(bucket.device) if isinstance(skip, Tensor) else None
+    by = rates.tolist() if on_device is None and isinstance(rates, Tensor) and rates.ndim else rates
     if bucket.rounding is None:
-        axpy_(bucket.params, rates, directions, skip)
+        axpy_(bucket.params, by, directions, on_device)
     else:
         copies = [upcast(p) for p in bucket.params]
-        axpy_(copies, rates, directions, skip)
+        axpy_(copies, by, directions, on_device)
         torch._foreach_copy_(bucket.params, bucket.rounded(copies))
 
 

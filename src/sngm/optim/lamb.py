@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer, lr_of
+from .base import LargeBatchOptimizer, settings_in
 from .buckets import Bucket, Work
-from .heavy_ball import Coefficient, axpy_, one_by_one, same_layout, update_params
-from .lars import bounds, clip
+from .heavy_ball import Coefficient, axpy_, same_layout, update_params
+from .lars import adapted_rate, bounds, clip
 from .norms import upcast
 from .torch_internals import fused_adam_
 
@@ -85,64 +85,22 @@ class LAMB(LargeBatchOptimizer):
         stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "bias_correction": bias_correction,
-            "phi": phi,
-            "max_grad_norm": max_grad_norm,
-            "adapt": None,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        super().__init__(params, defaults, norm_group=norm_group)
+        super().__init__(params, settings_in(locals()) | {"adapt": None}, norm_group=norm_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        betas = group["betas"]
-        if not (isinstance(betas, (tuple, list)) and len(betas) == 2):
-            raise TypeError(f"betas must be a pair (beta1, beta2), got {betas!r}")
-        for i, beta in enumerate(betas):
-            checks.number(f"betas[{i}]", beta, 0.0, 1.0)
         # eps = 0 would give 0 / 0 for an element that never had a gradient
         checks.number("eps", group["eps"], torch.finfo(torch.float32).tiny)
-        checks.flag("bias_correction", group["bias_correction"])
-        checks.bounds("phi", group["phi"])
-        if group["max_grad_norm"] is not None:
-            checks.number("max_grad_norm", group["max_grad_norm"], 0.0, include_low=False)
-        checks.flag("adapt", group["adapt"], none=True)
 
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return True
-
-    def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = super()._make_state(p, group)
-        if "exp_avg" in state:
-            # the step count is on the parameter's device, because only the device knows whether a step was skipped
-            step = state.get("step", 0.0)
-            if isinstance(step, Tensor) and step.is_meta:
-                step = 0.0
-            state["step"] = torch.as_tensor(step, dtype=torch.float32, device=p.device)
-        return state
 
     def _adapts(self, bucket: Bucket) -> list[bool]:
         return [bucket.group["adapt"] is not False] * len(bucket.owners)
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        return {
-            **super()._kernel_settings(group),
-            **bounds(group["phi"]),
-            "momentum": group["betas"][0],
-            "beta2": group["betas"][1],
-            "eps": group["eps"],
-            "max_grad_norm": math.inf if group["max_grad_norm"] is None else group["max_grad_norm"],
-            "bias_correction": group["bias_correction"],
-        }
+        beta1, beta2 = group["betas"]
+        return {**super()._kernel_settings(group), **bounds(group["phi"]), "momentum": beta1, "beta2": beta2}
 
     def _step(self, work: Work) -> None:
         total = work.sums([self._squares(bucket, work.scale) for bucket in work.buckets])[0]
@@ -150,7 +108,7 @@ class LAMB(LargeBatchOptimizer):
         if skip is True:
             return
         norm = total.sqrt() / work.scale
-        slices = [part for bucket in work.buckets for part in bucket.slices(1 if one_by_one(bucket) else SLICE)]
+        slices = [part for bucket in work.buckets for part in bucket.slices(1 if bucket.one_by_one else SLICE)]
         # shards need one all-reduce for the norms of all tensors; else compute slice by slice, to save memory
         for round in [work.buckets] if work.shards.active else [[part] for part in slices]:
             directions = [self._direction(bucket, norm, work.scale, skip) for bucket in round]
@@ -159,7 +117,9 @@ class LAMB(LargeBatchOptimizer):
             ]
             squares, _ = work.tensor_squares(squares, kinds=2, buckets=round)
             for bucket, q, (w_square, q_square) in zip(round, directions, squares, strict=True):
-                apply(bucket, q, q_square.sqrt(), w_square.sqrt(), skip)
+                size, q_norm = clip(w_square.sqrt(), bucket.group["phi"]), q_square.sqrt()
+                rate = adapted_rate(self, bucket, size / q_norm, (size > 0) & (q_norm > 0))
+                update_params(bucket, -rate, q, skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:
         """Return the squared norm of each gradient, or inf (which skips the step) if exp_avg_sq could overflow."""
@@ -184,18 +144,15 @@ class LAMB(LargeBatchOptimizer):
             grads = [g * factor for g in grads]
         if isinstance(skip, Tensor):  # after the multiplication, because the factor may be NaN too
             grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
-        steps = bucket.counts
-        foreach, fused = group["foreach"], group["fused"]
-        if isinstance(skip, Tensor):
-            torch._foreach_add_(steps, [(~skip).to(bucket.device, torch.float32)] * len(steps))
+            torch._foreach_add_(bucket.counts, [(~skip).to(bucket.device, torch.float32)] * len(grads))
         else:
-            torch._foreach_add_(steps, 1.0)
-            if (fused or (fused is None and foreach is None)) and not bucket.low_precision:
-                return _fused(bucket, grads, steps)
-        return _foreach(bucket, grads, steps, skip)
+            torch._foreach_add_(bucket.counts, 1.0)
+            if bucket.fused and _fused_serves(bucket, grads):
+                return _fused(bucket, grads)
+        return _foreach(bucket, grads, skip)
 
 
-def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
+def _foreach(bucket: Bucket, grads: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     keep1, keep2 = _decay_factors(group["betas"], skip, bucket)
@@ -203,7 +160,7 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
     torch._foreach_add_(ms, grads, alpha=(group["betas"][0] - 1.0) if group["maximize"] else 1.0 - group["betas"][0])
     torch._foreach_mul_(vs, keep2)
     torch._foreach_addcmul_(vs, grads, grads, value=1.0 - group["betas"][1])
-    correction1, correction2 = _corrections(group, torch.stack(steps))
+    correction1, correction2 = _corrections(group, torch.stack(bucket.counts))
     qs = list(torch._foreach_sqrt(vs))
     _scale_(qs, correction2**-0.5)
     torch._foreach_add_(qs, group["eps"])
@@ -215,24 +172,20 @@ def _foreach(bucket: Bucket, grads: list[Tensor], steps: list[Tensor], skip: Ten
     return qs
 
 
-def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Tensor]:
+def _fused_serves(bucket: Bucket, grads: list[Tensor]) -> bool:
+    """Return whether torch's fused Adam, which reads memory in order, can take the step of all tensors."""
+    quads = zip(bucket.params, grads, *bucket.buffers.values(), strict=True)
+    return fused_adam_ is not None and all(
+        g.dtype == p.dtype and same_layout(p, g, m) and same_layout(p, m, v) for p, g, m, v in quads
+    )
+
+
+def _fused(bucket: Bucket, grads: list[Tensor]) -> list[Tensor]:
     """Update the moments and return Adam's direction + weight_decay * w: torch's fused Adam adds them if lr is -1."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
-    quads = zip(bucket.params, grads, ms, vs, strict=True)
-    served = [
-        fused_adam_ is not None and g.dtype == p.dtype and same_layout(p, g, m) and same_layout(p, m, v)
-        for p, g, m, v in quads
-    ]
-    if not all(served):  # the kernel supports only some tensors; return the results in the original order
-        out: dict[int, Tensor] = {}
-        for native in (True, False):
-            which = [i for i, serve in enumerate(served) if serve is native]
-            if which:
-                part = bucket.select(which), [grads[i] for i in which], [steps[i] for i in which]
-                out.update(zip(which, _fused(*part) if native else _foreach(*part, False), strict=True))
-        return [out[i] for i in range(len(served))]
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))
+    steps = bucket.counts
     if not group["bias_correction"]:
         steps = [torch.full_like(step, math.inf) for step in steps]  # beta**inf = 0: no correction
     fused_adam_(
@@ -251,19 +204,6 @@ def _fused(bucket: Bucket, grads: list[Tensor], steps: list[Tensor]) -> list[Ten
         maximize=group["maximize"],
     )
     return qs
-
-
-def apply(bucket: Bucket, qs: list[Tensor], q_norm: Tensor, w_norm: Tensor, skip: Tensor | bool) -> None:
-    """Add -lr * phi(||w||) / ||q|| * q to the parameters w, unless `skip` is true."""
-    size = clip(w_norm, bucket.group["phi"])
-    ratio = torch.where((size > 0) & (q_norm > 0), size / q_norm, 1.0)
-    if bucket.group["adapt"] is False:
-        ratio = torch.ones_like(ratio)
-    rate = -lr_of(bucket.group) * ratio
-    if isinstance(skip, Tensor):
-        update_params(bucket, rate, qs, skip.to(bucket.device))
-    else:
-        update_params(bucket, rate.tolist(), qs)
 
 
 def _decay_factors(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:

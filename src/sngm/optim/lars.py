@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -11,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checks, norms
-from .base import LargeBatchOptimizer, lr_of
+from . import norms
+from .base import LargeBatchOptimizer, lr_of, settings_in
 from .buckets import Bucket, Work
 from .heavy_ball import Rule, heavy_ball, update_params
 from .kernels.table_schema import VARIANTS
@@ -75,6 +74,7 @@ class LARS(LargeBatchOptimizer):
     """
 
     KERNEL = "lars"
+    CHOICES: ClassVar = {"variant": VARIANTS}
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0, "nesterov": False}
 
     def __init__(
@@ -97,34 +97,7 @@ class LARS(LargeBatchOptimizer):
         stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "variant": variant,
-            "trust_coefficient": trust_coefficient,
-            "phi": phi,
-            "eps": eps,
-            "max_ratio": max_ratio,
-            "clamp_grad": clamp_grad,
-            "adapt": None,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        super().__init__(params, defaults, norm_group=norm_group)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        checks.choice("variant", group["variant"], VARIANTS)
-        checks.bounds("phi", group["phi"])
-        checks.number("eps", group["eps"], 0.0)
-        for name in ("trust_coefficient", "max_ratio", "clamp_grad"):
-            if group[name] is not None:
-                checks.number(name, group[name], 0.0, include_low=False)
-        checks.flag("adapt", group["adapt"], none=True)
+        super().__init__(params, settings_in(locals()) | {"adapt": None}, norm_group=norm_group)
 
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return bool(group["momentum"]) or group["variant"] == "momentum"
@@ -133,11 +106,9 @@ class LARS(LargeBatchOptimizer):
         return {
             **super()._kernel_settings(group),
             **bounds(group["phi"]),
-            "eps": group["eps"],
             "mode": VARIANTS.index(group["variant"]),
-            "trust": trust(group),
+            "trust_coefficient": trust(group),
             "max_ratio": ratio_limit(group),
-            "clamp": math.inf if group["clamp_grad"] is None else group["clamp_grad"],
         }
 
     def _step(self, work: Work) -> None:
@@ -177,11 +148,7 @@ class LARS(LargeBatchOptimizer):
             size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
             ratio = trust(bucket.group) * size / v_norm
             rate = adapted_rate(self, bucket, ratio, (size > 0) & (v_norm > 0))
-            buffers = bucket.buffers["momentum_buffer"]
-            if isinstance(skip, Tensor):
-                update_params(bucket, -rate, buffers, skip.to(bucket.device))
-            else:
-                update_params(bucket, (-rate).tolist(), buffers)
+            update_params(bucket, -rate, bucket.buffers["momentum_buffer"], skip)
 
 
 def trust(group: dict[str, Any]) -> float:
@@ -220,7 +187,7 @@ def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, 
 
 def ratio_limit(group: dict[str, Any]) -> float:
     """Return the group's `max_ratio`, but at most MAX_RATIO, which only the ratios of tiny gradients reach."""
-    given: float | None = group["max_ratio"]
+    given: float | None = group.get("max_ratio")
     return MAX_RATIO if given is None else min(given, MAX_RATIO)
 
 

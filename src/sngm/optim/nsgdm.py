@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checks, norms
-from .base import LargeBatchOptimizer, lr_of
+from . import norms
+from .base import LargeBatchOptimizer, lr_of, settings_in
 from .buckets import Work
 from .heavy_ball import Rule, heavy_ball, update_params
 from .norms import upcast
 from .sngm import MIN_EPS
-
-MODES = ("coupled", "decoupled")
 
 
 class NSGDM(LargeBatchOptimizer):
@@ -57,6 +55,9 @@ class NSGDM(LargeBatchOptimizer):
     Reference: Cutkosky and Mehta, "Momentum Improves Normalized SGD", ICML 2020, Section 3.
     """
 
+    CHOICES: ClassVar = {"weight_decay_mode": ("coupled", "decoupled")}
+    NORM_SPANS = "global"
+
     def __init__(
         self,
         params: ParamsT,
@@ -73,30 +74,10 @@ class NSGDM(LargeBatchOptimizer):
         stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
-            "eps": eps,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        super().__init__(params, defaults, norm_group=norm_group)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        checks.choice("weight_decay_mode", group["weight_decay_mode"], MODES)
-        checks.number("eps", group["eps"], 0.0)
+        super().__init__(params, settings_in(locals()), norm_group=norm_group)
 
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return True  # also for momentum 0, because the step normalises the content of the buffer
-
-    def _norm_spans(self) -> str:
-        return "global"
 
     def _step(self, work: Work) -> None:
         skip = self._skip(work, work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0])
@@ -119,5 +100,4 @@ class NSGDM(LargeBatchOptimizer):
             directions = list(torch._foreach_mul(buffers, inverse))
             if group["weight_decay_mode"] == "decoupled" and (decay := group["weight_decay"]):
                 directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
-            on_device = skip.to(bucket.device) if isinstance(skip, Tensor) else None
-            update_params(bucket, -lr_of(group), directions, on_device)  # type: ignore[arg-type]
+            update_params(bucket, -lr_of(group), directions, skip)

@@ -71,17 +71,19 @@ class Shards:
             self._count(packed.device)
         return self._sum(self._weighed(packed), over_group)
 
-    def spans(self, packed: Tensor, positions: Sequence[int], count: int) -> Tensor:
-        """Return the sum of squared norms over each of `count` sets of parameters; parameter i is in set positions[i].
+    def spans(self, packed: Tensor, lengths: Sequence[int], *, by_group: bool) -> Tensor:
+        """Return the sum of squared norms over all parameters (one element), or one sum per group if `by_group`.
 
-        `packed` holds the squared norm of each parameter's local shard, zero without a gradient.
+        `packed` holds the squared norm of each parameter's local shard, zero without a gradient; ``lengths[i]`` is the
+        number of parameters of group i.
         """
         weighed = self._weighed(packed)
-        if count == 1:
+        if not by_group:
             return self._sum(weighed.sum().reshape(1))
-        key = (tuple(positions), count, packed.device)
+        key = (tuple(lengths), packed.device)
         if key not in self._constants:
-            within = torch.tensor(positions, device="cpu") == torch.arange(count, device="cpu")[:, None]
+            groups = torch.arange(len(lengths), device="cpu")
+            within = groups.repeat_interleave(torch.tensor(lengths, device="cpu")) == groups[:, None]
             self._constants[key] = within.to(packed.device)
         return self._sum(torch.where(self._constants[key], weighed, 0.0).sum(1))
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from . import checks, norms
-from .base import LargeBatchOptimizer, lr_of
+from .base import LargeBatchOptimizer, lr_of, settings_in
 from .buckets import Bucket, Work
 from .heavy_ball import Rule, heavy_ball
 from .kernels.table_schema import MODES
@@ -73,6 +73,7 @@ class SNGM(LargeBatchOptimizer):
     """
 
     KERNEL = "sngm"
+    CHOICES: ClassVar = {"weight_decay_mode": MODES}
 
     def __init__(
         self,
@@ -94,28 +95,12 @@ class SNGM(LargeBatchOptimizer):
     ) -> None:
         checks.choice("scope", scope, SCOPES)
         self.scope = scope
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "weight_decay_mode": weight_decay_mode,
-            "nesterov": nesterov,
-            "eps": eps,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-        }
+        defaults = settings_in(locals())
+        del defaults["scope"]
         super().__init__(params, defaults, norm_group=norm_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.choice("weight_decay_mode", group["weight_decay_mode"], MODES)
-        checks.flag("nesterov", group["nesterov"])
-        checks.number("eps", group["eps"], 0.0)
-        if group["nesterov"] and group["momentum"] == 0:
-            raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
         if group.get("scope", self.scope) != self.scope:
             raise ValueError(f"scope belongs to the whole optimizer, not to a group; got scope={group['scope']!r}")
 
@@ -123,15 +108,11 @@ class SNGM(LargeBatchOptimizer):
         return {
             **super()._kernel_settings(group),
             "eps": max(group["eps"], MIN_EPS),
-            "nesterov": group["nesterov"],
             "mode": MODES.index(group["weight_decay_mode"]),
         }
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "scope": self.scope}
-
-    def _norm_spans(self) -> str:
-        return self.scope
 
     def _step(self, work: Work) -> None:
         parts, total = self._divisor_squares(work)

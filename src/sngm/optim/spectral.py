@@ -5,23 +5,21 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from . import checks, norms
-from .base import LargeBatchOptimizer, lr_of
+from . import norms
+from .base import LargeBatchOptimizer, lr_of, settings_in
 from .buckets import Bucket, Work
 from .heavy_ball import Rule, axpy_, heavy_ball, update_params
 from .norms import upcast
 from .sharded_norms import group_of, is_dtensor, local, redistribute_like
 from .sngm import MIN_EPS
 
-ORDERS = ("before", "after")
-BALLS = ("spectral", "rows", "euclidean")
 MARGIN = 1.01  # bfloat16 may round singular values to above 1, where the polynomials of "polar-express" grow fast
 EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -112,6 +110,13 @@ class SpectralSNGM(LargeBatchOptimizer):
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
 
+    DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # no polar factor of complex matrices
+    CHOICES: ClassVar = {
+        "order": ("before", "after"),
+        "polar": tuple(POLAR),
+        "ball": (None, "spectral", "rows", "euclidean"),
+    }
+
     def __init__(
         self,
         params: ParamsT,
@@ -132,44 +137,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         stochastic_rounding: bool = False,
         norm_group: dist.ProcessGroup | None = None,
     ) -> None:
-        defaults = {
-            "lr": lr,
-            "momentum": momentum,
-            "weight_decay": weight_decay,
-            "order": order,
-            "nesterov": nesterov,
-            "vector_scale": vector_scale,
-            "polar": polar,
-            "ball": ball,
-            "eps": eps,
-            "maximize": maximize,
-            "foreach": foreach,
-            "fused": fused,
-            "capturable": capturable,
-            "stochastic_rounding": stochastic_rounding,
-        }
-        super().__init__(params, defaults, norm_group=norm_group)
-
-    def _check_group(self, group: dict[str, Any]) -> None:
-        super()._check_group(group)
-        checks.number("vector_scale", group["vector_scale"], 0.0)
-        checks.number("eps", group["eps"], 0.0)
-        checks.choice("order", group["order"], ORDERS)
-        checks.choice("polar", group["polar"], tuple(POLAR))
-        if group["ball"] is not None:
-            checks.choice("ball", group["ball"], BALLS)
-        checks.flag("nesterov", group["nesterov"])
-        if group["nesterov"] and group["momentum"] == 0:
-            raise ValueError("nesterov=True needs momentum > 0, got momentum=0")
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group. Raise TypeError for complex parameters, for which no polar factor is implemented."""
-        if isinstance(param_group, dict) and "params" in param_group and not isinstance(param_group["params"], Tensor):
-            param_group["params"] = list(param_group["params"])
-            tensors = [p[1] if isinstance(p, tuple) else p for p in param_group["params"]]
-            if any(isinstance(p, Tensor) and p.is_complex() for p in tensors):
-                raise TypeError("SpectralSNGM does not support complex parameters")
-        super().add_param_group(param_group)
+        super().__init__(params, settings_in(locals()), norm_group=norm_group)
 
     def _step(self, work: Work) -> None:
         total = work.sums([norms.squares(bucket.grads) for bucket in work.buckets])[0]
@@ -205,8 +173,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         if rule.decoupled_decay:
             decay = rule.decoupled_decay
             directions = [x.add(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
-        on_device = skip.to(bucket.device) if isinstance(skip, Tensor) else None
-        update_params(bucket, -lr_of(group), directions, on_device)  # type: ignore[arg-type]
+        update_params(bucket, -lr_of(group), directions, skip)
 
     def _directions(
         self, bucket: Bucket, tensors: list[Tensor], wholes: list[Any], eps: float | Tensor

@@ -23,7 +23,7 @@ class StatefulOptimizer(Optimizer):
     """Base class that creates, saves and loads the state of an optimizer: buffers with the shapes of the parameters."""
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
-    COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element state tensors
+    COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element float32 tensors of state
     # group keys that torch's optimizer needs to load our checkpoints, with the only value supported here
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
@@ -69,6 +69,10 @@ class StatefulOptimizer(Optimizer):
                     )
                 elif (buffer.device, buffer.dtype) != (p.device, state_dtype(p)):
                     state[key] = buffer.to(p.device, state_dtype(p))  # the model was moved to another device or dtype
+            for key in self.COUNTS:
+                # on the parameter's device, because only the device knows whether a step was skipped
+                count = 0.0 if getattr(state.get(key), "is_meta", False) else state.get(key, 0.0)
+                state[key] = torch.as_tensor(count, dtype=torch.float32, device=p.device)
         return state
 
     def _follow_parameters(self, params: list[Tensor]) -> None:

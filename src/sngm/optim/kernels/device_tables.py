@@ -1,8 +1,7 @@
 """The host side of a step: look up the tensors' addresses, copy them to the device as a table, launch the kernels.
 
-Addresses are looked up at every step. A `Layout`, which holds scratch memory and the assignment of Triton programs to
-tensors, is kept from step to step. It is reused only while the addresses of parameters and state, and all shapes and
-dtypes, stay the same.
+Addresses are looked up at every step. A `Layout` is reused while the addresses of parameters and state, and all shapes
+and dtypes, stay the same.
 """
 
 from __future__ import annotations
@@ -10,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from functools import reduce
 from itertools import chain, compress, groupby
-from operator import attrgetter, itemgetter, or_
-from typing import Any, NamedTuple
+from operator import attrgetter, is_, itemgetter, or_
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,52 +30,40 @@ Rows = list[list[int]]
 BLOCK = 1024  # number of elements that a program processes at a time
 WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of this are launched separately
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
-TRITON_DTYPES = {
-    torch.float16: tl.float16,
-    torch.bfloat16: tl.bfloat16,
-    torch.float32: tl.float32,
-    torch.float64: tl.float64,
-}
-data_ptr, is_contiguous = Tensor.data_ptr, Tensor.is_contiguous
-dtype_of = attrgetter("dtype")
+TRITON_DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
-@dataclass
 class KernelStep:
     """Inputs of the kernels for one step of an optimizer."""
 
-    method: str  # "lamb", or a branch of `triton_kernels.coefficients`
-    scope: str  # scope of SNGM's norm
-    home: torch.device
-    params: list[Any]  # parameters of all groups, in order
-    grads: list[Any]  # None for a parameter without a gradient
-    states: list[dict[str, Any]]
-    keys: list[tuple[str, ...]]  # for each group, the names of its buffers and counts in `states`
-    lengths: list[int]  # number of parameters of each group
-    settings: Sequence[Mapping[str, float | Tensor]]  # for each group, named as in table_schema.SETTINGS
-    adapt: list[bool | None]  # for each group
-    shards: Shards
-    grad_norm: Tensor
-    skipped: Tensor
-    scale: Tensor | None
-    found_inf: Tensor | None
-    rounding: Tensor | None  # counter of steps, if a group rounds stochastically
-    mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS only: one mean norm for each parameter
-    whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only some parameters
-    captured: bool  # whether the step is captured in a CUDA graph
-    held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
+    def __init__(self, optimizer: Any, params: list[Any], grads: list[Any], mean_norms: Any) -> None:
+        groups, state, rounding = optimizer.param_groups, optimizer.state, optimizer._rounding_step()
+        in_order = len(state) == len(params) and all(map(is_, state, params))  # the usual case, which needs no look-up
+        keys = optimizer.BUFFERS + optimizer.COUNTS
+        self.method: str = optimizer.KERNEL  # "lamb", or a branch of `triton_kernels.coefficients`
+        self.scope: str = getattr(optimizer, "scope", "global")  # scope of SNGM's norm
+        self.home: torch.device = params[0].device
+        self.params = params  # parameters of all groups, in order
+        self.grads = grads  # None for a parameter without a gradient
+        self.states = list(state.values()) if in_order else [state[p] for p in params]
+        self.keys = [keys if optimizer._needs_buffers(group) else () for group in groups]  # names of state tensors
+        self.lengths = [len(group["params"]) for group in groups]
+        self.settings = [optimizer._kernel_settings(group) for group in groups]
+        self.adapt = [group.get("adapt") for group in groups]
+        self.shards: Shards = optimizer._shards
+        self.grad_norm: Tensor = optimizer._grad_norm
+        self.skipped: Tensor = optimizer._skipped
+        self.scale = getattr(optimizer, "grad_scale", None)
+        self.found_inf = getattr(optimizer, "found_inf", None)
+        self.rounding = None if rounding is None else rounding.to(self.home)  # counter of steps
+        self.mean_norms = mean_norms  # CLARS only: one mean norm for each parameter
+        self.whole_square = optimizer._whole_square  # squared norm of the whole gradient, from a SharedNorm
+        self.captured = self.home.type == "cuda" and torch.cuda.is_current_stream_capturing()  # in a CUDA graph
+        self.held: list[Any] = []  # memory that the graph uses when it is replayed
 
 
-def take_step(
-    step: KernelStep, layout: Layout | None, gather: Callable[[], Work], adapts: Callable[[Bucket], list[bool]]
-) -> Layout:
-    """Take one step, and return the layout for the next one.
-
-    Args:
-        step: the inputs of the step.
-        layout: the layout that the last step returned, or None.
-        gather: function that checks all tensors and creates missing state; called if the layout cannot be reused.
-        adapts: function that returns, for each tensor of a bucket, whether a ratio of norms scales its step.
+def take_step(optimizer: Any, step: KernelStep, layout: Layout | None) -> Layout:
+    """Take one step, and return the layout for the next one; `layout` is that of the last step, or None.
 
     Raises:
         Unsupported: a tensor is not dense or has no storage.
@@ -85,7 +71,7 @@ def take_step(
     rows, facts = look_up(step)
     if layout is None or facts is None or facts != layout.facts:
         with torch.no_grad():
-            layout = Layout(step, gather(), adapts)
+            layout = Layout(step, optimizer._gather(), optimizer._adapts)  # checks tensors, creates missing state
         rows, again = layout.rows, look_up(step)  # again, because missing state has been created
         layout.facts = again[1] if again[0] == rows else None  # if the rows differ, some gradients had to be copied
     values = {
@@ -97,7 +83,7 @@ def take_step(
     }
     on_other = step.home.type == "cuda" and step.home.index != torch.cuda.current_device()
     with torch.cuda.device(step.home) if on_other else contextlib.nullcontext():
-        launch(step, constants(step), values, layout)
+        launch(step, values, layout)
     # torch's own in-place operations do this too, so that autograd rejects graphs from before the step
     torch.autograd.graph.increment_version(list(compress(step.params, [grad is not None for grad in step.grads])))
     step.held += [values, layout.copies]
@@ -108,7 +94,7 @@ def take_step(
 def look_up(step: KernelStep) -> tuple[Rows, Any]:
     """Return the addresses of the tensors (parameters, gradients, then each kind of state), and facts about them.
 
-    A layout can be reused while the facts stay equal. They are None if the `gather` of `take_step` must prepare the
+    A layout can be reused while the facts stay equal. They are None if the optimizer's `_gather` must prepare the
     tensors first, for example create state or densify gradients.
     """
     params, states, grads = step.params, step.states, step.grads
@@ -120,15 +106,15 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
         if step.shards.sharded:
             pairs = [pair for pair in zip(params, grads, strict=True) if is_dtensor(pair[0])]
             if any(p.placements != getattr(grad, "placements", None) for p, grad in pairs):
-                return [], None  # `gather` redistributes these gradients
+                return [], None  # `_gather` redistributes these gradients
             params, grads = list(map(local, params)), list(map(local, grads))
             state = [list(map(local, column)) for column in state]
         columns = [params, grads, *state]
-        rows = [list(map(data_ptr, column)) for column in columns]
+        rows = [list(map(Tensor.data_ptr, column)) for column in columns]
         numels = [list(map(Tensor.numel, column)) for column in columns]
-        dense = all(all(map(is_contiguous, column)) for column in columns)
+        dense = all(all(map(Tensor.is_contiguous, column)) for column in columns)
         strides = None if dense else [list(map(Tensor.stride, column)) for column in columns]
-        dtypes = [list(map(dtype_of, column)) for column in columns]
+        dtypes = [list(map(attrgetter("dtype"), column)) for column in columns]
     except (KeyError, RuntimeError, TypeError, AttributeError):  # missing state, not a tensor, or no memory
         return [], None
     # a lazily negated gradient of one element may have the same strides as any other gradient
@@ -143,25 +129,6 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
     return rows, [groups, rows[0], rows[2:], numels, dtypes, strides, shapes, devices, aligned]
 
 
-class Kind(NamedTuple):
-    """Properties that all tensors of one launch share."""
-
-    param: torch.dtype
-    grad: torch.dtype
-    buffered: bool
-    aligned: bool
-
-    def constants(self) -> dict[str, Any]:
-        """Return the compile-time constants of the kernels for this kind of tensors."""
-        return {
-            "P": TRITON_DTYPES[self.param],
-            "G": TRITON_DTYPES[self.grad],
-            "WIDE": tl.float64 if self.param == torch.float64 else tl.float32,
-            "BUFFERED": self.buffered,
-            "ALIGNED": self.aligned,
-        }
-
-
 class Layout:
     """The assignment of Triton programs to tensors, and scratch memory; both are kept from step to step."""
 
@@ -171,16 +138,16 @@ class Layout:
         self.facts: Any = None  # as returned by `look_up`
         self.copies: list[Tensor] = []  # copies of gradients, needed until the step is taken
         self.launches: dict[Any, Any] = {}  # compiled kernels with their arguments
-        found: list[tuple[int, Kind, list[int], int, int, bool]] = []
+        found = []  # of each tensor: index, kind (all tensors of a launch have the same), addresses, size, group, adapt
         for bucket in work.buckets:
             bucket.match_layouts()
             self.copies += bucket.grads
             counts = [bucket.counts] if bucket.counts else []
             columns = [bucket.params, bucket.grads, *bucket.buffers.values(), *counts]
             for k, adapt in enumerate(adapts(bucket)):
-                p, dtype = bucket.params[k], bucket.grads[k].dtype
-                at = [address(column[k]) for column in columns]
-                kind = Kind(p.dtype, dtype, bool(bucket.buffers), not any(a % WIDEST_LOAD for a in at[:4]))
+                p, at = bucket.params[k], [address(column[k]) for column in columns]
+                aligned = not any(a % WIDEST_LOAD for a in at[:4])
+                kind = p.dtype, bucket.grads[k].dtype, bool(bucket.buffers), aligned
                 found.append((bucket.indices[k], kind, at, p.numel(), bucket.position, adapt))
         found.sort(key=itemgetter(0))
         depth = max(len(at) for _, _, at, *_ in found)
@@ -197,10 +164,19 @@ class Layout:
         row["first_chunk"][:] = ends - row["chunks"]
         self.sections: list[dict[str, Any]] = []  # one launch for each kind
         base = tensors = 0
-        for kind, alike in groupby(found, key=itemgetter(1)):
+        for (param, grad, buffered, aligned), alike in groupby(found, key=itemgetter(1)):
             tensors += len(list(alike))
             end = int(ends[tensors - 1])
-            self.sections.append({**kind.constants(), "base": base, "programs": end - base})
+            section = {
+                "P": TRITON_DTYPES[param],
+                "G": TRITON_DTYPES[grad],
+                "WIDE": tl.float64 if param == torch.float64 else tl.float32,
+                "BUFFERED": buffered,
+                "ALIGNED": aligned,
+                "base": base,
+                "programs": end - base,
+            }
+            self.sections.append(section)
             base = end
 
         def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -249,7 +225,7 @@ def constants(step: KernelStep) -> dict[str, Any]:
         "PARAM_NORMS": step.method in ("lars", "clars"),
         "MEANS": step.method == "clars",
         "AVERAGES": step.method == "lars" and any(own["mode"] == VARIANTS.index("momentum") for own in settings),
-        "CLAMPS": any(math.isfinite(own.get("clamp", math.inf)) for own in settings),
+        "CLAMPS": any(math.isfinite(own.get("clamp_grad", math.inf)) for own in settings),
         "STOCHASTIC": step.rounding is not None,
     }
 
@@ -292,14 +268,12 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
     return values.to(step.home, non_blocking=True, copy=True)
 
 
-# ---------------------------------------------------------------- launches
-
-
-def launch(step: KernelStep, fixed: dict[str, Any], values: dict[str, Any], layout: Layout) -> None:
+def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
     """Launch each kernel of the method once for every kind of tensor; between kernels, sum squared norms over ranks.
 
-    `fixed` holds compile-time constants, and `values` the tensors whose addresses may change from step to step.
+    `values` holds the tensors whose addresses may change from step to step.
     """
+    fixed = constants(step)
     addresses = {name: value.data_ptr() for name, value in values.items()}
 
     def run(kernel: Any) -> None:
@@ -349,10 +323,8 @@ def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
     if step.whole_square is not None:
         values["spans"][:2] = step.whole_square
     elif step.shards.active:
-        by_group, lengths = step.scope == "group", step.lengths
-        positions = [i if by_group else 0 for i, length in enumerate(lengths) for _ in range(length)]
         packed = per_parameter(step, values, OF_GRAD, OF_GRAD)[0]
-        spans = step.shards.spans(packed, positions, len(lengths) if by_group else 1)
+        spans = step.shards.spans(packed, step.lengths, by_group=step.scope == "group")
         values["spans"][0] = spans.sum()
         values["spans"][1 : 1 + len(spans)] = spans
 

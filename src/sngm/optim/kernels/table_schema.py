@@ -17,15 +17,15 @@ SETTINGS = {
     "sign": 1.0,  # -1 to maximize
     "nesterov": 0.0,
     "mode": 0.0,  # index in MODES or VARIANTS
-    "trust": 1.0,
+    "trust_coefficient": 1.0,
     "phi_low": float("-inf"),
     "phi_high": float("inf"),
     "max_ratio": float("inf"),
-    "clamp": float("inf"),
+    "clamp_grad": float("inf"),
     "beta2": 0.0,
     "max_grad_norm": float("inf"),
     "bias_correction": 1.0,
-    "stochastic": 0.0,
+    "stochastic_rounding": 0.0,
 }
 MODES = ("coupled", "after_norm", "decoupled")
 VARIANTS = ("you2017", "unscaled", "momentum")
