@@ -34,6 +34,14 @@ def interpreted(*ours, chooser=sngm.triton_support):
         # once per function instead of at each call, which would take half of the time
         patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
         patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
+        # a table that is built at each call, and a check of every int32 sum, which take a third of the rest
+        uncached, cached = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+        of_pointer = interpreter.tl.pointer_type  # not hashable
+        patch.setattr(
+            interpreter, "_get_np_dtype", lambda t: (uncached if isinstance(t.scalar, of_pointer) else cached)(t.scalar)
+        )
+        semantic = importlib.import_module("triton.language.semantic").TritonSemantic
+        patch.setattr(semantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
         yield
         aside = {f"interpreted {name}": module for name, module in unload(ours).items()}
         sys.modules.update(elsewhere | aside)  # Triton's bindings fail at exit without its modules

@@ -187,7 +187,7 @@ def test_a_group_may_have_the_euclidean_ball():
     [
         ({"order": "first"}, "order must be one of 'before', 'after'"),
         ({"polar": "svd"}, "polar must be one of 'muon', 'polar-express'"),
-        ({"ball": "sign"}, "ball must be one of 'spectral', 'rows', 'euclidean'"),
+        ({"ball": "sign"}, "ball must be one of None, 'spectral', 'rows', 'euclidean'"),
         ({"vector_scale": -1.0}, "vector_scale must be a finite number"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov=True needs momentum > 0"),
         ({"lr": -1.0}, "lr must be a finite number"),

@@ -79,19 +79,12 @@ class Bucket:
         """Return a bucket with only the tensors at these indices of this bucket."""
 
         def pick(tensors: list[Any]) -> list[Any]:
-            return [tensors[i] for i in which]
+            return [tensors[i] for i in which] if tensors else []
 
         which = list(which)
-        return replace(
-            self,
-            owners=pick(self.owners),
-            indices=pick(self.indices),
-            states=pick(self.states),
-            counts=pick(self.counts) if self.counts else [],
-            params=pick(self.params),
-            grads=pick(self.grads),
-            buffers={key: pick(tensors) for key, tensors in self.buffers.items()},
-        )
+        names = ("owners", "indices", "states", "params", "grads", "counts")
+        lists: dict[str, Any] = {name: pick(getattr(self, name)) for name in names}
+        return replace(self, **lists, buffers={key: pick(tensors) for key, tensors in self.buffers.items()})
 
     def slices(self, elements: int) -> Iterator[Bucket]:
         """Split this bucket into buckets of up to `elements` elements (or one larger tensor), to save memory."""
@@ -170,10 +163,8 @@ class Work:
     def _total(self, parts: list[Tensor]) -> Tensor:
         if not parts:
             return torch.zeros((), dtype=sum_dtype(self.home), device=self.home)
-        total = parts[0].sum().to(self.home)
-        for part in parts[1:]:
-            total = total + part.sum().to(self.home)
-        return total
+        first, *rest = [part.sum().to(self.home) for part in parts]
+        return sum(rest, first)
 
 
 def evaluate(closure: Closure | None) -> Any:

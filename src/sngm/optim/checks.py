@@ -191,10 +191,6 @@ def parameters(params: list[Any], dtypes: tuple[torch.dtype, ...]) -> None:
         placements = getattr(p, "placements", ())  # only DTensors have placements
         if any(placement.is_partial() for placement in placements):
             raise TypeError(f"params must be whole or sharded; params[{i}] is a DTensor of partial sums: {placements}")
-        if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
-            raise ValueError(f"params must not overlap themselves in memory; params[{i}] is an expanded view")
-        if p.is_conj():
-            raise ValueError(f"params must not be conjugated views; use params[{i}].resolve_conj()")
         if id(p) in seen:
             raise ValueError(f"params must not repeat a parameter; params[{i}] appears twice in its group")
         seen.add(id(p))

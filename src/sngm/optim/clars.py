@@ -166,7 +166,7 @@ class CLARS(LargeBatchOptimizer):
         for bucket, (_, w_square), mean in zip(work.buckets, parts, means, strict=True):
             w_norm = w_square.sqrt()
             ratio = bucket.group["trust_coefficient"] * w_norm / mean
-            rate = adapted_rate(self, bucket, ratio, (w_norm > 0) & (mean > 0))
+            rate = adapted_rate(self, bucket, ratio, (w_norm > 0) & (mean > 0), ratio_limit(bucket.group))
             bucket, rule = plain_momentum(bucket, work.scale)
             heavy_ball(bucket, replace(rule, rate=rate), skip)
 
@@ -177,7 +177,7 @@ class CLARS(LargeBatchOptimizer):
                 f"step() needs mean_norms, a list of one number per parameter ({count} here), got None; if a trainer "
                 "calls step(), call sngm.integrations.measure_norms(optimizer) once"
             )
-        if isinstance(mean_norms, (str, bytes)) or not isinstance(mean_norms, (Sequence, Tensor)):
+        if not isinstance(mean_norms, (Sequence, Tensor)):
             raise TypeError(f"mean_norms must be a list of numbers or a 1-d tensor, got {type(mean_norms).__name__}")
         if isinstance(mean_norms, Tensor) and mean_norms.ndim != 1:
             raise ValueError(f"mean_norms must be a 1-d tensor, got shape {tuple(mean_norms.shape)}")

@@ -105,7 +105,7 @@ class ExtrapSGD(LargeBatchOptimizer):
             for name in ("found_inf", "grad_scale"):  # the scaler does not remove them if step() raises an error
                 delattr(self, name)
             raise TypeError("ExtrapSGD cannot be stepped by a GradScaler: it takes its gradients inside step(closures)")
-        if isinstance(closures, (str, bytes)) or not isinstance(closures, Sequence) or not all(map(callable, closures)):
+        if not isinstance(closures, Sequence) or not all(map(callable, closures)):
             raise TypeError(f"closures must be a list of functions, one for each worker, got {closures!r}")
         if not closures:
             raise ValueError("step() needs closures=[a function for each worker], got none")

@@ -12,6 +12,7 @@ A coefficient is a number, a 0-d tensor, or a 1-d tensor with one value for each
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,20 +48,10 @@ class Rule:
 
     def with_skip(self, skip: Tensor, dtype: torch.dtype) -> Rule:
         """Return this rule with coefficients on the device of `skip`; if `skip` is true, the step changes nothing."""
-
-        def there(value: Any) -> Any:
-            return value.to(skip.device) if isinstance(value, Tensor) else value
-
         # filled on the device, because a copy from the host would synchronise and could not be captured
         momentum = torch.full((), float(self.momentum), dtype=dtype, device=skip.device)
-        return replace(
-            self,
-            momentum=torch.where(skip, torch.ones_like(momentum), momentum),
-            gain=there(self.gain),
-            rate=there(self.rate),
-            decay=there(self.decay),
-            skip=skip,
-        )
+        momentum = torch.where(skip, torch.ones_like(momentum), momentum)
+        return replace(self._with_tensors(lambda c: c.to(skip.device)), momentum=momentum, skip=skip)
 
     def times(self, factor: Coefficient) -> Rule:
         """Return this rule with `gain` and `decay` multiplied by `factor`."""
@@ -68,11 +59,12 @@ class Rule:
 
     def select(self, which: int | slice | list[int]) -> Rule:
         """Return this rule for only the tensors at these indices of its bucket."""
+        return self._with_tensors(lambda c: c[which] if c.ndim else c)
 
-        def pick(c: Any) -> Any:
-            return c[which] if isinstance(c, Tensor) and c.ndim else c
-
-        return replace(self, gain=pick(self.gain), rate=pick(self.rate), decay=pick(self.decay))
+    def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Rule:
+        """Return this rule with `change` applied to the coefficients that are tensors."""
+        values: dict[str, Any] = {"gain": self.gain, "rate": self.rate, "decay": self.decay}
+        return replace(self, **{name: change(c) for name, c in values.items() if isinstance(c, Tensor)})
 
     def as_numbers(self, coefficient: Coefficient) -> Any:
         """Return a coefficient as a number or a list of numbers; with `skip`, return it unchanged, on the device."""

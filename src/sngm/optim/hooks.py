@@ -20,22 +20,16 @@ def with_hooks_if_any(step: Step) -> Step:
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if (
-            torch.compiler.is_compiling()
-            or profiler_enabled()
-            or self._optimizer_step_pre_hooks
-            or self._optimizer_step_post_hooks
-            or any(GLOBAL_HOOKS)
-        ):
-            if torch.compiler.is_compiling():
-                return with_hooks(self, *args, **kwargs)
-            if not self._inside_hooks:  # the step of a subclass may call this step
-                self._inside_hooks = True
-                try:
-                    return with_hooks(self, *args, **kwargs)
-                finally:
-                    self._inside_hooks = False
-        return step(self, *args, **kwargs)
+        if torch.compiler.is_compiling():
+            return with_hooks(self, *args, **kwargs)
+        hooked = self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks or any(GLOBAL_HOOKS)
+        if self._inside_hooks or not (hooked or profiler_enabled()):  # the step of a subclass may call this step
+            return step(self, *args, **kwargs)
+        self._inside_hooks = True
+        try:
+            return with_hooks(self, *args, **kwargs)
+        finally:
+            self._inside_hooks = False
 
     wrapper.hooked = True  # type: ignore[attr-defined]  # else torch would wrap it again
     return wrapper  # type: ignore[return-value]

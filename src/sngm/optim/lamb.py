@@ -118,7 +118,7 @@ class LAMB(LargeBatchOptimizer):
             squares, _ = work.tensor_squares(squares, kinds=2, buckets=round)
             for bucket, q, (w_square, q_square) in zip(round, directions, squares, strict=True):
                 size, q_norm = clip(w_square.sqrt(), bucket.group["phi"]), q_square.sqrt()
-                rate = adapted_rate(self, bucket, size / q_norm, (size > 0) & (q_norm > 0))
+                rate = adapted_rate(self, bucket, size / q_norm, (size > 0) & (q_norm > 0), limit=math.inf)
                 update_params(bucket, -rate, q, skip)
 
     def _squares(self, bucket: Bucket, scale: float | Tensor) -> Tensor:

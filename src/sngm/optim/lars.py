@@ -128,7 +128,8 @@ class LARS(LargeBatchOptimizer):
             g_norm, w_norm = g_square.sqrt() / work.scale, w_square.sqrt()
             size = clip(w_norm, group["phi"])
             below = g_norm + group["weight_decay"] * w_norm + group["eps"]
-            rate = adapted_rate(self, bucket, trust(group) * size / below, (size > 0) & (below > 0))
+            ratio = trust(group) * size / below
+            rate = adapted_rate(self, bucket, ratio, (size > 0) & (below > 0), ratio_limit(group))
             inside = group["variant"] == "you2017"  # the ratio scales the buffer's input; else the step
             rule = rule.times(rate) if inside else replace(rule, rate=rate)
             heavy_ball(trusted, rule, skip)
@@ -147,7 +148,7 @@ class LARS(LargeBatchOptimizer):
         for (bucket, w_square), (v_square,) in zip(averaged, parts, strict=True):
             size, v_norm = clip(w_square.sqrt(), bucket.group["phi"]), v_square.sqrt()
             ratio = trust(bucket.group) * size / v_norm
-            rate = adapted_rate(self, bucket, ratio, (size > 0) & (v_norm > 0))
+            rate = adapted_rate(self, bucket, ratio, (size > 0) & (v_norm > 0), ratio_limit(bucket.group))
             update_params(bucket, -rate, bucket.buffers["momentum_buffer"], skip)
 
 
@@ -169,12 +170,14 @@ def bounds(phi: tuple[float, float] | None) -> dict[str, float]:
     return {} if phi is None else {"phi_low": phi[0], "phi_high": phi[1]}
 
 
-def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor) -> Tensor:
+def adapted_rate(
+    optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, defined: Tensor, limit: float
+) -> Tensor:
     """Return lr * ratio for each tensor of a bucket, or lr if the step of the tensor is not scaled by a ratio.
 
-    A ratio is replaced by 1 where `defined` is False, and limited to the group's `max_ratio`.
+    A ratio is replaced by 1 where `defined` is False, and is at most `limit`.
     """
-    ratio = torch.where(defined, ratio, 1.0).clamp_max(ratio_limit(bucket.group))
+    ratio = torch.where(defined, ratio, 1.0).clamp_max(limit)
     chosen = optimizer._adapts(bucket)
     if not all(chosen):
         if ratio.device.type == "cpu":
@@ -187,7 +190,7 @@ def adapted_rate(optimizer: LargeBatchOptimizer, bucket: Bucket, ratio: Tensor, 
 
 def ratio_limit(group: dict[str, Any]) -> float:
     """Return the group's `max_ratio`, but at most MAX_RATIO, which only the ratios of tiny gradients reach."""
-    given: float | None = group.get("max_ratio")
+    given: float | None = group["max_ratio"]
     return MAX_RATIO if given is None else min(given, MAX_RATIO)
 
 
