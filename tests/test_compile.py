@@ -23,7 +23,7 @@ DEVICES = [
 BACKEND = {"cpu": "aot_eager", "cuda": "inductor"}
 # 16 rounding errors of float32: on a GPU the compiler fuses multiplications and additions
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2.0**-19, torch.bfloat16: 2.0**-8}
-SHAPES = [(3, 4), (7,), (), (70, 70)]  # the last is larger than one piece of norms
+SHAPES = [(3, 4), (), (70, 70)]  # the last is larger than one piece of norms
 # one case for each kind of arithmetic
 QUICK = [
     "SNGM coupled global",
@@ -237,14 +237,14 @@ def test_a_learning_rate_that_is_a_number_is_compiled_in():
     optimizer, twin = (sngm.SNGM(some, lr=0.1) for some in (params, twins))
     step = torch.compile(twin.step, backend="aot_eager", fullgraph=True)
     with torch._dynamo.config.patch(error_on_recompile=False):
-        for t in range(3):
+        for t in range(2):
             for p in (params[0], twins[0]):
                 p.grad = torch.ones_like(p)
             for o in (optimizer, twin):
                 o.param_groups[0]["lr"] = 0.1 / (t + 1)
             optimizer.step()
             step()
-    assert graphs() == 3
+    assert graphs() == 2
     same_numbers(twins, params)
 
 

