@@ -20,6 +20,20 @@ def unload(ours):
     return found
 
 
+def speed_up():
+    """Leave out work of Triton's interpreter that takes two thirds of its time."""
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    semantic = importlib.import_module("triton.language.semantic").TritonSemantic
+    # patch the language once per function instead of at each call
+    interpreter._patch_lang = functools.cache(interpreter._patch_lang)
+    interpreter._LangPatchScope.restore = lambda self: None
+    # build the table of dtypes once for each dtype; pointer types are not hashable and need no table
+    dtype_of, cached = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
+    interpreter._get_np_dtype = lambda t: (dtype_of if t.scalar.is_ptr() else cached)(t.scalar)
+    # do not check every sum of int32 for overflow
+    semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+
+
 @contextlib.contextmanager
 def interpreted(*ours, chooser=sngm.triton_support):
     """Reload modules with a separate, interpreting copy of Triton, invisible to other tests of this process.
@@ -30,18 +44,7 @@ def interpreted(*ours, chooser=sngm.triton_support):
         elsewhere = unload(ours)
         patch.setenv("TRITON_INTERPRET", "1")
         patch.setattr(chooser, "DEVICES", ("cpu",))
-        interpreter = importlib.import_module("triton.runtime.interpreter")
-        # once per function instead of at each call, which would take half of the time
-        patch.setattr(interpreter, "_patch_lang", functools.cache(interpreter._patch_lang))
-        patch.setattr(interpreter._LangPatchScope, "restore", lambda self: None)
-        # a table that is built at each call, and a check of every int32 sum, which take a third of the rest
-        uncached, cached = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
-        of_pointer = interpreter.tl.pointer_type  # not hashable
-        patch.setattr(
-            interpreter, "_get_np_dtype", lambda t: (uncached if isinstance(t.scalar, of_pointer) else cached)(t.scalar)
-        )
-        semantic = importlib.import_module("triton.language.semantic").TritonSemantic
-        patch.setattr(semantic, "binary_op_sanitize_overflow_impl", lambda *_: None)
+        speed_up()
         yield
         aside = {f"interpreted {name}": module for name, module in unload(ours).items()}
         sys.modules.update(elsewhere | aside)  # Triton's bindings fail at exit without its modules
