@@ -23,11 +23,7 @@ def number(
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    try:
-        x = float(value)
-    except OverflowError:  # an int beyond the range of float
-        x = math.inf
-    if not (math.isfinite(x) and (x >= low if include_low else x > low) and x < high):
+    if not (math.isfinite(value) and (value >= low if include_low else value > low) and value < high):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 

@@ -63,8 +63,9 @@ class Rule:
 
     def _with_tensors(self, change: Callable[[Tensor], Tensor]) -> Rule:
         """Return this rule with `change` applied to the coefficients that are tensors."""
-        values: dict[str, Any] = {"gain": self.gain, "rate": self.rate, "decay": self.decay}
-        return replace(self, **{name: change(c) for name, c in values.items() if isinstance(c, Tensor)})
+        values = {"gain": self.gain, "rate": self.rate, "decay": self.decay}
+        changed: dict[str, Any] = {name: change(c) for name, c in values.items() if isinstance(c, Tensor)}
+        return replace(self, **changed)
 
     def as_numbers(self, coefficient: Coefficient) -> Any:
         """Return a coefficient as a number or a list of numbers; with `skip`, return it unchanged, on the device."""

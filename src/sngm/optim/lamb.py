@@ -155,7 +155,10 @@ class LAMB(LargeBatchOptimizer):
 def _foreach(bucket: Bucket, grads: list[Tensor], skip: Tensor | bool) -> list[Tensor]:
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
-    keep1, keep2 = _decay_factors(group["betas"], skip, bucket)
+    keep1, keep2 = group["betas"]
+    if isinstance(skip, Tensor):  # a skipped step keeps the moments as they are
+        there = skip.to(bucket.device)
+        keep1, keep2 = (torch.where(there, ms[0].new_ones(()), ms[0].new_full((), beta)) for beta in group["betas"])
     torch._foreach_mul_(ms, keep1)
     torch._foreach_add_(ms, grads, alpha=(group["betas"][0] - 1.0) if group["maximize"] else 1.0 - group["betas"][0])
     torch._foreach_mul_(vs, keep2)
@@ -204,15 +207,6 @@ def _fused(bucket: Bucket, grads: list[Tensor]) -> list[Tensor]:
         maximize=group["maximize"],
     )
     return qs
-
-
-def _decay_factors(betas: tuple[float, float], skip: Tensor | bool, bucket: Bucket) -> tuple[Any, Any]:
-    """Return the factors by which a step multiplies the old moments: the betas, or ones if the step is skipped."""
-    if not isinstance(skip, Tensor):
-        return betas
-    there, like = skip.to(bucket.device), bucket.buffers["exp_avg"][0]
-    keep1, keep2 = (torch.where(there, like.new_ones(()), like.new_full((), beta)) for beta in betas)
-    return keep1, keep2
 
 
 def _corrections(group: dict[str, Any], step: Tensor) -> tuple[Tensor, Tensor]:

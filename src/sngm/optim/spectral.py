@@ -149,8 +149,7 @@ class SpectralSNGM(LargeBatchOptimizer):
             rule = Rule(group["momentum"], rate=lr_of(group), decoupled_decay=group["weight_decay"])
             rule = replace(rule, nesterov=group["nesterov"], maximize=group["maximize"])
             if group["order"] == "before":
-                wholes = [p.grad for p in bucket.owners]
-                directions = self._directions(bucket, bucket.grads, wholes, max(group["eps"], MIN_EPS) * work.scale)
+                directions = self._directions(bucket, bucket.grads, max(group["eps"], MIN_EPS) * work.scale)
                 heavy_ball(replace(bucket, grads=directions), rule, skip)
             else:
                 self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
@@ -161,29 +160,24 @@ class SpectralSNGM(LargeBatchOptimizer):
         buffers = bucket.buffers.get("momentum_buffer")
         if buffers is None:  # momentum 0
             tensors = [upcast(g) * (-rule.gain if rule.maximize else rule.gain) for g in bucket.grads]
-            wholes: list[Any] = [_like(p, t) for p, t in zip(bucket.owners, tensors, strict=True)]
         else:
             heavy_ball(bucket, rule, skip)
-            tensors, wholes = buffers, [state["momentum_buffer"] for state in bucket.states]
+            tensors = buffers
             if rule.nesterov:
                 tensors = list(torch._foreach_mul(buffers, rule.momentum))
                 axpy_(tensors, -rule.gain if rule.maximize else rule.gain, [upcast(g) for g in bucket.grads])
-                wholes = [_like(p, t) for p, t in zip(bucket.owners, tensors, strict=True)]
-        directions = self._directions(bucket, tensors, wholes, max(group["eps"], MIN_EPS))
+        directions = self._directions(bucket, tensors, max(group["eps"], MIN_EPS))
         if rule.decoupled_decay:
             decay = rule.decoupled_decay
             directions = [x.add(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
         update_params(bucket, -lr_of(group), directions, skip)
 
-    def _directions(
-        self, bucket: Bucket, tensors: list[Tensor], wholes: list[Any], eps: float | Tensor
-    ) -> list[Tensor]:
-        """Return x (see the class) for each of `tensors`. If tensors[i] is a local shard, wholes[i] is its DTensor."""
-        group = bucket.group
-        is_matrix = [group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0 for p in bucket.owners]
-        found: list[Tensor | None] = [None] * len(tensors)
-        vectors = [i for i, matrix in enumerate(is_matrix) if not matrix]
-        matrices = [i for i, matrix in enumerate(is_matrix) if matrix]
+    def _directions(self, bucket: Bucket, tensors: list[Tensor], eps: float | Tensor) -> list[Tensor]:
+        """Return x (see the class) for each of `tensors`, which belong to the parameters of the bucket."""
+        group, owners = bucket.group, bucket.owners
+        found: dict[int, Tensor] = {}
+        matrices = [i for i, p in enumerate(owners) if group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0]
+        vectors = sorted({*range(len(tensors))} - {*matrices})
         if vectors:
             squares = self._whole_squares(bucket, [tensors[i] for i in vectors], vectors)
             factors = group["vector_scale"] / at_least(eps, squares.sqrt())
@@ -192,18 +186,16 @@ class SpectralSNGM(LargeBatchOptimizer):
                 found[i] = x * factor.to(x.dtype)
         if group["ball"] == "rows":
             for i in matrices:
-                x = upcast(tensors[i]) / at_least(eps, row_norms(tensors[i], bucket.owners[i]))
+                x = upcast(tensors[i]) / at_least(eps, row_norms(tensors[i], owners[i]))
                 if group["order"] == "after":  # else tokens that are not in the batch would take steps of full size
-                    x = x * (row_norms(bucket.grads[i], bucket.owners[i]) > 0)
+                    x = x * (row_norms(bucket.grads[i], owners[i]) > 0)
                 found[i] = x
             matrices = []
-        sharded = [i for i in matrices if is_dtensor(bucket.owners[i])]
-        plain = [i for i in matrices if not is_dtensor(bucket.owners[i])]
-        for i, x in zip(plain, polar_factors([tensors[i] for i in plain], group["polar"], eps), strict=True):
-            found[i] = x
-        for i, x in _sharded_factors([(i, bucket.owners[i], wholes[i]) for i in sharded], group["polar"], eps):
-            found[i] = x
-        return [x for x in found if x is not None]
+        plain = [i for i in matrices if not is_dtensor(owners[i])]
+        found.update(zip(plain, polar_factors([tensors[i] for i in plain], group["polar"], eps), strict=True))
+        sharded = [(i, owners[i], tensors[i]) for i in matrices if is_dtensor(owners[i])]
+        found.update(_sharded_factors(sharded, group["polar"], eps))
+        return [found[i] for i in range(len(tensors))]
 
     def _whole_squares(self, bucket: Bucket, tensors: list[Tensor], which: list[int]) -> Tensor:
         """Return tensors' squared norms, summed over shards; tensors[k] belongs to parameter which[k] of a bucket."""
@@ -270,12 +262,15 @@ def at_least(least: float | Tensor, values: Tensor) -> Tensor:
 
 
 def _sharded_factors(
-    entries: list[tuple[int, Any, Any]], polar: str, eps: float | Tensor
+    entries: list[tuple[int, Any, Tensor]], polar: str, eps: float | Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield the index of each entry and this rank's shard of the polar factor of its DTensor.
+    """Yield the index of each entry and this rank's shard of the polar factor of its matrix.
 
-    An entry is an index, a parameter and a DTensor. Each rank computes some of the factors and broadcasts them.
+    An entry is an index, a parameter (a DTensor) and the local shard of a matrix that is sharded as the parameter is.
+    Each rank computes some of the factors and broadcasts them.
     """
+    from torch.distributed.tensor import DTensor
+
     for mesh in dict.fromkeys(p.device_mesh for _, p, _ in entries):
         ranks = mesh.mesh.flatten().tolist()
         own = ranks.index(dist.get_rank())
@@ -283,21 +278,13 @@ def _sharded_factors(
         for start in range(0, len(there), len(ranks)):  # each rank computes one matrix at a time
             some = there[start : start + len(ranks)]
             mine = None
-            for k, (_, _, whole) in enumerate(some):
-                gathered = whole.full_tensor()
+            for k, (_, p, shard) in enumerate(some):
+                layout = {"shape": p.shape, "stride": p.stride()}
+                whole = DTensor.from_local(shard, mesh, p.placements, run_check=False, **layout).full_tensor()
                 if k == own:
-                    mine = polar_factors([gathered], polar, eps)[0]
-            for k, (i, p, whole) in enumerate(some):
-                dtype = torch.promote_types(whole.dtype, torch.float32)
-                x = torch.empty(whole.shape, dtype=dtype, device=whole.device) if k != own or mine is None else mine
+                    mine = polar_factors([whole], polar, eps)[0]
+            for k, (i, p, shard) in enumerate(some):
+                dtype = torch.promote_types(shard.dtype, torch.float32)
+                x = torch.empty(p.shape, dtype=dtype, device=shard.device) if k != own or mine is None else mine
                 dist.broadcast(x, src=ranks[k], group=group_of(mesh))
                 yield i, local(redistribute_like(p, x))
-
-
-def _like(p: Any, tensor: Tensor) -> Any:
-    """Return `tensor`, a local shard, as a DTensor with the placements of `p`; unchanged if `p` is a plain tensor."""
-    if not is_dtensor(p):
-        return tensor
-    from torch.distributed.tensor import DTensor
-
-    return DTensor.from_local(tensor, p.device_mesh, p.placements, run_check=False, shape=p.shape, stride=p.stride())
