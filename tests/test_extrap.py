@@ -71,7 +71,7 @@ class Workers:
     ids=str,
 )
 @pytest.mark.parametrize("path", ["single", "foreach", "default"])
-def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype):
+def test_extrap_sgd_equals_its_reference(settings, path, dtype):
     workers = Workers(dtype)
     settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, **settings}
     groups = [{"params": workers.params[:1], "inner_lr": 0.2}, {"params": workers.params[1:]}]
@@ -79,7 +79,7 @@ def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype
     w, v = workers.start, [torch.zeros_like(b) for b in workers.start]
     if dtype == torch.float32:
         w = [p.detach().double() for p in workers.params]
-    for _ in range(20):
+    for _ in range(6):
         optimizer.step([workers.closure(k) for k in range(3)])
         w, v = reference.extrap_sgd(
             w, v, [workers.gradient(k) for k in range(3)], eta=settings["lr"], inner_eta=[0.2, 0.1],
@@ -92,7 +92,7 @@ def test_extrap_sgd_equals_its_reference_over_twenty_steps(settings, path, dtype
     if settings["momentum"]:
         for p, b in zip(workers.params, v, strict=True):
             assert (optimizer.state[p]["momentum_buffer"].double() - b).norm() <= tolerance * b.norm()
-    assert workers.calls == [0, 0, 1, 1, 2, 2] * 20
+    assert workers.calls == [0, 0, 1, 1, 2, 2] * 6
 
 
 @pytest.mark.parametrize(
@@ -115,7 +115,7 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
             return ((p.double() - b).abs() <= 0.5 * spacing(b, dtype) + float32_arithmetic).all()
         return (p.double() - b).norm() <= TOLERANCE[dtype] * (b - start).norm()
 
-    for _ in range(5):
+    for _ in range(3):
         looks = [
             [(torch.randn(p.shape, generator=generator) * 0.01 + 0.01).to(dtype) for p in params] for _ in range(4)
         ]
@@ -185,7 +185,7 @@ def test_extrap_sgd_that_does_not_look_ahead_is_torch_sgd(nesterov, path):
     settings = {"lr": 0.05, "momentum": 0.8, "weight_decay": 0.03, "nesterov": nesterov}
     optimizer = ExtrapSGD(workers.params, inner_lr=0.0, **settings, **PATHS[path])
     sgd = torch.optim.SGD(plain.params, **settings)
-    for _ in range(20):
+    for _ in range(6):
         optimizer.step([workers.closure(k) for k in range(3)])
         sgd.zero_grad()
         (sum(plain.loss(k, plain.params) for k in range(3)) / 3).backward()

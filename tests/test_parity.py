@@ -9,7 +9,6 @@ import torch
 from harness import (
     CASES,
     DTYPES,
-    LARGE,
     PATHS,
     UNSUPPORTED,
     Twin,
@@ -29,7 +28,7 @@ KINDS = ["SNGM coupled global", "SNGM after_norm tensor", "LARS you2017", "LARS 
 
 @pytest.mark.parametrize(("case", "path", "dtype"), pairwise(CASES, PATHS, DTYPES, without=UNSUPPORTED))
 def test_every_path_equals_the_reference(case, path, dtype):
-    make_twin(case, path, dtype).run(4, stored_to=torch.finfo(dtype).eps)
+    make_twin(case, path, dtype).run(3, stored_to=torch.finfo(dtype).eps)
 
 
 @pytest.mark.parametrize("case", KINDS)
@@ -39,7 +38,8 @@ def test_the_default_path_equals_the_reference_over_twenty_steps(case):
 
 @pytest.mark.parametrize(("case", "path", "dtype"), pairwise(KINDS, PATHS, DTYPES, without=UNSUPPORTED))
 def test_every_path_equals_the_reference_on_large_tensors(case, path, dtype):
-    make_twin(case, path, dtype, LARGE, size=0.001).run(2, size=0.01, stored_to=torch.finfo(dtype).eps)
+    shapes = [(65537,), (1, 65537), (300, 301)]
+    make_twin(case, path, dtype, shapes, size=0.001).run(2, size=0.01, stored_to=torch.finfo(dtype).eps)
 
 
 def transposed(g: torch.Tensor) -> torch.Tensor:

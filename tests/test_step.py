@@ -161,8 +161,8 @@ def test_one_inf_or_nan_anywhere_skips_the_step_and_the_next_one_is_taken(rule, 
     params, twins = make_params(dtype), make_params(dtype)
     optimizer, twin = build(rule, params, path), build(rule, twins, path)
     skips = 0
-    # the first step, then each tensor in turn
-    for t, (where, bad) in enumerate(zip(range(len(params)), itertools.cycle([math.nan, math.inf, -math.inf]))):
+    # in the first step, and in the first, a middle and the last tensor
+    for t, (where, bad) in enumerate([(0, math.nan), (2, math.inf), (-1, -math.inf)]):
         before, state = weights(params), states(optimizer)
         grads = gradients(params, t)
         grads[where].view(-1)[-1] = bad
@@ -299,7 +299,7 @@ def test_a_kept_grad_norm_keeps_its_value(rule, path):
     assert len(set(values)) == 4
 
 
-SIZES = [(127,), (1025,), (31, 33), (16385,), (128, 128), (512, 513), (8, 16, 46, 46)]
+SIZES = [(127,), (1025,), (31, 33), (16385,), (128, 128), (200, 201), (8, 16, 20, 20)]
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
@@ -368,7 +368,7 @@ def test_strides_of_parameters_and_gradients_do_not_matter(rule, path):
     strides = [p.stride() for p in params]
     assert len(set(strides)) == len(PARAM_LAYOUTS)
     optimizer, twin = build(rule, params, path), build(rule, twins, "single")
-    for t in range(3):
+    for t in range(2):
         laid = [GRAD_LAYOUTS[lay](g) for (_, lay), g in zip(pairs, gradients(twins, t), strict=True)]
         copies = [g.clone() for g in laid]
         step(optimizer, params, laid)
@@ -423,9 +423,7 @@ def test_sparse_gradients_act_like_dense_ones_and_stay_sparse(rule, path):
     close(*ends)
 
 
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128], ids=str)
-@pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("rule", KINDS)
+@pytest.mark.parametrize(("rule", "path", "dtype"), pairwise(KINDS, PATHS, [torch.complex64, torch.complex128]))
 def test_complex_parameters_train_as_pairs_of_reals(rule, path, dtype):
     params = make_params(dtype, [(4, 5), (3, 2, 3)])
     pairs = [torch.nn.Parameter(torch.view_as_real(p.detach()).clone()) for p in params]
