@@ -117,7 +117,7 @@ def test_every_dtype_equals_the_reference(case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), list(zip(KERNEL_CASES, itertools.cycle(DTYPES))))
 def test_every_rule_equals_the_reference_with_tensors_of_every_shape(case, dtype):
-    make_twin(case, "fused", dtype).run(6)
+    make_twin(case, "fused", dtype).run(3)
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -904,11 +904,11 @@ def test_tensors_of_many_chunks_step_right_and_nothing_beside_them_is_touched(ru
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sizes", [(1, 1), (32, 32), (64, 16), (256, 64), (1024, 1024)], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 1), (32, 32), (64, 16)], ids=str)
 @pytest.mark.parametrize("rule", RULES)
 def test_the_size_of_chunks_does_not_matter(rule, sizes, chunks):
     chunks(*sizes)
-    pair = Pair(rule, make_params(torch.float64, [(65,), (3, 31), (1,)]))
+    pair = Pair(rule, make_params(torch.float64, [(65,), (3, 11), (1,)]))
     for t in range(2):
         pair.step(t)
 

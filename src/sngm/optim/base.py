@@ -17,7 +17,7 @@ from .buckets import Bucket, Closure, Work, as_dense, evaluate, state_dtype
 from .hooks import with_hooks_if_any
 from .kernels.table_schema import SETTINGS
 from .norms import LOW_PRECISION, sum_dtype
-from .sharded_norms import local, local_gradient
+from .sharded_norms import aligned, arrived, local
 from .state import StatefulOptimizer
 
 grad_of = attrgetter("grad")
@@ -325,7 +325,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
                 count = self._make_state(p, bucket.group)[key]
             bucket.counts.append(count)
         if self._shards.sharded:
-            grad = local_gradient(p, grad)
+            grad = arrived(local(aligned(p, grad)))
         # torch.compile does not support is_neg()
         if grad.layout != torch.strided or (not torch.compiler.is_compiling() and grad.is_neg()):
             grad = as_dense(grad)

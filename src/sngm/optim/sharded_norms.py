@@ -137,12 +137,6 @@ def aligned(p: Any, grad: Any) -> Any:
     return grad
 
 
-def local_gradient(p: Tensor, grad: Tensor) -> Tensor:
-    """Return the part of the gradient for the local shard of `p`, after waiting for pending communication."""
-    piece: Tensor = arrived(local(aligned(p, grad)))
-    return piece
-
-
 def arrived(tensor: Any) -> Any:
     """Wait for an AsyncCollectiveTensor and return its value; return other tensors unchanged."""
     return tensor.wait() if hasattr(tensor, "wait") else tensor

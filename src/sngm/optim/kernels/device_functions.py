@@ -68,10 +68,9 @@ def squares(
     g, w, decay, left, READS_PARAMS: tl.constexpr, ADDS_DECAY: tl.constexpr, WIDE: tl.constexpr, WHOLE: tl.constexpr,
     CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of squares of a chunk of the gradient and of the parameter.
+    """Return the sums of squares of a chunk of the gradient and of the parameter (0 unless READS_PARAMS).
 
-    With ADDS_DECAY, the first is the sum for gradient + decay * parameter. The second is computed only with
-    READS_PARAMS and without ADDS_DECAY; else it is 0.
+    With ADDS_DECAY, return that of gradient + decay * parameter, and 0.
     """
     grad_square = tl.zeros([BLOCK], WIDE)
     param_square = tl.zeros([BLOCK], WIDE)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import reduce
 from itertools import chain, compress, groupby
 from operator import attrgetter, is_, itemgetter, or_
@@ -20,7 +20,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..buckets import Bucket, Work
 from ..sharded_norms import Shards, is_dtensor, local
 from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
@@ -63,15 +62,11 @@ class KernelStep:
 
 
 def take_step(optimizer: Any, step: KernelStep, layout: Layout | None) -> Layout:
-    """Take one step, and return the layout for the next one; `layout` is that of the last step, or None.
-
-    Raises:
-        Unsupported: a tensor is not dense or has no storage.
-    """
+    """Take one step, and return the layout for the next one; `layout` is that of the last step, or None."""
     rows, facts = look_up(step)
     if layout is None or facts is None or facts != layout.facts:
         with torch.no_grad():
-            layout = Layout(step, optimizer._gather(), optimizer._adapts)  # checks tensors, creates missing state
+            layout = Layout(step, optimizer)
         rows, again = layout.rows, look_up(step)  # again, because missing state has been created
         layout.facts = again[1] if again[0] == rows else None  # if the rows differ, some gradients had to be copied
     values = {
@@ -132,7 +127,8 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
 class Layout:
     """The assignment of Triton programs to tensors, and scratch memory; both are kept from step to step."""
 
-    def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
+    def __init__(self, step: KernelStep, optimizer: Any) -> None:
+        work = optimizer._gather()  # checks all tensors and creates missing state
         if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
             raise Unsupported("the parameters are on several devices, or on one without kernels")
         self.facts: Any = None  # as returned by `look_up`
@@ -144,7 +140,7 @@ class Layout:
             self.copies += bucket.grads
             counts = [bucket.counts] if bucket.counts else []
             columns = [bucket.params, bucket.grads, *bucket.buffers.values(), *counts]
-            for k, adapt in enumerate(adapts(bucket)):
+            for k, adapt in enumerate(optimizer._adapts(bucket)):
                 p, at = bucket.params[k], [address(column[k]) for column in columns]
                 aligned = not any(a % WIDEST_LOAD for a in at[:4])
                 kind = p.dtype, bucket.grads[k].dtype, bool(bucket.buffers), aligned
@@ -231,10 +227,7 @@ def constants(step: KernelStep) -> dict[str, Any]:
 
 
 def send(step: KernelStep, rows: Rows) -> Tensor:
-    """Copy settings and addresses to the device in one transfer of 8-byte words, and return the copy.
-
-    Settings that are tensors on the device are copied within the device.
-    """
+    """Copy settings and addresses to the device in one transfer of 8-byte words, and return the copy."""
     numbers: list[Any] = [1.0 if step.scale is None else step.scale, 0.0 if step.found_inf is None else step.found_inf]
     for own in step.settings:
         numbers += map(own.get, SETTINGS, SETTINGS.values())
@@ -243,7 +236,7 @@ def send(step: KernelStep, rows: Rows) -> Tensor:
         numbers[i] = 0.0
     words = struct.pack(f"{len(numbers)}d{sum(map(len, rows))}q", *numbers, *chain.from_iterable(rows))
     sent = to_device(step, torch.frombuffer(bytearray(words), dtype=torch.int64))
-    for i, value in there.items():
+    for i, value in there.items():  # copied within the device
         sent.view(torch.float64)[i] = value.reshape(())
     return sent
 
@@ -269,10 +262,7 @@ def to_device(step: KernelStep, values: Tensor) -> Tensor:
 
 
 def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
-    """Launch each kernel of the method once for every kind of tensor; between kernels, sum squared norms over ranks.
-
-    `values` holds the tensors whose addresses may change from step to step.
-    """
+    """Launch each kernel of the method once for every kind of tensor; between kernels, sum squared norms over ranks."""
     fixed = constants(step)
     addresses = {name: value.data_ptr() for name, value in values.items()}
 
@@ -316,10 +306,7 @@ def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
 
 
 def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
-    """In ``values["spans"]``, sum the squared norms of all parameters, or of each group, over ranks.
-
-    If the step has a `whole_square`, store that instead.
-    """
+    """In ``values["spans"]``, sum squared norms over ranks (all, or by group), or store the step's `whole_square`."""
     if step.whole_square is not None:
         values["spans"][:2] = step.whole_square
     elif step.shards.active:

@@ -223,10 +223,7 @@ def heavy_ball(
     BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
     STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a chunk of the buffer v and, unless `averaged`, of the parameter w, as described in `coefficients`.
-
-    Return the sum of squares of the step if AVERAGES, else 0.
-    """
+    """Update a chunk of v and, unless `averaged`, of w, as in `coefficients`; return the step's squares if AVERAGES."""
     direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
