@@ -670,6 +670,15 @@ def test_a_buffer_turned_where_it_lies_is_noticed():
     pair.step(2)
 
 
+def test_a_buffer_moved_to_unaligned_memory_is_noticed():
+    pair = Pair("sngm", make_params(torch.float64, [(4,)]))
+    pair.step(0)
+    for optimizer, (p,) in ((pair.ours, pair.params), (pair.theirs, pair.others)):
+        optimizer.state[p]["momentum_buffer"] = unaligned(p, optimizer.state[p]["momentum_buffer"])
+    pair.step(1)
+    assert [section["ALIGNED"] for section in pair.ours._layout.sections] == [False]
+
+
 def test_a_process_group_given_after_a_step_is_used(monkeypatch):
     params = make_params(torch.float64, FEW)
     optimizer = build("sngm", params, weight_decay=0.0)
