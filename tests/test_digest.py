@@ -19,7 +19,7 @@ SOURCE = Path(sngm.__file__).parents[1]
 
 def in_module(source: str, name: str):
     """Return a value of a module without a file, as in an interpreter."""
-    namespace = {"__name__": "__main__", "nn": nn, "torch": torch}
+    namespace = {"__name__": "interactive", "nn": nn, "torch": torch}  # not __main__, which is pytest's
     exec(source, namespace)
     return namespace[name]
 
