@@ -117,7 +117,7 @@ def test_every_dtype_equals_the_reference(case, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), list(zip(KERNEL_CASES, itertools.cycle(DTYPES))))
 def test_every_rule_equals_the_reference_with_tensors_of_every_shape(case, dtype):
-    make_twin(case, "fused", dtype).run(3)
+    make_twin(case, "fused", dtype).run(6)
 
 
 @pytest.mark.parametrize("rule", RULES)
