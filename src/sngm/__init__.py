@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
+# modules and packages of sngm[train], without those that torch installs
+_TRAIN = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn", "scipy": "scipy", "typer": "typer"}
+
+
+def _missing_packages() -> list[str]:
+    """Return the packages of sngm[train] that are not installed."""
+    return [package for module, package in _TRAIN.items() if find_spec(module) is None]
+
+
 __all__ = [
-    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "advise",
-    "advise_model", "check", "compare", "integrations", "load", "load_run", "load_study", "optim", "probe", "register",
-    "train",
+    "CLARS", "LAMB", "LARS", "NSGDM", "SNGM", "ExtrapSGD", "Run", "SpectralSNGM", "Study", "Task", "check",
+    "integrations", "load", "load_run", "optim", "register",
 ]  # fmt: skip
+if not _missing_packages():  # else `from sngm import *` would raise ImportError
+    __all__ += ["advise", "advise_model", "compare", "load_study", "probe", "train"]
 
 if TYPE_CHECKING:
     from . import integrations, optim
@@ -37,7 +48,6 @@ _HOMES = {
     ".checkup": ("check",),
     ".measure": ("probe",),
 }
-_NEED_TRAIN = {"advise", "advise_model", "compare", "load_study", "probe", "train"}  # need the extra sngm[train]
 
 
 def __getattr__(name: str) -> Any:
@@ -45,20 +55,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name == "load":  # kept for older code; load_run(...).model replaces it
         return importlib.import_module(".training", __name__).load_model
-    if name in _NEED_TRAIN and (packages := _lacking()):
-        raise ImportError(f"sngm.{name} needs {', '.join(packages)}: run pip install 'sngm[train]'")
     for home, names in _HOMES.items():
         if name in names:
+            if name not in __all__ and (packages := _missing_packages()):
+                raise ImportError(f"sngm.{name} needs {', '.join(packages)}: run pip install 'sngm[train]'")
             value = globals()[name] = getattr(importlib.import_module(home, __name__), name)
             return value
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__} - (_NEED_TRAIN if _lacking() else set()))
-
-
-def _lacking() -> list[str]:
-    from .__main__ import lacking
-
-    return lacking()
+    return sorted({*globals(), *__all__})

@@ -2,21 +2,14 @@
 
 import os
 import sys
-from importlib.util import find_spec
 
-# modules and packages of sngm[train], without those that torch installs
-NEEDS = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn", "scipy": "scipy", "typer": "typer"}
-
-
-def lacking() -> list[str]:
-    """Return the packages of sngm[train] that are not installed."""
-    return [package for module, package in NEEDS.items() if find_spec(module) is None]
+from . import _missing_packages
 
 
 def main() -> None:
     """Run the command line; if its packages are missing, print how to install them and exit."""
     try:
-        if names := lacking():
+        if names := _missing_packages():
             sys.exit(f"sngm: {', '.join(names)} not installed; the command line comes with pip install 'sngm[train]'")
         from .cli import main as run
     except KeyboardInterrupt:

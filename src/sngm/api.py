@@ -54,10 +54,10 @@ def plan_run(
     given = as_dict(run) | recipe.given()
     if given["lr"] is None:
         given["lr"] = tasks.middle_rate(name, method_name)
-    of_task = {**own_of_task, **of_task}
-    of_method = {**of_method, **own}
-    where: dict[str, Any] = {"device": choose_device(device), "processes": ranks()}
-    return resolve(name, method_name, method_settings=of_method, task_settings=of_task, **where, **given)
+    return resolve(
+        name, method_name, method_settings={**of_method, **own}, task_settings={**own_of_task, **of_task},
+        device=choose_device(device), processes=ranks(), **given,
+    )  # fmt: skip
 
 
 def default_folder(config: RunConfig) -> Path:
@@ -166,8 +166,6 @@ def plan_study(
             raise TypeError(f"{name} must be a list, got {values!r}")
         if values is not None and not values:
             raise UsageError(f"`{name}` is empty; give at least one, or leave it out")
-    if not at_least(seeds, 1):
-        raise UsageError(f"`seeds` must be the number of runs of each result, such as 3, got {seeds!r}")
     for batch in batches or ():
         if not at_least(batch, 1):
             raise UsageError(f"`batches` must hold whole numbers >= 1, got {batch!r}")

@@ -131,9 +131,6 @@ class Execution:
 E = TypeVar("E", bound=Execution)
 
 
-SLURM = ("slurm_partition", "slurm_time", "slurm_options")  # options that apply only to the executor "slurm"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Where the runs of a study are executed."""
@@ -157,12 +154,12 @@ class Cluster:
         if not isinstance(self.gpus, (int, float)) or not 0 <= self.gpus < math.inf:
             raise UsageError(f"`gpus` must be a number >= 0, got {self.gpus!r}")
         self.sbatch_options()
-        usual = {field.name: field.default for field in dataclasses.fields(self)}
-        used = {"ray": ("cpus", "gpus", "ray_address"), "slurm": ("cpus", "gpus", *SLURM)}.get(self.executor, ())
-        for name, default in usual.items():
-            if name not in ("executor", *used) and getattr(self, name) != default:
-                needed = "slurm" if name in SLURM else "ray" if name == "ray_address" else "ray or slurm"
-                raise UsageError(f"`{name}` is for runs on a cluster; add `executor` {needed}, or leave it out")
+        for field in dataclasses.fields(self)[1:]:  # without `executor`
+            prefix = field.name.partition("_")[0]
+            needed = [prefix] if prefix in EXECUTORS else ["ray", "slurm"]
+            if self.executor not in needed and getattr(self, field.name) != field.default:
+                add = f"add `executor` {' or '.join(needed)}"
+                raise UsageError(f"`{field.name}` is for runs on a cluster; {add}, or leave it out")
 
     @property
     def remote(self) -> bool:
@@ -319,9 +316,8 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
     """
 
     def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        own = list(inspect.signature(function).parameters.values())
         names = {group: group.__name__.lower() for group in groups}
-        kept = [p for p in own if p.name not in names.values()]
+        kept = [p for p in inspect.signature(function).parameters.values() if p.name not in names.values()]
         fields = [parameter for group in groups for parameter in parameters_of(group)]
         kinds = {**typing.get_type_hints(function), **{field.name: field.annotation for field in fields}}
 
@@ -329,17 +325,15 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
         def call(*args: Any, **given: Any) -> Any:
             check_names(function.__name__, given, [p.name for p in (*kept, *fields)])
             given |= {name: typed(name, value, kinds.get(name)) for name, value in given.items() if value is not None}
-            built = {}
             for group, name in names.items():
-                mine = [field.name for field in dataclasses.fields(group)]
-                own = {key: given.pop(key) for key in mine if key in given}
-                built[name] = group(**{key: value for key, value in own.items() if value is not None})
-            return function(*args, **given, **built)
+                own = {field.name: given.pop(field.name, None) for field in dataclasses.fields(group)}
+                given[name] = group(**{key: value for key, value in own.items() if value is not None})
+            return function(*args, **given)
 
         keywords = [p for p in kept if p.kind is p.KEYWORD_ONLY]
         first = [p for p in kept if p.kind is not p.KEYWORD_ONLY]
         call.__signature__ = inspect.Signature([*first, *fields, *keywords])  # type: ignore[attr-defined]
-        lines = [f"    {p.name}: {help_of(group, p.name)}" for group in groups for p in parameters_of(group)]
+        lines = [f"    {f.name}: {f.metadata['help']}" for group in groups for f in dataclasses.fields(group)]
         del call.__wrapped__  # else documentation generators would show the signature and docstring of `function`
         call.__doc__ = (inspect.getdoc(function) or "").replace("    (options)", "\n".join(lines))
         return call
@@ -347,18 +341,10 @@ def takes(*groups: type[Any]) -> Callable[[Callable[..., Any]], Callable[..., An
     return decorate
 
 
-def help_of(group: type[Any], name: str) -> str:
-    """Return the help text of a field of a dataclass."""
-    return str(next(f.metadata["help"] for f in dataclasses.fields(group) if f.name == name))
-
-
+# names that other libraries use, and ours
 USUAL = {
-    "learning_rate": "lr",
-    "batch_size": "batch",
-    "optimizer": "method",
-    "n_epochs": "epochs",
-    "num_epochs": "epochs",
-}
+    "learning_rate": "lr", "batch_size": "batch", "optimizer": "method", "n_epochs": "epochs", "num_epochs": "epochs",
+}  # fmt: skip
 
 
 def check_names(function: str, given: Iterable[str], known: list[str]) -> None:

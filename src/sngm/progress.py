@@ -138,8 +138,8 @@ def stopping_signals() -> list[int]:
 
 
 @contextlib.contextmanager
-def handling(*signals: int, by: Callable[[int, Any], None]) -> Iterator[None]:
-    """Handle signals with a function inside a ``with`` statement. Do nothing if this is not the main thread."""
+def handling(*signals: int, by: Callable[[int, Any], None] | signal.Handlers) -> Iterator[None]:
+    """Handle signals with a function, or ignore them, inside a ``with`` block; only in the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -77,34 +77,26 @@ def with_flags(function: Verb) -> Verb:
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(function).parameters.items():
         if name in groups:
-            parameters += [_flag(group_parameter, groups[name]) for group_parameter in parameters_of(groups[name])]
+            parameters += map(_flag, parameters_of(groups[name]), dataclasses.fields(groups[name]))
         else:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
-
+            parameters.append(parameter.replace(kind=parameter.KEYWORD_ONLY, annotation=hints[name]))
     if RecipeOptions in groups.values():
-        parameters = sorted(map(_in_panel, parameters), key=_panel_number)
+        parameters = [_in_panel(parameter) for parameter in parameters]
+        order = ["", *PANELS]  # first what is in no panel: the arguments
+        parameters.sort(key=lambda parameter: order.index(PANEL_OF.get(parameter.name, "")))
 
     def call(**given: Any) -> None:
-        built = {}
         for name, group in groups.items():
             own = {p.name: given.pop(p.name) for p in parameters_of(group)}
-            for p in parameters_of(group):
-                if isinstance(p.default, tuple) and isinstance(own[p.name], str):
-                    own[p.name] = tuple(numbers(f"--{p.name}", own[p.name], zero=True))
-            built[name] = group(**own)
-        function(**given, **built)
+            lists = [p.name for p in parameters_of(group) if isinstance(p.default, tuple)]
+            own |= {key: tuple(numbers(f"--{key}", own[key], zero=True)) for key in lists}
+            given[name] = group(**own)
+        function(**given)
 
-    call.__doc__ = function.__doc__
     call.__name__ = function.__name__
     call.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     call.__annotations__ = {p.name: p.annotation for p in parameters}
     return call
-
-
-def _panel_number(parameter: inspect.Parameter) -> int:
-    """Return the position of a parameter's panel on the help page; arguments come first."""
-    return list(PANELS).index(PANEL_OF[parameter.name]) if parameter.name in PANEL_OF else -1
 
 
 def _in_panel(parameter: inspect.Parameter) -> inspect.Parameter:
@@ -117,9 +109,8 @@ def _in_panel(parameter: inspect.Parameter) -> inspect.Parameter:
     return parameter.replace(annotation=Annotated[kind, option])
 
 
-def _flag(parameter: inspect.Parameter, group: Any) -> inspect.Parameter:
+def _flag(parameter: inspect.Parameter, field: dataclasses.Field[Any]) -> inspect.Parameter:
     """Return a dataclass field as a typer parameter; a tuple of numbers becomes comma-separated text."""
-    (field,) = [f for f in dataclasses.fields(group) if f.name == parameter.name]
     kind, default = parameter.annotation, parameter.default
     if isinstance(default, tuple):
         kind, default = str, ",".join(f"{value:g}" for value in default)

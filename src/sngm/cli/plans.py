@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -182,9 +183,9 @@ def show_study(
         if study.search:
             said |= {"ranges": study.ranges(cell.method, cell.batch), "trials": list(cell.searched.values())}
         plans.append({**said, **plan_of(config, options, splits=splits)})
-    runs = sum(map(_runs, cells))
+    runs = sum(cell.least_runs for cell in cells)
     time = _study_time(study, cells, options, splits, jobs)
-    found = {"study": study.as_dict(), "cells": plans, "runs_at_least": runs, **time, "folder": str(folder)}
+    found = {"study": asdict(study), "cells": plans, "runs_at_least": runs, **time, "folder": str(folder)}
     found |= {"sbatch": script} if script else {}
     if as_json:
         print(json.dumps(found, indent=2))
@@ -230,11 +231,6 @@ def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
     return ", ".join(text for name, text in values.items() if text and name not in searched)
 
 
-def _runs(cell: Cell) -> int:
-    """Return the least number of runs of a method at a batch: one per seed, and one per lr if there are several."""
-    return cell.study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0)
-
-
 def _study_time(
     study: StudyConfig, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
 ) -> dict[str, dict[str, Any] | str]:
@@ -256,7 +252,7 @@ def _study_time(
             return {"not_measured": plan["not_measured"]}
         one[cell.batch] = plan["time"]["seconds"]
     at_once = 1 if device.type == "cuda" else min(jobs or default_jobs(study.batches, device), cores())
-    seconds = sum(_runs(cell) * one[cell.batch] for cell in cells) / at_once
+    seconds = sum(cell.least_runs * one[cell.batch] for cell in cells) / at_once
     return {"time": {"seconds": seconds, "runs_at_once": at_once, "method": cells[0].label, "seconds_of_a_run": one}}
 
 

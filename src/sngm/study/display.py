@@ -57,13 +57,12 @@ def _table(progress: Progress) -> Any:
         table.add_column(column)
     for cell in progress.cells:
         values = [_scores(record)[0][1] for record in cell.tested if _scores(record)]
-        running = any(one is cell for one in progress.running.values())
         table.add_row(
             cell.label,
             str(cell.batch),
             f"{len(cell.scores)}",
             "" if cell.lr is None else f"{cell.lr:g}",
             f"{len(cell.tested)} of {cell.study.seeds}",
-            f"{sum(values) / len(values):.4f}" if values else ("running" if running else ""),
+            f"{sum(values) / len(values):.4f}" if values else ("running" if cell in progress.running else ""),
         )
     return table

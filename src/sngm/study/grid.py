@@ -13,10 +13,11 @@ from typing import Any
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
+from ..options import at_least
 from ..parsing import parse_call, without_settings
 from ..training.config import RunConfig, method_settings_of, resolve
 from .search import Ranges, as_settings, hidden_by, names_in, points, ranges_of, split_entry
-from .select import Scores, at_edge, best_rate, next_rate
+from .select import at_edge, best_rate, next_rate
 
 MOST_SEEDS = 10_000
 
@@ -50,8 +51,9 @@ class StudyConfig:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", tasks.canonical(self.task))
-        if not 1 <= self.seeds <= MOST_SEEDS:
-            raise UsageError(f"`seeds` must be at least 1 and at most {MOST_SEEDS:,}, got {self.seeds:,}")
+        if not at_least(self.seeds, 1) or self.seeds > MOST_SEEDS:
+            most = f"at most {MOST_SEEDS:,}"
+            raise UsageError(f"`seeds` must be the number of runs of each result, {most}, got {self.seeds!r}")
         grids = self.lrs.values() if isinstance(self.lrs, dict) else [self.lrs or ()]
         for name, values in (("methods", self.methods), ("batches", self.batches), *(("lrs", grid) for grid in grids)):
             if len(set(values)) < len(values):
@@ -59,15 +61,15 @@ class StudyConfig:
                 raise UsageError(f"`{name}` lists something twice: {again} is there twice; leave one out")
         if self.search and self.lrs:
             raise UsageError("give either `lrs`, a grid of learning rates, or `search`")
-        known = {name for text in self.methods for name in (text, parse_call(text)[0])}
+        names = {text: parse_call(text)[0] for text in self.methods}
         for entry in self.search:
-            if (method := split_entry(entry)[1]) and method not in {parse_call(text)[0] for text in self.methods}:
+            if (method := split_entry(entry)[1]) and method not in names.values():
                 raise UsageError(f"`search` has a range for {method}, which is not one of the methods compared")
         if isinstance(self.lrs, dict):
-            for text in self.methods:
-                if not self.lrs.keys() & {text, parse_call(text)[0]}:
+            for text, name in names.items():
+                if not self.lrs.keys() & {text, name}:
                     raise UsageError(f"`lrs` has no learning rates for {text}; give them for each method")
-            if others := sorted(self.lrs.keys() - known):
+            if others := sorted(self.lrs.keys() - names.keys() - {*names.values()}):
                 raise UsageError(f"`lrs` has learning rates for {others[0]}, which is not one of the methods compared")
 
     def cells(self) -> list[Cell]:
@@ -80,19 +82,14 @@ class StudyConfig:
             for batch in self.batches:
                 grid, searched = self.trials_of(text, {**common, **own}, batch)
                 cells.append(Cell(self, name, {**common, **own}, batch, grid, searched))
+        first = [cell for cell in cells if cell.batch == self.batches[0]]
         if len({len(cell.grid) for cell in cells}) > 1:
-            sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in cells if cell.batch == self.batches[0])
+            sizes = ", ".join(f"{cell.label} {len(cell.grid)}" for cell in first)
             given = "`lrs` has" if self.lrs else "without `lrs` the task gives"
             raise UsageError(f"every method must have the same number of learning rates to try, but {given} {sizes}")
-        first = [cell for cell in cells if cell.batch == self.batches[0]]
         for a, b in itertools.combinations(first, 2):
             if a.label == b.label or a.computes() == b.computes():
-                same = (
-                    f"{a.label} and {b.label} are the same method"
-                    if a.label != b.label
-                    else f"{a.label} is there twice"
-                )
-                raise UsageError(f"methods lists something twice: {same}; leave one out")
+                raise UsageError(f"`methods` lists one method twice, as {a.label} and as {b.label}; leave one out")
         return cells
 
     def ranges(self, method: str, batch: int) -> Ranges:
@@ -115,9 +112,6 @@ class StudyConfig:
         found = points(self.ranges(method, batch), self.trials)
         return tuple(point["lr"] for point in found), {point["lr"]: point for point in found}
 
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
     def identity(self) -> dict[str, Any]:
         """Return the fields that identify the study, as JSON types, without the number of seeds, which may grow."""
         source = tasks.source_of(self.task, self.task_settings)
@@ -133,7 +127,7 @@ class StudyConfig:
         return identity
 
 
-@dataclass
+@dataclass(eq=False)
 class Cell:
     """One method at one batch size: the learning rates to try, their scores, and the chosen learning rate."""
 
@@ -154,6 +148,11 @@ class Cell:
     def label(self) -> str:
         label = self.config(self.grid[0], "select", 0).label
         return without_settings(label, hidden_by(self.study.search)) if self.study.search else label
+
+    @property
+    def least_runs(self) -> int:
+        """The least number of runs: one for each learning rate, if there are several to try, and one for each seed."""
+        return self.study.seeds + (len(self.grid) if len(self.grid) > 1 else 0)
 
     def computes(self) -> tuple[Any, ...]:
         """Return what defines the method: its class or function, all settings with defaults, clipping and schedule."""
@@ -186,11 +185,9 @@ class Cell:
         if config.part == "full":
             self.tested.append(record)
             return []
-        result = record["result"]
-        diverged = record["status"] == "diverged" or result.get(f"validation_{metric}") is None
-        loss = result.get("validation_loss")
-        score = None if diverged else (result[f"validation_{metric}"], float("inf") if loss is None else loss)
-        self.scores[config.lr] = score
+        score, loss = (record["result"].get(f"validation_{name}") for name in (metric, "loss"))
+        diverged = record["status"] == "diverged" or score is None
+        self.scores[config.lr] = None if diverged else (score, float("inf") if loss is None else loss)
         if len(self.scores) < len(self.grid):
             return []
         extends = self.study.extend and not self.study.search  # all methods get equally many trials
@@ -206,27 +203,22 @@ class Cell:
         return [self.config(lr, "full", seed) for seed in range(self.study.seeds)]
 
     def summary(self, higher_is_better: bool) -> dict[str, Any]:
-        """Return the entry of this cell in study.json."""
-        scores: Scores = self.scores
-        return {
+        """Return the entry of this cell in study.json; a search adds its ranges, finished trials and chosen point."""
+        scores, searches = self.scores, bool(self.study.search)
+        summary = {
             "method": self.label,
             "batch": self.batch,
             "lr": self.lr,
             "grid": sorted(scores) or list(self.grid),
             "extensions": max(0, len(scores) - len(self.grid)),
-            "at_edge": self.chosen and not self.study.search and at_edge(scores, higher_is_better),
-            **self._search_summary(),
+            "at_edge": self.chosen and not searches and at_edge(scores, higher_is_better),
         }
-
-    def _search_summary(self) -> dict[str, Any]:
-        """Return the ranges of a search, its finished trials in order, and the chosen point; {} without a search."""
-        if not self.study.search:
-            return {}
-        tried = [
-            {**self.searched[lr], "score": (self.scores[lr] or [None])[0]} for lr in self.grid if lr in self.scores
-        ]
-        chosen = self.searched[self.lr] if self.lr is not None else None
-        return {"ranges": self.study.ranges(self.method, self.batch), "trials": tried, "chosen": chosen}
+        if searches:
+            summary["ranges"] = self.study.ranges(self.method, self.batch)
+            finished = [lr for lr in self.grid if lr in scores]
+            summary["trials"] = [{**self.searched[lr], "score": (scores[lr] or [None])[0]} for lr in finished]
+            summary["chosen"] = None if self.lr is None else self.searched[self.lr]
+        return summary
 
 
 def run_name(config: RunConfig) -> str:

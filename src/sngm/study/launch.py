@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import time
 import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +46,13 @@ class Progress:
     cells: list[Cell]
     planned: int  # number of runs
     done: list[tuple[RunConfig, Record]] = field(default_factory=list)
-    running: dict[str, Cell] = field(default_factory=dict)
+    running: list[Cell] = field(default_factory=list)
     started: float = field(default_factory=time.monotonic)
-    failed: list[tuple[RunConfig, Record]] = field(default_factory=list)
     repeated: int = 0  # number of runs that were already finished
+
+    @property
+    def failed(self) -> list[tuple[RunConfig, Record]]:
+        return [(config, record) for config, record in self.done if record["status"] == "failed"]
 
     @property
     def seconds_left(self) -> float | None:
@@ -88,8 +90,10 @@ def compare(
     with locked(folder):
         remove_leftovers(folder)
         _check_folder(folder, study, cells)
-        prepare_group(options.track, folder.absolute().name)
-        return _Launcher(study, cells, folder, options, jobs, show, data, known, cluster).run()
+        folder = folder.absolute()  # because the working directory of worker processes may differ
+        prepare_group(options.track, folder.name)
+        options = cluster.there(replace(options, data_dir=options.data_dir and options.data_dir.absolute()))
+        return _Launcher(study, cells, folder, options, jobs, show, known, cluster, data).run()
 
 
 def check_jobs(jobs: int | None, cluster: Cluster | None = None) -> None:
@@ -117,30 +121,26 @@ def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Reco
 
 
 def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
-    """Raise UsageError if the folder contains another study or a single run."""
+    """Raise UsageError if the folder contains a single run, another study, or a run of another study."""
     path = folder / "study.json"
     if (folder / "run.json").exists() and not path.exists():
         raise UsageError(f"{folder} holds a run; name another folder with `out`")
+    there = here = study.identity()
     try:
         there = read_record(path).get("study")
-        if not isinstance(there, dict):
-            raise UsageError(f"{path} is not the record of a study; name another folder with `out`")
-    except (FileNotFoundError, BrokenRecord) as error:  # study.json is written again if the runs belong to this study
-        if isinstance(error, BrokenRecord):
-            if not (folder / "runs").is_dir():
-                raise UsageError(f"{path} is broken; name another folder with `out`") from None
-            warnings.warn(f"{path} is broken, or was changed since written; it is written anew", stacklevel=2)
-        _check_runs(folder, cells)
-        return
-    if lines := differences(there, study.identity()):
+    except FileNotFoundError:
+        pass
+    except BrokenRecord:  # study.json is written again if the runs belong to this study
+        if not (folder / "runs").is_dir():
+            raise UsageError(f"{path} is broken; name another folder with `out`") from None
+        warnings.warn(f"{path} is broken, or was changed since written; it is written anew", stacklevel=2)
+    if not isinstance(there, dict):
+        raise UsageError(f"{path} is not the record of a study; name another folder with `out`")
+    if lines := differences(there, here):
         raise UsageError(
             f"{folder} holds another study; name another folder with `out`. They differ in\n  " + "\n  ".join(lines)
         )
-    _check_runs(folder, cells)  # even if the studies are equal, because an older version may have had other defaults
-
-
-def _check_runs(folder: Path, cells: list[Cell]) -> None:
-    """Raise UsageError if the folder contains runs of another study, which reports would include."""
+    # Reports would include all runs of the folder. Those of an equal study may have the defaults of an older version.
     for file in sorted(folder.glob("runs/*/run.json")):
         try:
             config = config_of(RunFolder(file.parent).read(), file)
@@ -151,41 +151,37 @@ def _check_runs(folder: Path, cells: list[Cell]) -> None:
             raise UsageError(f"{there}; name another folder with `out`")
 
 
+@dataclass
 class _Launcher:
-    def __init__(
-        self,
-        study: StudyConfig,
-        cells: list[Cell],
-        folder: Path,
-        options: Options,
-        jobs: int | None,
-        show: Callable[[Progress], None],
-        data: dict[str, Record],
-        known: Callable[[RunConfig], Record | None],
-        cluster: Cluster,
-    ) -> None:
-        # absolute, because the working directory of worker processes may differ
-        self.study, self.folder, self.show, self.data = study, folder.absolute(), show, data
-        self.options = cluster.there(replace(options, data_dir=options.data_dir and options.data_dir.absolute()))
-        self.known = known
-        self.jobs, self.cluster = jobs, cluster
-        self.task = tasks.build(study.task, study.task_settings)
-        planned = sum(study.seeds + (len(cell.grid) if len(cell.grid) > 1 else 0) for cell in cells)
-        self.progress = Progress(cells, planned)
-        self.executor: Executor | None = None  # opened for the first run that is not finished
-        self.futures: dict[Future[Record], tuple[Cell, RunConfig]] = {}
-        self.ended = False
-        self.elsewhere = 0  # number of runs that `known` returned; their folders are elsewhere
-        self.checked = False  # whether all finished runs in the folder were found to belong to this study
+    """The runs of a study in progress. The first fields are the arguments of `compare`."""
+
+    study: StudyConfig
+    cells: list[Cell]
+    folder: Path
+    options: Options
+    jobs: int | None
+    show: Callable[[Progress], None]
+    known: Callable[[RunConfig], Record | None]
+    cluster: Cluster
+    data: dict[str, Record]  # the result of `check`
+    executor: Executor | None = None  # opened for the first run that is not finished
+    futures: dict[Future[Record], tuple[Cell, RunConfig]] = field(default_factory=dict)
+    ended: bool = False
+    elsewhere: int = 0  # number of runs that `known` returned; their folders are elsewhere
+    checked: bool = False  # whether all finished runs in the folder were found to belong to this study
+
+    def __post_init__(self) -> None:
+        self.task = tasks.build(self.study.task, self.study.task_settings)
+        self.progress = Progress(self.cells, sum(cell.least_runs for cell in self.cells))
 
     def run(self) -> Progress:
         try:
-            for cell in self.progress.cells:
+            for cell in self.cells:
                 self._submit(cell, cell.first_runs())
             self.checked = True
             self._write()
             while self.futures:
-                self._update_running()
+                self.progress.running = [cell for future, (cell, _) in self.futures.items() if future.running()]
                 self.show(self.progress)
                 for future in wait(self.futures, timeout=0.2, return_when=FIRST_COMPLETED).done:
                     cell, config = self.futures.pop(future)
@@ -215,7 +211,7 @@ class _Launcher:
         return open_local(self.study.task, jobs, device.type == "cuda")
 
     def _submit(self, cell: Cell, configs: list[RunConfig]) -> None:
-        options = {field.name: getattr(self.options, field.name) for field in dataclasses.fields(Execution)}
+        options = {field.name: getattr(self.options, field.name) for field in fields(Execution)}
         options |= {"track": self.options.track, "group": self.folder.name}
         for config in configs:
             path = self.folder / "runs" / run_name(config)
@@ -235,23 +231,17 @@ class _Launcher:
             raise KeyboardInterrupt
         self.progress.done.append((config, record))
         if record["status"] == "failed":  # this cell has no result; other cells continue
-            self.progress.failed.append((config, record))
             self.show(self.progress)
             return
         before = len(cell.scores)
         next_runs = cell.take(config, record, self.task.metric, self.task.higher_is_better)
-        extended = bool(next_runs) and next_runs[0].part == "select"
-        self.progress.planned += extended  # the grid was extended
+        if next_runs and next_runs[0].part == "select":  # the grid was extended
+            self.progress.planned += 1
         if before != len(cell.scores) and cell.chosen and cell.lr is None:
             self.progress.planned -= self.study.seeds  # all learning rates diverged, so the seeds are not run
         self._submit(cell, next_runs)
         self._write()
         self.show(self.progress)
-
-    def _update_running(self) -> None:
-        self.progress.running = {
-            run_name(config): cell for future, (cell, config) in self.futures.items() if future.running()
-        }
 
     def _write(self) -> None:
         if not self.checked:  # do not overwrite the record of a finished study on different data
@@ -260,7 +250,7 @@ class _Launcher:
         study = {
             "format": 1,
             "task": self.study.task,
-            "methods": list(dict.fromkeys(cell.label for cell in self.progress.cells)),
+            "methods": list(dict.fromkeys(cell.label for cell in self.cells)),
             "batches": list(self.study.batches),
             "seeds": self.study.seeds,
             "planned": self.progress.planned - self.elsewhere,
@@ -269,7 +259,7 @@ class _Launcher:
             "metric": self.task.metric,
             "higher_is_better": better,
             "command": command(),
-            "cells": [cell.summary(better) for cell in self.progress.cells],
+            "cells": [cell.summary(better) for cell in self.cells],
             "study": self.study.identity(),
         }
         if self.study.search:

@@ -10,6 +10,7 @@ from typing import Any
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
+from ..options import at_least
 
 SEARCHED = ("lr", "weight_decay", "momentum", "warmup")
 MOST_TRIALS = 1024
@@ -30,7 +31,7 @@ def check_search(search: Any, trials: Any) -> dict[str, tuple[float, float] | No
         raise TypeError(f"search must be a list of names, or a dict of names and ranges, got {search!r}")
     if trials is None:
         raise UsageError("`search` needs `trials`, the number of points to try, such as 8")
-    if isinstance(trials, bool) or not isinstance(trials, int) or not 2 <= trials <= MOST_TRIALS:
+    if not at_least(trials, 2) or trials > MOST_TRIALS:
         raise UsageError(f"`trials` must be a whole number from 2 to {MOST_TRIALS:,}, got {trials!r}")
     found: dict[str, tuple[float, float] | None] = {}
     entries = [str(entry) for entry in search]

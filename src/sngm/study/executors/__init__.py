@@ -21,6 +21,7 @@ from .. import worker
 
 Record = dict[str, Any]
 PACKAGES = {"ray": "ray", "slurm": "submitit"}  # the package that each extra of sngm installs
+PATIENCE = 60.0  # seconds that stopped runs of a cluster have to write their checkpoints
 
 
 class Executor(Protocol):
@@ -33,7 +34,7 @@ class Executor(Protocol):
         """Ask the runs that have begun to write a checkpoint and stop; drop the runs that have not begun."""
 
     def shutdown(self) -> None:
-        """Release processes and connections; after `stop`, except on SLURM, first wait until the runs have ended."""
+        """Release processes and connections; after `stop`, first wait until the runs have ended."""
 
 
 def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:

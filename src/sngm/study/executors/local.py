@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...progress import handling
 from ...training.distributed import cores
 from .. import worker
 from . import Executor, Record
@@ -90,12 +91,8 @@ class InProcesses:
             context.set_forkserver_preload(["sngm.study.launch"])
             # The server and its helper inherit the ignored signals. They must survive Ctrl-C and a closed terminal, to
             # clean up.
-            before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
-            try:
+            with handling(signal.SIGINT, signal.SIGHUP, by=signal.SIG_IGN):
                 forkserver.ensure_running()
-            finally:
-                for number, handler in before.items():
-                    signal.signal(number, handler)
         self.pool = ProcessPoolExecutor(jobs, mp_context=context, initializer=worker.warm_up, initargs=(local,))
         self.others = set(multiprocessing.active_children())
 
@@ -116,15 +113,13 @@ def _signals_deferred() -> Iterator[None]:
     """Defer signals such as Ctrl-C until the ``with`` block ends; in processes that it starts, until `warm_up` runs."""
     came: list[int] = []
     deferred = [number for number in worker.INTERRUPTS if signal.getsignal(number) is not signal.SIG_IGN]
-    handlers = {number: signal.signal(number, lambda number, _: came.append(number)) for number in deferred}
-    # child processes inherit the mask; other threads of this process still receive the signals
-    mask = worker.mask_signals("SIG_BLOCK", worker.INTERRUPTS)
-    try:
-        yield
-    finally:
-        worker.mask_signals("SIG_SETMASK", mask)
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with handling(*deferred, by=lambda number, _: came.append(number)):
+        # child processes inherit the mask; other threads of this process still receive the signals
+        mask = worker.mask_signals("SIG_BLOCK", worker.INTERRUPTS)
+        try:
+            yield
+        finally:
+            worker.mask_signals("SIG_SETMASK", mask)
     for late in came:
         signal.raise_signal(late)
 

@@ -15,10 +15,9 @@ from typing import Any
 from ...errors import Failed, UsageError
 from ...options import Cluster
 from .. import worker
-from . import Record
+from . import PATIENCE, Record
 
 RETRIES = 3  # how often a run is repeated if its worker process or node was lost
-PATIENCE = 60.0  # seconds that stopped runs have to write their checkpoints
 
 
 def _check_address(address: str | None) -> None:

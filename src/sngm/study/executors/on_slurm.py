@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from ...errors import Failed, UsageError
 from ...options import Cluster
 from .. import worker
-from . import Record
+from . import PATIENCE, Record
 
 RETRIES = 3  # how often a run is submitted again if its job ended without a result
 TIMEOUTS = 100  # the most times that a job is requeued at its time limit
@@ -122,6 +123,13 @@ class OnSlurm:
 
     def shutdown(self) -> None:
         self.ends.set()
+        end = time.monotonic() + PATIENCE
+        jobs = [attempt.job for attempt in self.attempts.values()]  # after `stop`, those that had not ended
+        while jobs and time.monotonic() < end:
+            jobs[0].done(force_check=True)  # asks SLURM about all jobs at once
+            jobs = [job for job in jobs if not job.done()]
+            if jobs:
+                time.sleep(PAUSE)
 
 
 def job_script(cluster: Cluster, folder: Path) -> str:
