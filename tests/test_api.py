@@ -1,6 +1,5 @@
 """The Python API, used as in a notebook."""
 
-import importlib
 import inspect
 import json
 import pkgutil
@@ -17,7 +16,6 @@ from torch.utils.data import Dataset, TensorDataset
 
 import sngm
 from sngm import tasks
-from sngm.__main__ import NEEDS
 from sngm.cli import exit_codes
 from sngm.errors import DataMissing, Failed, UsageError
 from sngm.optim import registry
@@ -208,6 +206,7 @@ def test_from_torch_refuses_what_it_cannot_use():
 # ---------------------------------------------------------------- compare
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_compare_takes_names_classes_and_functions(monkeypatch):
     methods = ["sngm(weight_decay=8e-4)", torch.optim.AdamW, plain]
     study = sngm.compare(task(), methods=methods, batches=[20], lrs=[0.1], seeds=2, **QUIET)
@@ -230,7 +229,10 @@ def test_compare_takes_names_classes_and_functions(monkeypatch):
 
 
 def test_worker_processes_give_the_numbers_of_this_process(monkeypatch):
-    given = {"methods": [plain], "batches": [20], "lrs": [0.1], "seeds": 1, **QUIET}
+    def own(params, lr):  # no other process can import it
+        return plain(params, lr)
+
+    given = {"methods": [own], "batches": [20], "lrs": [0.1], "seeds": 1, **QUIET}
     apart = sngm.compare(task(), out="apart", **given)
     monkeypatch.setattr(worker, "pack_local", lambda: (_ for _ in ()).throw(TypeError("cannot pickle")))
     with pytest.warns(UserWarning, match="runs go one after another in this process"):
@@ -307,6 +309,7 @@ def test_a_study_of_other_data_leaves_the_one_in_the_folder_whole():
     assert ((study.folder / "study.json").read_text(), sngm.load_study("s").table()) == before
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_what_a_users_function_raised_is_shown_with_its_traceback():
     def broken(outputs, target):
         raise RuntimeError("my loss broke")
@@ -323,7 +326,7 @@ def test_what_a_users_function_raised_is_shown_with_its_traceback():
         ({"lrs": []}, "`lrs` is empty"),
         ({"batches": []}, "`batches` is empty"),
         ({"seeds": [1, 2]}, r"`seeds` must be a whole number, got \[1, 2\]"),
-        ({"seeds": 0}, "`seeds` must be the number of runs of each result, such as 3, got 0"),
+        ({"seeds": 0}, "`seeds` must be the number of runs of each result, at most 10,000, got 0"),
         ({"methods": None}, "methods must be a list, got None"),
         ({"epochs": "2"}, "`epochs` must be a whole number, got '2'"),
         ({"workers": "a"}, "`workers` must be a whole number"),
@@ -396,6 +399,7 @@ def test_the_command_line_shows_flags(line, words):
     console.refused(console.sngm(f"{line} --device cpu"), words, code=3 if "data-dir" in line else 2)
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
     study = sngm.compare(
         task(), methods=[lambda p, lr: torch.optim.SGD(p, lr)], batches=[20], lrs=[0.1], seeds=1, **QUIET
@@ -403,6 +407,7 @@ def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
     assert study.runs[0].status == "finished"
 
 
+@pytest.mark.usefixtures("in_one_process")
 def test_numbers_of_numpy_are_numbers():
     run = sngm.train(
         task(), lr=np.float32(0.1), batch=np.int64(20), seed=None, epochs=1, **QUIET | {"device": torch.device("cpu")}
@@ -556,16 +561,10 @@ def test_advise_carries_a_recipe_over():
 
 
 def test_no_submodule_hides_a_function():
-    code = f"""
-import importlib, sngm
-for name in {[name for _, name, _ in pkgutil.walk_packages(sngm.__path__, "sngm.") if "kernel" not in name]!r}:
-    if not name.endswith("__main__"):
-        importlib.import_module(name)
-for name in ("train", "compare", "probe", "advise", "load_run", "load_study", "register", "load"):
-    assert type(getattr(sngm, name)).__name__ == "function", name
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    modules = {module.name for module in pkgutil.iter_modules(sngm.__path__)}
+    assert modules & set(sngm.__all__) == {"integrations", "optim"}
+    for name in ("train", "compare", "probe", "advise", "load_run", "load_study", "register", "load"):
+        assert inspect.isfunction(getattr(sngm, name)), name
 
 
 def test_signatures_and_docstrings_list_every_option():
@@ -577,15 +576,32 @@ def test_signatures_and_docstrings_list_every_option():
             assert f"{name}:" in inspect.getdoc(function), name
 
 
-def test_the_optimizers_need_no_trainer():
-    code = "import sys; from sngm import SNGM; sys.exit('sngm.api' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
-    assert importlib.import_module("sngm").__version__
+CORE = f"""
+import sys
+sys.modules.update(dict.fromkeys({[*sngm._TRAIN]!r}))  # as if they were not installed
+
+from sngm import SNGM
+assert "sngm.api" not in sys.modules, "the optimizers need no trainer"
+
+from sngm import *
+assert CLARS and load_run and "compare" not in globals()
+
+import sngm
+assert "load_run" in dir(sngm) and "compare" not in dir(sngm)
+try:
+    sngm.compare
+except ImportError as error:
+    print(error)
+"""
 
 
-def test_a_function_of_the_trainer_names_the_extra_that_is_missing(monkeypatch):
-    monkeypatch.setitem(NEEDS, "no_such_module", "no-such-package")
-    monkeypatch.delitem(vars(sngm), "compare", raising=False)
-    with pytest.raises(ImportError, match=r"sngm\.compare needs no-such-package: run pip install 'sngm\[train\]'"):
-        sngm.compare()
-    assert "compare" not in dir(sngm)
+def test_a_core_install_has_the_optimizers_and_names_the_extra_that_is_missing():
+    done = subprocess.run([sys.executable, "-c", CORE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    packages = "matplotlib, rich, scikit-learn, scipy, typer"
+    assert done.stdout == f"sngm.compare needs {packages}: run pip install 'sngm[train]'\n"
+
+
+def test_the_package_exports_everything_if_all_is_installed():
+    assert {"SNGM", "train", "compare", "load_study", "probe", "advise", "advise_model"} <= set(sngm.__all__)
+    assert set(sngm.__all__) <= set(dir(sngm))

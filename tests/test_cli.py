@@ -773,10 +773,10 @@ def test_ctrl_c_anywhere_else_is_one_line(monkeypatch):
 
 
 def test_an_interrupt_while_the_command_line_is_imported_is_one_line(monkeypatch, capsys):
-    def interrupt(name):
+    def interrupt():
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("sngm.__main__.find_spec", interrupt)
+    monkeypatch.setattr("sngm.__main__._missing_packages", interrupt)
     with pytest.raises(SystemExit) as ended:
         importlib.import_module("sngm.__main__").main()
     assert ended.value.code == 130
