@@ -26,9 +26,7 @@ from sngm.training import checkpoint as checkpoints
 from sngm.training.run_folder import RESUMED
 
 SERVER = multiprocessing.get_context("forkserver")
-SERVER.set_forkserver_preload(
-    ["pytest", "torch._dynamo", "sngm.cli", "sngm.show", "sngm.train", "sngm.study.grid", "sklearn.datasets"]
-)
+SERVER.set_forkserver_preload(["pytest", "torch._dynamo", "sngm.cli", "sngm.api", "sklearn.datasets"])
 TASK = "runs:Blobs"
 
 

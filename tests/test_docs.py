@@ -1,6 +1,5 @@
 """Code blocks in the documentation run, and its links are valid."""
 
-import json
 import os
 import re
 import shutil
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from console import sngm
 from waiting import PATIENCE
 
 ROOT = Path(__file__).parents[1]
@@ -65,23 +65,17 @@ def test_every_snippet_for_many_processes_runs_in_two(code, tmp_path):
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.slow
-def test_the_task_of_the_documentation_trains_and_compares(tmp_path):
+def test_the_task_of_the_documentation_trains_and_compares(tmp_path, monkeypatch):
     page = (ROOT / "docs" / "your-own-task.md").read_text()
     code = next(s for s in re.findall(r"^```python\n(.*?)^```", page, re.DOTALL | re.MULTILINE) if "class MyTask" in s)
     (tmp_path / "my_task.py").write_text(code)
 
-    def sngm(*arguments):
-        command = [sys.executable, "-m", "sngm", *arguments]
-        run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-        assert run.returncode == 0, run.stderr
-        return run.stdout
-
-    trained = json.loads(sngm("train", "my_task.py:MyTask", "--epochs", "1", "--out", "run", "--json"))
+    monkeypatch.chdir(tmp_path)
+    trained = sngm("train my_task.py:MyTask --epochs 1 --out run --json").json
     assert trained["status"] == "finished"
     assert 0 < trained["result"]["test_error"] < 0.15, "guessing the mean distance is off by 0.2"
     assert (tmp_path / "run" / "run.json").exists()
-    assert "sngm at batch 512: lr 0.003, 0.01, 0.03, 0.1" in sngm("compare", "my_task.py:MyTask", "--dry-run")
+    assert "sngm at batch 512: lr 0.003, 0.01, 0.03, 0.1" in sngm("compare my_task.py:MyTask --dry-run").out
 
 
 def anchors(page: Path) -> set[str]:

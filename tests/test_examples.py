@@ -25,6 +25,7 @@ def words(text: str) -> list[str]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("in_one_process")
 @pytest.mark.parametrize("name", sorted(page.name for page in DOCS.glob("*.md") if EXAMPLE.search(page.read_text())))
 def test_examples_print_what_the_page_shows(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

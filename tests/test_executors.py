@@ -114,6 +114,32 @@ def test_a_job_that_sbatch_refuses_is_an_error_in_one_line(tmp_path):
     executor.shutdown()
 
 
+@pytest.mark.parametrize("stuck", [False, True])
+def test_shutdown_waits_a_bounded_time_until_stopped_jobs_have_ended(stuck, tmp_path, monkeypatch):
+    pytest.importorskip("submitit")
+    monkeypatch.setattr(on_slurm, "PAUSE", 0.01)
+    monkeypatch.setattr(on_slurm, "PATIENCE", 0.1)
+    executor = on_slurm.OnSlurm(Cluster(executor="slurm"), tmp_path, None, "sngm compare", kind="local")
+
+    class Job:
+        cancelled, checks = False, 0
+
+        def cancel(self, check):
+            self.cancelled = True
+
+        def done(self, force_check=False):
+            self.checks += force_check
+            return self.cancelled and self.checks >= 3 and not stuck
+
+    job = Job()
+    executor.executor.submit = lambda *_: job
+    executor.submit()
+    executor.stop()
+    assert not job.done()
+    executor.shutdown()
+    assert job.checks > 3 if stuck else job.done()
+
+
 def test_runs_of_a_cluster_use_its_gpus_and_not_those_of_this_machine():
     on_gpus, on_cpus = Cluster(executor="slurm", gpus=1), Cluster(executor="ray")
     assert (on_gpus.there(Execution()).device, on_cpus.there(Execution()).device) == ("cuda", "cpu")

@@ -15,7 +15,10 @@ from sngm.study import StudyConfig
 from sngm.study.search import check_search, points, ranges_of
 
 pytestmark = pytest.mark.usefixtures("in_one_process")
-SEARCH = "compare own.py:Line --methods sngm,adamw --batches 8 --search lr,weight_decay,momentum --trials 4 --seeds 2"
+SEARCH = (
+    "compare own.py:Line --methods sngm,adamw --batches 8 --epochs 1 --seeds 2 "
+    "--search lr,weight_decay,momentum --trials 4"
+)
 
 
 @pytest.fixture(autouse=True)
