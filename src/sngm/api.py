@@ -20,7 +20,6 @@ from .progress import interrupt_on_signal, note, step_progress, stop_on_signal
 from .results import Folder, Run, Study
 from .study import StudyConfig, launch
 from .study.display import study_progress
-from .study.executors import device_of_runs
 from .study.grid import split_settings
 from .study.search import check_search
 from .tasks import Task
@@ -111,8 +110,8 @@ def train(
     """
     config = plan_run(task, method, settings, runoptions, recipeoptions, execution.device)
     folder = default_folder(config) if out is None else Path(out)
-    given = as_dict(execution) | {"restart": restart, "checkpoint_every": checkpoint_every, "track": track}
-    return run_config(config, folder, Options(**given), progress)
+    options = Options(**as_dict(execution), restart=restart, checkpoint_every=checkpoint_every, track=track)
+    return run_config(config, folder, options, progress)
 
 
 def run_config(config: RunConfig, folder: Path, options: Options, progress: bool) -> Run:
@@ -150,14 +149,12 @@ def plan_study(
     seeds: int,
     settings: dict[str, Any] | None,
     recipe: RecipeOptions,
-    device: str | torch.device | None = None,
+    execution: Execution,
+    cluster: Cluster,
     search: Search | None = None,
     trials: int | None = None,
 ) -> StudyConfig:
-    """Return the config of a study, with every default filled in.
-
-    A `device` that is a torch.device, not a string, need not exist on this machine.
-    """
+    """Return the config of a study, with every default filled in."""
     by_method = {registry.name_of(key): one for key, one in lrs.items()} if isinstance(lrs, Mapping) else {"": lrs}
     batches, grids = plain(batches), {method: plain(grid) for method, grid in by_method.items()}
     for name, values in (("methods", methods), ("batches", batches), *(("lrs", grid) for grid in grids.values())):
@@ -178,7 +175,9 @@ def plan_study(
     sizes = tuple(cls.batches if batches is None else batches)
     given = recipe.given()
     epochs = given.pop("epochs", cls.epochs)
-    usual = usual_precision(name, sizes[0], device if isinstance(device, torch.device) else choose_device(device))
+    there = cluster.there(execution).device
+    device = torch.device(there) if cluster.remote and there else choose_device(there)  # this machine may lack it
+    usual = usual_precision(name, sizes[0], device)
     if usual != "float32":  # stored in the config, so that a study does not mix runs on a CPU and on a GPU
         given.setdefault("precision", usual)
     rates = {method: tuple(grid) for method, grid in grids.items() if grid is not None}
@@ -243,8 +242,7 @@ def compare(
         sngm.errors.Failed: some runs failed. The other runs are finished; the same call repeats only the failed runs.
         sngm.errors.Interrupted: the study was stopped by Ctrl-C; the same call resumes it.
     """
-    device = device_of_runs(execution, cluster)
-    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, device, search, trials)
+    config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, execution, cluster, search, trials)
     folder = study_folder(config) if out is None else Path(out)
     options = Options(**as_dict(execution), track=track)
     study, failed = run_study(config, folder, options, jobs=jobs, progress=progress, cluster=cluster)

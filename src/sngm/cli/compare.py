@@ -75,7 +75,6 @@ def compare(
     """
     from .. import api
     from .. import report as reports
-    from ..study.executors import device_of_runs
     from ..study.launch import check_jobs
     from ..study.search import parse_search
     from ..training import Options
@@ -85,8 +84,9 @@ def compare(
     rates = None if lrs is None else numbers_by_name("--lrs", lrs)
     chosen = parse_settings(settings or [])
     sought = None if search is None else parse_search(search)
-    device = device_of_runs(execution, cluster)
-    study = api.plan_study(task, split_list(methods), sizes, rates, seeds, chosen, recipe, device, sought, trials)
+    study = api.plan_study(
+        task, split_list(methods), sizes, rates, seeds, chosen, recipe, execution, cluster, sought, trials
+    )
     check_jobs(jobs, cluster)
     folder = out or api.study_folder(study)
     options = Options(**as_dict(execution), track=track)

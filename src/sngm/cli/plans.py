@@ -167,8 +167,11 @@ def size(count: int) -> str:
 def show_study(
     study: StudyConfig, folder: Path, options: Options, as_json: bool, jobs: int | None, cluster: Cluster
 ) -> None:
-    """Print what a study would do; for SLURM, also the job script."""
-    from ..study.launch import check, load_data
+    """Print what a study would do; for SLURM, also the job script.
+
+    Time and memory are measured at each batch size with the first method only, because more would take too long.
+    """
+    from ..study.launch import check, load_data, one_thread
     from ..study.search import names_in
 
     options = cluster.here(options)
@@ -177,14 +180,15 @@ def show_study(
     splits = load_data(study, options)
     check(cells, options, splits)
     plans: list[dict[str, Any]] = []
-    for cell in cells:
+    for i, cell in enumerate(cells):  # the cells of the first method are first
         config = cell.config(cell.grid[0], "full", 0)
         said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
         if study.search:
             said |= {"ranges": study.ranges(cell.method, cell.batch), "trials": list(cell.searched.values())}
-        plans.append({**said, **plan_of(config, options, splits=splits)})
+        with one_thread():
+            plans.append({**said, **plan_of(config, options, measured=i < len(study.batches), splits=splits)})
     runs = sum(cell.least_runs for cell in cells)
-    time = _study_time(study, cells, options, splits, jobs)
+    time = _study_time(cells, plans[: len(study.batches)], options, jobs)
     found = {"study": asdict(study), "cells": plans, "runs_at_least": runs, **time, "folder": str(folder)}
     found |= {"sbatch": script} if script else {}
     if as_json:
@@ -232,26 +236,19 @@ def _recipe(config: dict[str, Any], searched: Collection[str]) -> str:
 
 
 def _study_time(
-    study: StudyConfig, cells: list[Cell], options: Options, splits: Splits, jobs: int | None
-) -> dict[str, dict[str, Any] | str]:
+    cells: list[Cell], measured: list[dict[str, Any]], options: Options, jobs: int | None
+) -> dict[str, Any]:
     """Return the estimated seconds of training of a study, or the reason why they cannot be estimated.
 
-    At each batch size only the first method is measured, because measuring every method would take too long. Runs on a
-    GPU are counted one after another, even if they share the GPU.
+    Runs on a GPU are counted one after another, even if they share the GPU.
     """
-    from ..study.executors.local import default_jobs
-    from ..study.launch import one_thread
     from ..training.distributed import choose_device, cores
 
-    device = choose_device(options.device)
-    one: dict[int, float] = {}  # seconds of a run, by batch size
-    for cell in cells[: len(study.batches)]:  # the cells of the first method
-        with one_thread():
-            plan = plan_of(cell.config(cell.grid[0], "full", 0), options, measured=True, splits=splits)
-        if "not_measured" in plan:
-            return {"not_measured": plan["not_measured"]}
-        one[cell.batch] = plan["time"]["seconds"]
-    at_once = 1 if device.type == "cuda" else min(jobs or default_jobs(study.batches, device), cores())
+    failed = [plan["not_measured"] for plan in measured if "not_measured" in plan]
+    if failed:
+        return {"not_measured": failed[0]}
+    one = {plan["batch"]: plan["time"]["seconds"] for plan in measured}
+    at_once = 1 if choose_device(options.device).type == "cuda" else min(jobs or cores(), cores())
     seconds = sum(cell.least_runs * one[cell.batch] for cell in cells) / at_once
     return {"time": {"seconds": seconds, "runs_at_once": at_once, "method": cells[0].label, "seconds_of_a_run": one}}
 

@@ -52,8 +52,7 @@ def train(
     chosen = parse_settings(settings or [])
     config = api.plan_run(task, method, chosen, run, recipe, execution.device)
     folder = out or api.default_folder(config)
-    given = as_dict(execution) | {"checkpoint_every": checkpoint_every, "restart": restart, "track": track}
-    options = Options(**given)
+    options = Options(**as_dict(execution), restart=restart, checkpoint_every=checkpoint_every, track=track)
     warn_of_slow(execution, recipe.precision)
     if dry_run:
         show_plan(config, folder, options, as_json)

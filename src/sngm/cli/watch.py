@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Annotated
 
@@ -35,9 +36,5 @@ def watch(
         raise UsageError(f"--port {port}: {error.strerror}; choose another one") from None
     waits = "" if folder.is_dir() else ", which is not there yet"
     print(f"http://127.0.0.1:{server.server_address[1]}/ shows {folder}{waits}; Ctrl-C ends it", flush=True)
-    try:
+    with server, contextlib.suppress(KeyboardInterrupt):
         server.serve_forever()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        server.server_close()

@@ -36,6 +36,7 @@ from .grid import Cell, StudyConfig, run_name
 from .search import hidden_by
 
 MOST_JOBS = 1024
+LOCAL = Cluster()  # runs in processes of this machine
 Record = dict[str, Any]
 
 
@@ -71,14 +72,13 @@ def compare(
     jobs: int | None = None,
     show: Callable[[Progress], None],
     known: Callable[[RunConfig], Record | None] = lambda _: None,
-    cluster: Cluster | None = None,
+    cluster: Cluster = LOCAL,
 ) -> Progress:
     """Train every unfinished run of a study in `folder`, and keep study.json up to date.
 
     `show` is called with the progress. `known` returns the record of a run that was trained in another folder, or None.
-    `cluster` says where runs are executed, by default in processes on this machine.
+    `cluster` says where runs are executed.
     """
-    cluster = cluster or Cluster()
     check_jobs(jobs, cluster)
     executors.check_usable(cluster.executor)
     if ranks() > 1:
@@ -96,9 +96,9 @@ def compare(
         return _Launcher(study, cells, folder, options, jobs, show, known, cluster, data).run()
 
 
-def check_jobs(jobs: int | None, cluster: Cluster | None = None) -> None:
+def check_jobs(jobs: int | None, cluster: Cluster = LOCAL) -> None:
     """Raise UsageError if `jobs` is out of range, or given for a cluster, which has its own queue."""
-    if jobs is not None and cluster is not None and cluster.remote:
+    if jobs is not None and cluster.remote:
         raise UsageError(f"`jobs` is for runs on this machine; {cluster.executor} starts as many as it has room for")
     if jobs is not None and not 1 <= jobs <= MOST_JOBS:
         raise UsageError(f"`jobs` must be a whole number from 1 to {MOST_JOBS:,}, got {jobs}")
@@ -125,7 +125,8 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
     path = folder / "study.json"
     if (folder / "run.json").exists() and not path.exists():
         raise UsageError(f"{folder} holds a run; name another folder with `out`")
-    there = here = study.identity()
+    here = study.identity()
+    there: Any = here
     try:
         there = read_record(path).get("study")
     except FileNotFoundError:
@@ -147,8 +148,8 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         except BrokenRecord:  # this run is trained again
             continue
         if not any(cell.owns(config) for cell in cells):
-            there = f"{folder} holds runs of another study, such as {file.parent.name}"
-            raise UsageError(f"{there}; name another folder with `out`")
+            others = f"{folder} holds runs of another study, such as {file.parent.name}"
+            raise UsageError(f"{others}; name another folder with `out`")
 
 
 @dataclass

@@ -11,10 +11,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
-
 from ...errors import UsageError
-from ...options import EXECUTORS, Cluster, Execution
+from ...options import EXECUTORS, Cluster
 from ...training.config import RunConfig
 from ...training.distributed import cores
 from .. import worker
@@ -35,12 +33,6 @@ class Executor(Protocol):
 
     def shutdown(self) -> None:
         """Release processes and connections; after `stop`, first wait until the runs have ended."""
-
-
-def device_of_runs(execution: Execution, cluster: Cluster) -> str | torch.device | None:
-    """Return the device of a study's runs. On a cluster it is a torch.device, which is not checked on this machine."""
-    device = cluster.there(execution).device
-    return torch.device(device) if cluster.remote and device else device
 
 
 def open_remote(cluster: Cluster, folder: Path, command: str) -> Executor:
