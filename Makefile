@@ -15,6 +15,8 @@ STACKS := build/integrations
 DOCS := build/docs
 # one file stays on one worker, which shares its fixtures; the same drawn examples in each run, unlike a bare pytest
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --hypothesis-profile=ci
+# let pytest keep the tests whose assertions it has rewritten: to rewrite all of them takes seconds in each worker
+export PYTHONDONTWRITEBYTECODE :=
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
 .PHONY: help setup demo test test-quick test-slow test-nightly test-integrations lint campaign bench docs dist fresh matrix \
