@@ -89,7 +89,9 @@ class StudyConfig:
             raise UsageError(f"every method must have the same number of learning rates to try, but {given} {sizes}")
         for a, b in itertools.combinations(first, 2):
             if a.label == b.label or a.computes() == b.computes():
-                raise UsageError(f"`methods` lists one method twice, as {a.label} and as {b.label}; leave one out")
+                both = f"{a.label} and {b.label} are the same method"
+                same = f"{a.label} is there twice" if a.label == b.label else both
+                raise UsageError(f"`methods` lists something twice: {same}; leave one out")
         return cells
 
     def ranges(self, method: str, batch: int) -> Ranges:
