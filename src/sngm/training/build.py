@@ -125,7 +125,7 @@ def prepare(
 
     rest_stepper, rest = None, 0
     small = plan.for_rest(len(training) % plan.batch) if config.last_batch == "keep" else None
-    if small is not None and isinstance(optimizer, CLARS) and small.batch == small.bn_group:
+    if small is not None and isinstance(optimizer, CLARS) and small.batch == small.micro:
         small = None  # CLARS needs several micro-batches
     if config.last_batch == "keep" and small is None and len(training) % plan.batch:
         left = len(training) % plan.batch

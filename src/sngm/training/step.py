@@ -42,8 +42,8 @@ def worker_passes_of(
         plan, rank, optimizer: the batch plan of the run, the rank of this process, and the optimizer.
         most: the most samples in a pass with several BatchNorm groups; None for one group per pass.
 
-    CLARS needs the gradient of each micro-batch, so each of its passes has one BatchNorm group. EXTRAP-SGD needs the
-    gradient of each worker, so none of its passes has samples of two workers.
+    CLARS needs the gradient of each micro-batch, and EXTRAP-SGD that of each worker: none of CLARS's passes has samples
+    of two micro-batches, and none of EXTRAP-SGD's has samples of two workers.
     """
     mine = plan.workers_of(rank)
     if most is None or isinstance(optimizer, CLARS):
@@ -78,7 +78,7 @@ class Stepper:
     ) -> None:
         if config.clip is not None and isinstance(optimizer, ExtrapSGD):
             raise UsageError("extrap-sgd takes its gradients inside its step, where `clip` cannot reach them")
-        if isinstance(optimizer, CLARS) and plan.batch == plan.bn_group:
+        if isinstance(optimizer, CLARS) and plan.batch == plan.micro:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it `workers` or `micro`")
         self.config, self.task, self.data_source, self.model = config, task, data_source, model
         self.optimizer, self.plan, self.device = optimizer, plan, device
@@ -107,16 +107,15 @@ class Stepper:
         for own in self.worker_passes:
             with self.statistics.tracking(own.worker):
                 for i, piece in enumerate(own.passes):
-                    weight = (piece.stop - piece.start) / self.plan.batch
+                    size = piece.stop - piece.start
                     part = self._loss(self.data_source.take(indices[piece]), piece, epoch, (step, own.worker, i))
                     if self.gradient_sum and micro_batches is None and piece == last:
                         self.gradient_sum.begin()
-                    if micro_batches is None:
-                        (part * (weight * self.scale)).backward()
-                    else:
-                        (part * self.scale).backward()  # type: ignore[no-untyped-call]
-                        micro_batches.add(weight)
-                    loss += part.detach() * weight
+                    whole = self.plan.batch if micro_batches is None else self.plan.micro
+                    (part * (size / whole * self.scale)).backward()
+                    if micro_batches is not None and piece.stop % self.plan.micro == 0:
+                        micro_batches.add(self.plan.micro / self.plan.batch)
+                    loss += part.detach() * (size / self.plan.batch)
         mean_norms = micro_batches.finish() if micro_batches is not None else None
         self._reduce(loss, mean_norms)
         self.statistics.end()
