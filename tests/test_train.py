@@ -2,6 +2,7 @@
 
 import copy
 import json
+import math
 import os
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from sngm.training import Options, RunConfig, rng, score, train
 from sngm.training import load_model as load
 from sngm.training.build import build_optimizer, set_rates
 from sngm.training.evaluate import samples_of
-from sngm.training.loop import CHECK_EVERY
+from sngm.training.loop import CHECK_EVERY, State
 
 EXACT = 1e-10
 RATES = {"msgd": 0.1, "sngm": 0.1, "lars": 30.0, "lamb": 0.01, "adam": 0.01, "clars": 3.0, "extrap-sgd": 0.1}
@@ -84,12 +85,10 @@ def by_hand(wanted: RunConfig, step) -> dict[str, torch.Tensor]:
     return dict(zip([name for name, _ in model.named_parameters()], weights, strict=True))
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-@pytest.mark.parametrize("clip", [None, 0.05])
-def test_clars_gets_the_mean_norms_of_micro_batches(workers, clip, tmp_path):
-    wanted = config(
-        "clars", lr=3.0, workers=workers, micro=4, method_settings={"weight_decay": 0.01, "max_ratio": None}, clip=clip
-    )
+@pytest.mark.parametrize(("workers", "bn_group", "clip"), [(1, 4, None), (2, 4, 0.05), (1, 1, 0.05), (2, 2, None)])
+def test_clars_gets_the_mean_norms_of_micro_batches(workers, bn_group, clip, tmp_path):
+    settings = {"weight_decay": 0.01, "max_ratio": None}
+    wanted = config("clars", lr=3.0, workers=workers, micro=4, bn_group=bn_group, method_settings=settings, clip=clip)
 
     def step(model, weights, momenta, x, y):
         parts = [gradients_at(model, weights, *pair) for pair in zip(x.split(4), y.split(4), strict=True)]
@@ -219,6 +218,13 @@ def test_plateau_divides_the_rate_by_the_recorded_scores(tmp_path, monkeypatch):
     run(tmp_path, config(schedule="plateau(factor=10)", epochs=5))
     assert [line["validation_accuracy"] for line in metrics(tmp_path)] == [0.5, 0.4, 0.6, 0.6, 0.7]
     assert [line["lr"] for line in metrics(tmp_path)] == pytest.approx([0.1, 0.1, 0.01, 0.01, 0.001])
+
+
+def test_the_best_epoch_is_the_first_with_the_best_score_even_if_some_epochs_have_none():
+    scores = {1: None, 2: 0.5, 3: math.nan, 4: 0.7, 5: 0.7, 6: None}
+    history = [{"epoch": e} if s is None else {"epoch": e, "validation_accuracy": s} for e, s in scores.items()]
+    assert State(history=history).best(Blobs())["epoch"] == 4
+    assert State(history=history[::5]).best(Blobs())["epoch"] == 6
 
 
 def test_plateau_without_a_validation_set_is_refused(tmp_path):
@@ -617,9 +623,10 @@ def test_samples_must_have_as_many_rows_as_each_other():
 # ---------------------------------------------------------------- mistakes that must be detected
 
 
-def test_clars_is_refused_a_single_pass_where_it_would_be_lars(tmp_path):
+@pytest.mark.parametrize("given", [{"micro": None}, {"micro": 16, "bn_group": 4}])
+def test_clars_is_refused_a_single_micro_batch_where_it_would_be_lars(given, tmp_path):
     with pytest.raises(UsageError, match=r"clars .* `workers` or `micro`"):
-        run(tmp_path / "run", config("clars", lr=3.0, workers=1, micro=None))
+        run(tmp_path / "run", config("clars", lr=3.0, workers=1, **given))
     assert not (tmp_path / "run").exists()
 
 

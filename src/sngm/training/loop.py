@@ -11,6 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,16 @@ class State:
     best_model: dict[str, Tensor] | None = None  # weights that gave the result, if not the final weights
 
     def scores(self, task: Task) -> list[float]:
-        """Return the validation score of each epoch so far; an empty list without a validation set."""
+        """Return the validation scores so far; an empty list without a validation set."""
         key = f"validation_{task.metric}"
         return [metrics[key] for metrics in self.history if key in metrics]
 
-    def best(self, task: Task) -> int:
-        """Return the index in `history` of the best validation score, the first of equal ones; -1 if there is none."""
-        scores = self.scores(task)
+    def best(self, task: Task) -> Record:
+        """Return the metrics of the first epoch with the best validation score; of the last epoch if none has one."""
+        key = f"validation_{task.metric}"
+        scored = [metrics for metrics in self.history if not math.isnan(metrics.get(key, math.nan))]
         order = max if task.higher_is_better else min
-        known = [s for s in scores if not math.isnan(s)]
-        return scores.index(order(known)) if known else -1
+        return order(scored, key=itemgetter(key)) if scored else self.history[-1]
 
     def pack(
         self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor], folder: Path, first: bool
@@ -264,7 +265,7 @@ def _run(
                         return close("diverged", diverged_at_step=state.step)
                     state.history.append(metrics)
                     counts_last = task.result_of == "last" and epoch == config.epochs - 1 and tested is not model
-                    if counts_last or (task.result_of == "best" and state.best(task) in (-1, epoch)):
+                    if counts_last or (task.result_of == "best" and state.best(task) is metrics):
                         state.best_model = {name: t.clone() for name, t in tested.state_dict().items()}
                     loss_sum.zero_()
                     if journal:
@@ -279,7 +280,7 @@ def _run(
                     )
                 if state.step == setup.steps or due():
                     save()
-        counts = state.history[state.best(task) if task.result_of == "best" else -1]
+        counts = state.best(task) if task.result_of == "best" else state.history[-1]
         record = close("finished", result=final(counts), result_of=task.result_of, result_epoch=counts["epoch"])
     except Exception as error:
         if not isinstance(error, Interrupted):
