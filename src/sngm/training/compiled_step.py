@@ -40,13 +40,11 @@ def compiled(
     Raises:
         NotCompiled: torch.compile does not support this task.
     """
-    dtype = config.dtype
+    here = inputs.device if isinstance(inputs, Tensor) else device
+    seed = _number("seed", config.seed, here)
+    epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, here)
     try:
-        if not isinstance(inputs, Tensor):
-            return _compile(_loss_of_batch)(task, model, to_device(inputs, device, dtype), carried)
-        seed = _number("seed", config.seed, inputs.device)
-        epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, inputs.device)
-        return _compile(_loss_of_samples)(task, model, samples, inputs, carried, seed, epoch, device, dtype)
+        return _compile()(task, model, samples, inputs, carried, seed, epoch, device, config.dtype)
     except Exception as error:
         if "TorchDynamoException" not in (cls.__name__ for cls in type(error).__mro__):  # private class
             raise
@@ -73,27 +71,23 @@ def _number(name: str, value: int, device: torch.device) -> Tensor:
     return torch.tensor(value, device=device)
 
 
-def _loss_of_samples(
+def _loss(
     task: Task,
     model: nn.Module,
     samples: Samples,
-    indices: Tensor,
+    inputs: Tensor | Batch,
     carried: Batch,
     seed: Any,
     epoch: Any,
     device: torch.device,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Batch]:
-    batch = to_device(task.batch(samples, indices, seed=seed, epoch=epoch), device, dtype)
-    return task.follow(model, batch, carried)
-
-
-def _loss_of_batch(task: Task, model: nn.Module, batch: Batch, carried: Batch) -> tuple[Tensor, Batch]:
-    return task.follow(model, batch, carried)
+    batch = task.batch(samples, inputs, seed=seed, epoch=epoch) if isinstance(inputs, Tensor) else inputs
+    return task.follow(model, to_device(batch, device, dtype), carried)
 
 
 @functools.cache
-def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tuple[Tensor, Batch]]:
+def _compile() -> Callable[..., tuple[Tensor, Batch]]:
     dynamo: Any = importlib.import_module("torch._dynamo").config
     if hasattr(dynamo, "allow_rnn"):
         dynamo.allow_rnn = True
@@ -101,4 +95,4 @@ def _compile(function: Callable[..., tuple[Tensor, Batch]]) -> Callable[..., tup
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
     # draw the same random numbers as an eager step
     options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
-    return torch.compile(function, fullgraph=True, dynamic=False, backend=BACKEND, **options)
+    return torch.compile(_loss, fullgraph=True, dynamic=False, backend=BACKEND, **options)
