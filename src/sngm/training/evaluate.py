@@ -166,7 +166,9 @@ def evaluate(
         size = max(size, 1 << (task.pass_size or 1).bit_length() - 1)
     size = size if pass_size is None else min(size, pass_size)
     count = loaders_of(task, loaders) if task.loaders or loaders else 0
-    sharded, shared = is_sharded(model), type(task).evaluate is Task.evaluate
+    processes = processes or Processes(0, 1, device)
+    together = processes.ranks > 1 and type(task).evaluate is Task.evaluate
+    evaluates = processes.first or is_sharded(model)  # every forward of a sharded model is a collective
     training = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -174,14 +176,10 @@ def evaluate(
         for name, samples in held_out.items():
             how = device, config.dtype, size, count
             with config.autocast(device):
-                if processes is None or processes.ranks == 1:
-                    found = task.evaluate(model, batches(samples, *how))
-                elif sharded and not shared:  # in all processes, because every forward is a collective
-                    found = task.evaluate(model, _alive(batches(samples, *how), processes))
-                elif shared:
+                if together:
                     found = _evaluate_together(task, model, samples, how, processes)
                 else:
-                    own = task.evaluate(model, _alive(batches(samples, *how), processes)) if processes.first else None
+                    own = task.evaluate(model, _alive(batches(samples, *how), processes)) if evaluates else None
                     found = processes.broadcast(own)
             if not isinstance(found, Mapping):
                 raise UsageError(f"task {config.task}: evaluate() must return a dict of numbers, got {found!r}")
