@@ -29,7 +29,6 @@ from .distributed import cores
 PREFETCH = 4  # batches that each worker process prepares ahead
 MEMORY_FRACTION = 0.5  # the fraction of free GPU memory that samples may use
 CAST_DTYPES = (torch.float32, torch.float64)
-OWN_ERRORS = {kind.__name__: kind for kind in (DataMissing, Failed, UsageError)}
 
 
 def to_device_if_fits(samples: Samples, device: torch.device) -> Samples:
@@ -179,8 +178,8 @@ class Loader:
     def _batches(self) -> Iterator[Batch]:
         try:
             for found in self.iterator:
-                if isinstance(found, _WorkerError):
-                    found.reraise()
+                if isinstance(found, Exception):
+                    raise found
                 yield tuple(found)
         except RuntimeError as error:
             if "DataLoader worker" in str(error):  # the worker was killed, usually for lack of memory
@@ -213,23 +212,12 @@ class _Fetched(Dataset[Any]):
         try:
             return self.fetch(item)
         except Exception as error:
-            name = getattr(self.fetch, "failing_sample", lambda item: "data")(item)
-            reason = traceback.format_exception_only(error)[-1].strip()
-            if type(error).__name__ in OWN_ERRORS:
-                return _WorkerError(type(error).__name__, str(error), traceback.format_exc())
-            return _WorkerError("Failed", f"{name} cannot be loaded: {reason}", traceback.format_exc())
-
-
-@dataclass(frozen=True, slots=True)
-class _WorkerError:
-    """An error in a worker process: its class name, message and traceback."""
-
-    kind: str
-    text: str
-    trace: str
-
-    def reraise(self) -> None:
-        raise OWN_ERRORS[self.kind](self.text) from RuntimeError(self.trace)
+            found = error
+            if type(error) not in (DataMissing, Failed, UsageError):
+                name = getattr(self.fetch, "failing_sample", lambda item: "data")(item)
+                found = Failed(f"{name} cannot be loaded: {traceback.format_exception_only(error)[-1].strip()}")
+            found.add_note(traceback.format_exc())  # pickled with the error, unlike its traceback
+            return found
 
 
 def _identity(found: Any) -> Any:
