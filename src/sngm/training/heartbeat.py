@@ -6,22 +6,12 @@ import os
 import socket
 import threading
 import time
-from dataclasses import dataclass
 from typing import Any
 
 from ..progress import note
 
 EVERY = 5.0  # seconds between exchanges, at most
-
-
-@dataclass(slots=True)
-class Sign:
-    """The last counts that a process published, its host and process id, and the time of the last change."""
-
-    progress: int = 0
-    activity: int = 0
-    who: str = ""
-    since: float = 0.0
+NOTHING_YET = "0 0 unknown an unknown host"  # progress, activity, process id and host, until a process publishes them
 
 
 class Heartbeat:
@@ -64,29 +54,26 @@ class Heartbeat:
     def _watch(self) -> None:
         store = self.store
         others = {0: range(1, self.ranks), 1: range(1)}.get(self.rank, range(0))
-        signs = {rank: Sign(since=time.monotonic()) for rank in others}
-        me = f"{socket.gethostname()} {os.getpid()}"
+        seen = {rank: (NOTHING_YET, time.monotonic()) for rank in others}  # what each published, and since when
         while True:
-            store.set(str(self.rank), f"{self.progress} {self.activity} {me}")
-            for rank, sign in signs.items():
-                if not store.check([str(rank)]):
-                    continue
-                progress, activity, who = store.get(str(rank)).decode().split(" ", 2)
-                if (int(progress), int(activity), who) != (sign.progress, sign.activity, sign.who):
-                    signs[rank] = Sign(int(progress), int(activity), who, time.monotonic())
-            self._judge(signs)
+            store.set(str(self.rank), f"{self.progress} {self.activity} {os.getpid()} {socket.gethostname()}")
+            for rank, (published, _) in seen.items():
+                now = store.get(str(rank)).decode() if store.check([str(rank)]) else NOTHING_YET
+                if now != published:
+                    seen[rank] = now, time.monotonic()
+            self._judge(seen)
             if self.ended.wait(min(EVERY, self.timeout / 4)):
                 return
 
-    def _judge(self, signs: dict[int, Sign]) -> None:
-        most = max([self.progress, *(sign.progress for sign in signs.values())])
-        for rank, sign in signs.items():
-            silent = time.monotonic() - sign.since
-            if sign.progress < most and silent > self.timeout and not self.ended.is_set():
-                host, _, pid = sign.who.partition(" ")
+    def _judge(self, seen: dict[int, tuple[str, float]]) -> None:
+        most = max([self.progress, *(int(published.split()[0]) for published, _ in seen.values())])
+        for rank, (published, since) in seen.items():
+            progress, _, pid, host = published.split(" ", 3)
+            silent = time.monotonic() - since
+            if int(progress) < most and silent > self.timeout and not self.ended.is_set():
                 note(
-                    f"sngm: process {rank} of {self.ranks} hangs (process id {pid or 'unknown'} on "
-                    f"{host or 'an unknown host'}): it has made no progress for {silent:.0f} s, and the others wait "
-                    "for it. The job ends; the same command resumes, as torchrun --max-restarts does by itself"
+                    f"sngm: process {rank} of {self.ranks} hangs (process id {pid} on {host}): it has made no progress "
+                    f"for {silent:.0f} s, and the others wait for it. The job ends; the same command resumes, as "
+                    "torchrun --max-restarts does by itself"
                 )
                 os._exit(1)
