@@ -24,16 +24,14 @@ from ..parsing import format_call
 from ..tasks import Schedule, Task
 from .batch_plan import MOST_SAMPLES, BatchPlan
 
-PARTS = ("full", "select")
-RUNNING_STATS = ("first", "mean")
-PRECISIONS = ("float32", "float64", "bfloat16")
-DECAY_ON = ("weights", "all")
-BIAS_LR = ("scaled", "full")
-LAST_BATCH = ("drop", "keep")
 CHOICES = {
-    "part": PARTS, "running_stats": RUNNING_STATS, "precision": PRECISIONS, "decay_on": DECAY_ON, "bias_lr": BIAS_LR,
-    "last_batch": LAST_BATCH,
-}  # fmt: skip
+    "part": ("full", "select"),
+    "running_stats": ("first", "mean"),
+    "precision": ("float32", "float64", "bfloat16"),
+    "decay_on": ("weights", "all"),
+    "bias_lr": ("scaled", "full"),
+    "last_batch": ("drop", "keep"),
+}
 ADDED_LATER = {
     "decay_on": "weights",
     "bias_lr": "scaled",
@@ -95,7 +93,9 @@ class RunConfig:
     method_source: str | None = None
 
     def __post_init__(self) -> None:
-        self._check_types()
+        for name, kind in _field_types().items():  # an int is a valid float, a bool is not
+            if wanted := misfit(getattr(self, name), kind):
+                raise UsageError(f"`{name}` must be {wanted}, got {short(getattr(self, name))}")
         if not 0 < self.lr < math.inf:
             raise UsageError(f"`lr` must be a finite number > 0, got {self.lr!r}")
         for name, (least, most) in RANGES.items():
@@ -131,12 +131,6 @@ class RunConfig:
         if self.warmup > self.epochs:
             raise UsageError(f"`warmup` must be at most `epochs`={self.epochs}, got {self.warmup:g}")
         Schedule(self.schedule, self.warmup)
-
-    def _check_types(self) -> None:
-        """Raise UsageError if a field is not of its annotated type. An int is a valid float, a bool is not."""
-        for name, kind in _field_types().items():
-            if wanted := misfit(getattr(self, name), kind):
-                raise UsageError(f"`{name}` must be {wanted}, got {short(getattr(self, name))}")
 
     @property
     def hash(self) -> str:
