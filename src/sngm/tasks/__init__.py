@@ -179,18 +179,15 @@ def _load(name: str) -> type[Task] | Task:
     except SystemExit as left:
         raise UsageError(f"no task at {name!r}: the file calls sys.exit({left.code!r}) when it is loaded") from left
     # an instance in a module is not allowed, because it would have no checksum
-    if not _is_task(found) or (isinstance(found, Task) and not in_file):
-        own = ", ".join(k for k, v in vars(module).items() if _is_task(v) and v is not Task) or "none"
+    if not issubclass(_class_of(found), Task) or (isinstance(found, Task) and not in_file):
+        tasks = [k for k, v in vars(module).items() if issubclass(_class_of(v), Task) and v is not Task]
+        own = ", ".join(tasks) or "none"
         raise UsageError(
             f"{name!r} must name a subclass of sngm.Task{' or an instance of one' * in_file}; {place} has {own}"
         )
     if not built_in:
         _check_defaults(name, _class_of(found))
     return cast("type[Task] | Task", found)
-
-
-def _is_task(found: Any) -> bool:
-    return issubclass(found if isinstance(found, type) else type(found), Task)
 
 
 def _check_defaults(name: str, cls: type[Task]) -> None:

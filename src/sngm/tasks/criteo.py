@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import cast
@@ -66,22 +67,18 @@ class CriteoDeepFM(Task):
             raise ValueError(f"embedding_l2 must be a finite number >= 0, got {embedding_l2}")
         self.files, self.reduction, self.integers, self.init = files, reduction, integers, init
         self.embedding_l2 = embedding_l2
-        self._loaded: Criteo | None = None
 
+    @functools.cached_property
     def _rows(self) -> Criteo:
-        if self._loaded is None:
-            names = [name.strip() for name in self.files.split(",") if name.strip()]
-            self._loaded = load_criteo(self.data_dir, names or None)
-        return self._loaded
+        names = [name.strip() for name in self.files.split(",") if name.strip()]
+        return load_criteo(self.data_dir, names or None)
 
     def data(self) -> Splits:
-        rows = self._rows()
-        return Splits(rows.train, rows.test, rows.validation)
+        return Splits(self._rows.train, self._rows.test, self._rows.validation)
 
     def model(self) -> nn.Module:
-        rows = self._rows()
-        spans = rows.spans if self.integers == "log" else None
-        return DeepFM(rows.field_sizes, he=self.init == "he", log_spans=spans)
+        spans = self._rows.spans if self.integers == "log" else None
+        return DeepFM(self._rows.field_sizes, he=self.init == "he", log_spans=spans)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         dense, categories, labels = batch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable
 from typing import Any, cast
@@ -13,6 +14,7 @@ from ..data.wikitext import SPLITS, TokenCorpus, TokenText, load_wikitext2_token
 from ..errors import UsageError
 from ..models.gpt import GPT
 from .base import Batch, Splits, Task, Tensors
+from .scores import perplexity
 
 TEST_PASS = 64  # windows per pass in evaluation; scores do not depend on it
 
@@ -68,15 +70,13 @@ class WikiText2GPT(Task):
             raise ValueError(f"context must be at least 1, got {context}")
         self.vocabulary, self.context, self.width = vocabulary, context, width
         self.layers, self.heads, self.dropout = layers, heads, dropout
-        self._loaded: TokenCorpus | None = None
 
+    @functools.cached_property
     def _corpus(self) -> TokenCorpus:
-        if self._loaded is None:
-            self._loaded = load_wikitext2_tokens(self.data_dir, self.vocabulary)
-        return self._loaded
+        return load_wikitext2_tokens(self.data_dir, self.vocabulary)
 
     def data(self) -> Splits:
-        corpus = self._corpus()
+        corpus = self._corpus
         whole = len(corpus.train.tokens) // self.context
         if not whole:
             most = len(corpus.train.tokens)
@@ -88,7 +88,7 @@ class WikiText2GPT(Task):
         return Tensors(*text.windows(self.context), *text.counts(self.context))
 
     def facts(self) -> dict[str, Any]:
-        corpus = self._corpus()
+        corpus = self._corpus
         splits = {name: getattr(corpus, name) for name in SPLITS}
         return {
             "vocabulary": len(corpus.vocabulary.tokens),
@@ -116,10 +116,6 @@ class WikiText2GPT(Task):
         return {
             "loss": total / tokens,
             "bits_per_byte": total / math.log(2) / size,
-            "word_perplexity": _exp(total / count),
-            "token_perplexity": _exp(total / tokens),
+            "word_perplexity": perplexity(total / count),
+            "token_perplexity": perplexity(total / tokens),
         }
-
-
-def _exp(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf

@@ -1,5 +1,7 @@
 """Scores of a whole split that are not means over samples, computed on the device of the predictions."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
@@ -39,6 +41,11 @@ def log_loss(logits: Tensor, labels: Tensor) -> Tensor:
     """
     _check_shapes(logits, labels)
     return binary_cross_entropy_with_logits(logits.detach().double(), labels.to(logits.device).double())
+
+
+def perplexity(loss: float) -> float:
+    """Return the exponential of a mean loss; infinity if it exceeds the largest float."""
+    return math.exp(loss) if loss < 700 else math.inf
 
 
 def _check_shapes(scores: Tensor, labels: Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..data.wikitext import BPTT, SPLITS, Corpus, Text, Windows, load_wikitext2
 from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
+from .scores import perplexity
 
 TEST_STREAMS = 10  # as in word_language_model
 TEST_WINDOW = 350  # tokens per window in evaluation; windows pass on the recurrent state, so scores do not depend on it
@@ -61,27 +62,25 @@ class WikiText2LSTM(Task):
         if not 0 <= dropout < 1:
             raise ValueError(f"dropout must be >= 0 and < 1, got {dropout}")
         self.bptt, self.width, self.layers, self.dropout = bptt, width, layers, dropout
-        self._loaded: Corpus | None = None
 
     @classmethod
     def usual(cls, batch: int) -> dict[str, Any]:
         return {**super().usual(batch), "schedule": cls.schedule if batch < 1000 else "linear"}
 
+    @functools.cached_property
     def _corpus(self) -> Corpus:
-        if self._loaded is None:
-            self._loaded = load_wikitext2(self.data_dir)
-        return self._loaded
+        return load_wikitext2(self.data_dir)
 
     def data(self) -> Splits:
-        corpus = self._corpus()
+        corpus = self._corpus
         return Splits(Text(corpus.train, self.bptt), _test_windows(corpus.test), _test_windows(corpus.valid))
 
     def facts(self) -> dict[str, Any]:
-        corpus = self._corpus()
+        corpus = self._corpus
         return {"vocabulary": len(corpus.words), "tokens": {name: len(getattr(corpus, name)) for name in SPLITS}}
 
     def model(self) -> nn.Module:
-        return WordLSTM(len(self._corpus().words), self.width, self.width, self.layers, self.dropout)
+        return WordLSTM(len(self._corpus.words), self.width, self.width, self.layers, self.dropout)
 
     def start(self, model: nn.Module, batch: int) -> Batch:
         return tuple(t.transpose(0, 1) for t in cast(WordLSTM, model).start(batch))
@@ -102,7 +101,7 @@ class WikiText2LSTM(Task):
             sums.append(model.loss(features, targets, reduction="sum").double())
             counts.append((targets >= 0).sum())
         loss = (torch.stack(sums).sum() / torch.stack(counts).sum()).item()
-        return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
+        return {"loss": loss, "perplexity": perplexity(loss)}
 
 
 def _read(model: WordLSTM, inputs: Tensor, carried: Batch) -> tuple[Tensor, Batch]:
