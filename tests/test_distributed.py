@@ -294,9 +294,9 @@ def evaluate_together() -> None:
     wanted = config(settings={"norm": True})
     task = wanted.build_task()
     model = task.model().double()
-    processes.broadcast_model(model)
+    processes.broadcast_tensors(model.state_dict().values())
     model[1].running_mean.add_(processes.rank)  # only the first process updates them
-    processes.broadcast_buffers(model)
+    processes.broadcast_tensors(model.buffers())
     held_out = {str(count): runs.points(count, count) for count in (1000, 7)}  # 16 batches, and one
     alone = evaluate(task, model, held_out, wanted, 64)
     assert evaluate(task, model, held_out, wanted, 64, processes=processes) == alone

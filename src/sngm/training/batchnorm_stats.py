@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -112,14 +114,12 @@ class GhostStatistics:
         self.plan, self.mean = plan, policy == "mean"
         for norm in self.norms:
             norm.group = plan.bn_group
-        devices = {norm: b.device for norm in self.tracked if (b := norm.running_mean) is not None}
-        momenta = {(float(norm.momentum or 0.0), devices[norm]) for norm in self.tracked}
-        shares = {key: self._shares(key[0], rank, passes, dtype, key[1]) for key in momenta}
-        self.shares = {norm: shares[float(norm.momentum or 0.0), devices[norm]] for norm in self.tracked}
+        shares = functools.cache(functools.partial(self._shares, rank, passes, dtype))
+        self.shares = {norm: shares(norm.momentum, cast(Tensor, norm.running_mean).device) for norm in self.tracked}
         self.tracks = False
 
     def _shares(
-        self, momentum: float, rank: int, passes: Sequence[slice], dtype: torch.dtype, device: torch.device
+        self, rank: int, passes: Sequence[slice], dtype: torch.dtype, momentum: float, device: torch.device
     ) -> dict[int, Share]:
         """Return the `Share` of each pass, by the index of the pass's first sample.
 

@@ -6,7 +6,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -73,7 +73,7 @@ def prepare(
         UsageError: the run is not possible with this config, task or device.
     """
     execution = execution or Execution()
-    step, loaders = execution.step, execution.loaders
+    step = execution.step
     config.check_source()
     task = config.build_task(execution.data_dir)
     training, held_out = samples_of(task, config, splits)
@@ -90,7 +90,7 @@ def prepare(
         raise UsageError(
             "BatchNorm over a single sample: use a larger `batch`, fewer `workers`, or a larger `bn_group`"
         )
-    streams = task.loaders > 0 or bool(loaders)
+    streams = task.loaders > 0 or bool(execution.loaders)
     not_on_gpu = why_not_on_gpu(training, streams, processes.device)
     # EXTRAP-SGD computes each worker's gradient twice
     passes = plan.batch // plan.bn_group * (2 if config.method == "extrap-sgd" else 1)
@@ -107,35 +107,33 @@ def prepare(
     source: Resident | Streamed = Resident(training, processes.device)
     if streams:
         pieces = pieces_of(worker_passes_of(plan, processes.rank, optimizer, most))
-        count = loaders_of(task, loaders)
+        count = loaders_of(task, execution.loaders)
         source = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
     state = RecurrentState(task, model, plan, processes.rank)
 
-    def stepper_of(sized: RunConfig, plan: BatchPlan) -> Stepper | CapturedStepper:
+    def stepper_of(plan: BatchPlan) -> Stepper | CapturedStepper:
         own = worker_passes_of(plan, processes.rank, optimizer, most)
         statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
         if most is not None:
             policy, rank = config.running_stats, processes.rank
             statistics = GhostStatistics(model, plan, policy, rank, pieces_of(own), config.dtype)
         plain = Stepper(
-            sized, task, source, model, optimizer, plan, processes.device, own, statistics, state, mode, step != "auto"
+            config, task, source, model, optimizer, plan, processes, own, statistics, state, mode, step != "auto"
         )
-        plain.heartbeat = processes.heartbeat
         return CapturedStepper(plain, plan.batch, processes.device) if "captured" in mode else plain
 
     rest_stepper, rest = None, 0
-    small = plan.for_rest(len(training) % plan.batch) if config.last_batch == "keep" else None
+    left = len(training) % plan.batch if config.last_batch == "keep" else 0
+    small = plan.for_rest(left)
     if small is not None and isinstance(optimizer, CLARS) and small.batch == small.micro:
         small = None  # CLARS needs several micro-batches
-    if config.last_batch == "keep" and small is None and len(training) % plan.batch:
-        left = len(training) % plan.batch
+    if left and small is None:
         warnings.warn(f"the last {left} samples of an epoch fill no micro-batch and are dropped", stacklevel=2)
     if small is not None:
         if streams or state.rows:
             raise UsageError("`last_batch` keep needs samples in memory that do not follow one another")
-        sized = replace(config, batch=small.batch, micro=small.micro, bn_group=small.bn_group)
-        rest_stepper, rest, per_epoch = stepper_of(sized, small), small.batch, per_epoch + 1
-    stepper = stepper_of(config, plan)  # last, because GhostStatistics sets `group` of the BatchNorm layers
+        rest_stepper, rest, per_epoch = stepper_of(small), small.batch, per_epoch + 1
+    stepper = stepper_of(plan)  # last, because GhostStatistics sets `group` of the BatchNorm layers
     steps = per_epoch * config.epochs
     return Setup(
         task, training, held_out, data, per_epoch, steps, schedule, plan, model, optimizer, source, state, stepper,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor
 
 from .. import environment
 from ..errors import Failed, UsageError
@@ -33,7 +33,7 @@ class Processes:
     rank: int
     ranks: int
     device: torch.device
-    heartbeat: Heartbeat = field(default_factory=lambda: Heartbeat())
+    heartbeat: Heartbeat = field(default_factory=Heartbeat)
 
     @property
     def first(self) -> bool:
@@ -62,16 +62,10 @@ class Processes:
             raise error
         return value
 
-    def broadcast_model(self, model: nn.Module) -> None:
-        """Broadcast the first process's weights and buffers to all processes."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Overwrite tensors, such as the buffers of a model, with those of the first process."""
         if self.ranks > 1:
-            for tensor in model.state_dict().values():
-                dist.broadcast(tensor, src=0)
-
-    def broadcast_buffers(self, model: nn.Module) -> None:
-        """Broadcast the first process's buffers to all processes."""
-        if self.ranks > 1:
-            for tensor in model.buffers():
+            for tensor in tensors:
                 dist.broadcast(tensor, src=0)
 
     def any(self, flag: bool, step: int) -> bool:

@@ -137,18 +137,15 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
         check_new(config, setup.model)
         processes.heartbeat.advance()
         processes.any(False, step=0)  # wait for all processes, so that no folder is created if one has failed
+        waiting = functools.partial(note, f"another process is training in {path}; waiting for it")
         with contextlib.ExitStack() as stack:
-            processes.call_in_first(lambda: stack.enter_context(_locked(path, options.wait)))
+
+            def lock() -> None:
+                path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(path, waiting=waiting if options.wait else None))
+
+            processes.call_in_first(lock)
             return _run(config, setup, folder, options, processes, restart)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, wait: bool) -> Iterator[None]:
-    """Create the folder of a run and hold its lock; if another process holds it, wait for it or raise UsageError."""
-    path.mkdir(parents=True, exist_ok=True)
-    waiting = functools.partial(note, f"another process is training in {path}; waiting for it") if wait else None
-    with locked(path, waiting=waiting):
-        yield
 
 
 def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
@@ -189,7 +186,7 @@ def _run(
 ) -> Record:
     task, model, per_epoch = setup.task, setup.model, setup.per_epoch
     if not sharding.is_sharded(model):
-        processes.broadcast_model(model)
+        processes.broadcast_tensors(model.state_dict().values())
     before, packed = processes.call_in_first(lambda: _begin(config, setup, folder, restart))
     state = State.unpack(packed, setup, folder.path)
     scored = ScoredModel(config, setup)
@@ -215,7 +212,7 @@ def _run(
         state.seconds = clock.pack()
         carried = setup.recurrent_state.gather()
         if sharding.is_sharded(model):
-            processes.broadcast_buffers(model)  # any process may save the buffers to the checkpoint
+            processes.broadcast_tensors(model.buffers())  # any process may save the buffers to the checkpoint
         if processes.first or sharding.is_sharded(model):
             packed = state.pack(record, setup, carried, scored.averages, folder.path, processes.first)
             if processes.first:
@@ -255,10 +252,10 @@ def _run(
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
                     processes.heartbeat.advance()
-                    processes.broadcast_buffers(model)  # for the first worker's BatchNorm statistics
+                    processes.broadcast_tensors(model.buffers())  # for the first worker's BatchNorm statistics
                     tested = scored.prepare(epoch)
                     if tested is not model:
-                        processes.broadcast_buffers(tested)
+                        processes.broadcast_tensors(tested.buffers())
                     metrics |= evaluate(task, tested, held_out, config, *how, processes)
                     clock.evaluated()
                     if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):

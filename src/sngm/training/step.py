@@ -19,8 +19,8 @@ from .batchnorm_stats import GhostStatistics, PerGroupStatistics, draws
 from .compiled_step import NotCompiled, compiled
 from .config import RunConfig
 from .data_loading import Resident, Streamed, to_device
+from .distributed import Processes
 from .gradient_sum import GradientSum
-from .heartbeat import Heartbeat
 from .recurrent_state import RecurrentState
 from .sharding import is_sharded
 
@@ -58,40 +58,37 @@ def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
     return [piece for own in worker_passes for piece in own.passes]
 
 
+@dataclass(eq=False)
 class Stepper:
     """The training step of a run, as a callable. All that it changes is in model, optimizer and `recurrent_state`."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        task: Task,
-        data_source: Resident | Streamed,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        plan: BatchPlan,
-        device: torch.device,
-        worker_passes: list[WorkerPasses],
-        statistics: PerGroupStatistics | GhostStatistics,
-        recurrent_state: RecurrentState,
-        mode: str = "eager",
-        asked: bool = False,
-    ) -> None:
-        if config.clip is not None and isinstance(optimizer, ExtrapSGD):
+    config: RunConfig
+    task: Task
+    data_source: Resident | Streamed
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    plan: BatchPlan
+    processes: Processes
+    worker_passes: list[WorkerPasses]
+    statistics: PerGroupStatistics | GhostStatistics
+    recurrent_state: RecurrentState
+    mode: str
+    asked: bool  # the user chose this mode, so do not fall back to another
+
+    def __post_init__(self) -> None:
+        plan, optimizer = self.plan, self.optimizer
+        if self.config.clip is not None and isinstance(optimizer, ExtrapSGD):
             raise UsageError("extrap-sgd takes its gradients inside its step, where `clip` cannot reach them")
         if isinstance(optimizer, CLARS) and plan.batch == plan.micro:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it `workers` or `micro`")
-        self.config, self.task, self.data_source, self.model = config, task, data_source, model
-        self.optimizer, self.plan, self.device = optimizer, plan, device
-        self.worker_passes, self.statistics, self.recurrent_state = worker_passes, statistics, recurrent_state
-        self.mode, self.asked = mode, asked  # asked: the user chose this mode, so do not fall back to another
-        self.heartbeat = Heartbeat()  # `prepare` replaces it by the heartbeat of the processes
+        self.device = self.processes.device
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
-        self.sharded = is_sharded(model)
+        self.sharded = is_sharded(self.model)
         # FSDP2 and EXTRAP-SGD sum gradients over ranks themselves
         several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)
         self.gradient_sum = GradientSum(self.params, plan.ranks) if several else None
-        self.draws = draws(task, model)
-        self.scale = task.scale(config.batch)  # scales the gradients, not the recorded loss
+        self.draws = draws(self.task, self.model)
+        self.scale = self.task.scale(plan.batch)  # scales the gradients, not the recorded loss
         if self.sharded:  # FSDP2 divides the sum over processes by their number
             self.scale *= plan.ranks
 
@@ -175,7 +172,7 @@ class Stepper:
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise UsageError(f"task {self.config.task}: loss() must return one number, as a tensor, got {got}")
-        self.heartbeat.advance()
+        self.processes.heartbeat.advance()
         if update_state:
             self.recurrent_state.update(piece, after)
         return loss

@@ -100,7 +100,6 @@ def open_tracker(
     `name` is the name of the run. `group` is the name of its study, which becomes a W&B group or an MLflow experiment.
     TensorBoard uses neither.
     """
-    check_tracker(tracker)
     return None if tracker is None else TRACKERS[tracker](folder, name, config, group)
 
 
