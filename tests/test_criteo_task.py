@@ -1,6 +1,7 @@
 """DeepFM on synthetic rows of a known model, through the command line."""
 
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -11,21 +12,31 @@ from runs import assert_same_end, metrics
 from runs import state as end_of
 
 from sngm import tasks
+from sngm.data.criteo import load_criteo
 from sngm.errors import Interrupted
 from sngm.training import Options, resolve, train
 
 LINE = "train criteo-deepfm --device cpu --data-dir data --set files=rows.tsv"
 
 
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory):
+    """Return a data folder with 2,000 rows, converted already."""
+    data = tmp_path_factory.mktemp("data")
+    (data / "criteo").mkdir()
+    CriteoLike(2000, seed=0, sizes=[5] * 26, strength=3.0).write(data / "criteo" / "rows.tsv")
+    load_criteo(data, ["rows.tsv"])
+    return data
+
+
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch):
+def _in_a_folder_of_its_own(converted, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "data" / "criteo").mkdir(parents=True)
-    CriteoLike(2000, seed=0, sizes=[5] * 26, strength=3.0).write(tmp_path / "data" / "criteo" / "rows.tsv")
+    shutil.copytree(converted, tmp_path / "data")
 
 
 def test_it_learns_the_rule_that_made_the_rows(tmp_path):
-    found = sngm(f"{LINE} --method adam --lr 0.01 --batch 64 --epochs 6 --json --out run")
+    found = sngm(f"{LINE} --method adam --lr 0.02 --batch 64 --epochs 3 --json --out run")
     assert found.code == 0
     assert found.json["result"]["test_auc"] > 0.75
     assert found.json["data"]["training"]["samples"] == 1280
@@ -33,7 +44,7 @@ def test_it_learns_the_rule_that_made_the_rows(tmp_path):
 
 
 def test_it_learns_with_a_log_scale_and_larger_weights_too(tmp_path):
-    line = f"{LINE} --method sngm --lr 0.01 --batch 64 --epochs 6 --set integers=log --set init=he --json --out run"
+    line = f"{LINE} --method sngm --lr 0.03 --batch 64 --epochs 3 --set integers=log --set init=he --json --out run"
     found = sngm(line)
     assert found.code == 0
     assert found.json["result"]["test_auc"] > 0.75
@@ -91,7 +102,7 @@ def test_a_decay_of_the_embeddings_alone_is_part_of_the_mean_loss(tmp_path):
 
 
 def test_of_methods_that_divide_by_the_norm_a_sum_is_a_mean(tmp_path):
-    line = f"{LINE} --method sngm --lr 0.01 --batch 64 --epochs 1 --precision float64 --set weight_decay=0"
+    line = f"{LINE} --method sngm --lr 0.01 --batch 256 --epochs 1 --precision float64 --set weight_decay=0"
     for reduction in ("sum", "mean"):
         assert sngm(f"{line} --set reduction={reduction} --out {reduction}").code == 0
     ours, theirs = (end_of(tmp_path / name)["model"] for name in ("sum", "mean"))
@@ -103,9 +114,9 @@ def test_of_methods_that_divide_by_the_norm_a_sum_is_a_mean(tmp_path):
 
 @pytest.mark.parametrize(("method", "more"), [("msgd", ""), ("extrap-sgd", " --workers 2")])
 def test_a_sum_is_a_mean_of_so_many_times_the_gradient(tmp_path, method, more):
-    line = f"{LINE} --batch 64 --epochs 1 --precision float64 --set weight_decay=0{more} --method {method}"
+    line = f"{LINE} --batch 256 --epochs 1 --precision float64 --set weight_decay=0{more} --method {method}"
     inner = " --set inner_lr={}" if method == "extrap-sgd" else ""
-    for name, lr in (("sum", 0.001), ("mean", 0.064)):
+    for name, lr in (("sum", 0.001), ("mean", 0.256)):
         assert sngm(f"{line} --lr {lr}{inner.format(lr / 8)} --set reduction={name} --out {name}").code == 0
     ours, theirs = (end_of(tmp_path / name)["model"] for name in ("sum", "mean"))
     for key in ours:
@@ -127,8 +138,8 @@ def test_in_a_step_of_clars_a_sum_moves_weights_as_a_mean_and_biases_as_many_tim
 @pytest.mark.parametrize("more", [{}, {"integers": "log", "init": "he"}])
 def test_a_run_stopped_goes_on_to_the_same_end(tmp_path, more):
     settings = {"files": "rows.tsv", **more}
-    config = resolve("criteo-deepfm", "lamb", lr=0.01, batch=128, epochs=3, task_settings=settings)
-    steps = iter(range(13))
+    config = resolve("criteo-deepfm", "lamb", lr=0.01, batch=256, epochs=2, task_settings=settings)
+    steps = iter(range(6))
     stop = Options(device="cpu", data_dir=tmp_path / "data", should_stop=lambda: next(steps, None) is None)
     with pytest.raises(Interrupted):
         train(config, tmp_path / "cut", stop)
@@ -175,6 +186,7 @@ def test_what_is_wrong_is_said(tmp_path):
 
 def test_the_data_verb_looks_and_checks(tmp_path):
     (tmp_path / "data" / "criteo" / "rows.tsv").rename(tmp_path / "data" / "criteo" / "dac_sample_80k.tsv")
+    shutil.rmtree(tmp_path / "data" / "criteo" / ".sngm")
     listed = {entry["task"]: entry for entry in sngm("data --data-dir data --json").json}
     assert listed["criteo-deepfm"]["ready"]
     assert not (tmp_path / "data" / "criteo" / ".sngm").exists()  # validated, not converted

@@ -75,8 +75,13 @@ def test_new_statistics_are_the_means_over_training_batches():
     assert not ours.training
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return train(config(), tmp_path_factory.mktemp("plain"))
+
+
 @pytest.mark.parametrize("more", [{"ema": 0.5}, {"bn_samples": 256}, {"label_smoothing": 0.1}], ids=str)
-def test_a_resumed_run_ends_as_an_unbroken_one_and_keeps_what_was_scored(more, tmp_path):
+def test_a_resumed_run_ends_as_an_unbroken_one_and_keeps_what_was_scored(more, plain, tmp_path):
     made = config(**more)
     whole = train(made, tmp_path / "whole")
     calls = iter(range(100))
@@ -87,7 +92,6 @@ def test_a_resumed_run_ends_as_an_unbroken_one_and_keeps_what_was_scored(more, t
     assert whole["config"] | more == whole["config"]
     score = sngm(f"eval {tmp_path / 'whole'} --json")
     assert score.json["scores"]["test_accuracy"] == pytest.approx(whole["result"]["test_accuracy"]), score.err
-    plain = train(config(), tmp_path / "plain")
     assert plain["result"] != whole["result"]
 
 

@@ -3,6 +3,7 @@
 import itertools
 import multiprocessing
 import os
+import shlex
 import signal
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import runs
 import torch
-from harness import pairwise
+from console import sngm
 from runs import assert_near_end, assert_same_end, config, ended, metrics, record, state
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
@@ -99,12 +100,15 @@ def assert_equal_ends(ours: Path, theirs: Path) -> None:
 # ---------------------------------------------------------------- passes of many groups
 
 
-@pytest.mark.parametrize(("stats", "workers", "pass_size"), pairwise(["first", "mean"], [1, 2, 4], [1, 8, 12, 100]))
-def test_merged_passes_give_what_one_group_after_another_gives(stats, workers, pass_size, tmp_path):
+@pytest.mark.parametrize("stats", ["first", "mean"])
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_merged_passes_give_what_one_group_after_another_gives(stats, workers, tmp_path):
     usual = {"workers": workers, "running_stats": stats, "clip": 1.0}
     made(tmp_path / "apart", wanted(norm="batch", **usual))
-    made(tmp_path / "merged", wanted(**usual), pass_size=pass_size)
-    assert_equal_ends(tmp_path / "merged", tmp_path / "apart")
+    # every pair of stats, workers and pass size
+    for pass_size in (1, 12) if (stats == "first") != (workers == 2) else (8, 100):
+        made(tmp_path / str(pass_size), wanted(**usual), pass_size=pass_size)
+        assert_equal_ends(tmp_path / str(pass_size), tmp_path / "apart")
 
 
 @pytest.mark.parametrize(
@@ -130,9 +134,9 @@ def test_merged_passes_serve_every_method(method, stats, tmp_path):
 def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
     usual = ["train", TASK, "--method", method, "--lr", 0.05, "--batch", 32, "--workers", 4, "--micro", 4, "--device"]
     usual += ["cpu", "--precision", "float64", "--running-stats", stats, "--out"]
-    for count in (1, 2):
-        codes = runs.ranks(count, *usual, tmp_path / str(count), log=tmp_path / f"{count}.log")
-        assert codes == [0] * count, [path.read_text() for path in tmp_path.glob("*.log.*")]
+    assert sngm(shlex.join(map(str, [*usual, tmp_path / "1"]))).code == 0
+    codes = runs.ranks(2, *usual, tmp_path / "2", log=tmp_path / "log")
+    assert codes == [0, 0], [path.read_text() for path in tmp_path.glob("log.*")]
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
 
@@ -168,7 +172,7 @@ def test_dropout_of_nothing_is_no_obstacle():
 @pytest.mark.parametrize("method", ["sngm", pytest.param("extrap-sgd", marks=pytest.mark.slow)])
 def test_loaders_change_no_number(method, tmp_path):
     made(tmp_path / "none", wanted(method, workers=2))
-    for loaders in (0, 1, 2):
+    for loaders in (0, 2):
         made(tmp_path / str(loaders), wanted(method, task="test_passes:Streaming", workers=2), loaders=loaders)
         a, b = state(tmp_path / str(loaders)), state(tmp_path / "none")
         runs.assert_same(a["model"], b["model"])
@@ -270,9 +274,7 @@ def compilations() -> int:
     ("task", "stats"),
     [
         (TASK, "first"),
-        pytest.param("test_passes:Streaming", "mean", marks=pytest.mark.slow),
-        pytest.param(TASK, "mean", marks=pytest.mark.slow),
-        pytest.param("test_passes:Streaming", "first", marks=pytest.mark.slow),
+        ("test_passes:Streaming", "mean"),
     ],
 )
 @pytest.mark.slow

@@ -50,7 +50,7 @@ def batches_of(wanted: RunConfig):
     [(method, 4, 2) for method in ("msgd", "sngm", "lars", "lamb", "adam")] + [("sngm", 1, 4), ("sngm", 4, 4)],
 )
 def test_accumulation_equals_one_pass_over_the_batch(method, workers, micro, tmp_path):
-    wanted = config(method, lr=RATES[method], workers=workers, micro=micro)
+    wanted = config(method, lr=RATES[method], epochs=2, workers=workers, micro=micro)
     model = first_model(wanted)
     optimizer = build_optimizer(wanted, model)
     losses = []
@@ -87,8 +87,8 @@ def by_hand(wanted: RunConfig, step) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize(("workers", "bn_group", "clip"), [(1, 4, None), (2, 4, 0.05), (1, 1, 0.05), (2, 2, None)])
 def test_clars_gets_the_mean_norms_of_micro_batches(workers, bn_group, clip, tmp_path):
-    settings = {"weight_decay": 0.01, "max_ratio": None}
-    wanted = config("clars", lr=3.0, workers=workers, micro=4, bn_group=bn_group, method_settings=settings, clip=clip)
+    usual = {"epochs": 1, "method_settings": {"weight_decay": 0.01, "max_ratio": None}}
+    wanted = config("clars", lr=3.0, workers=workers, micro=4, bn_group=bn_group, clip=clip, **usual)
 
     def step(model, weights, momenta, x, y):
         parts = [gradients_at(model, weights, *pair) for pair in zip(x.split(4), y.split(4), strict=True)]
@@ -107,7 +107,8 @@ def test_clars_gets_the_mean_norms_of_micro_batches(workers, bn_group, clip, tmp
 
 
 def test_extrap_sgd_looks_ahead_along_each_workers_own_gradient(tmp_path):
-    wanted = config("extrap-sgd", lr=0.2, workers=4, micro=2, method_settings={"weight_decay": 0.01, "inner_lr": 0.5})
+    settings = {"weight_decay": 0.01, "inner_lr": 0.5}
+    wanted = config("extrap-sgd", lr=0.2, epochs=1, workers=4, micro=2, method_settings=settings)
 
     def step(model, weights, momenta, x, y):
         workers = [
@@ -121,7 +122,7 @@ def test_extrap_sgd_looks_ahead_along_each_workers_own_gradient(tmp_path):
 
 
 def test_clip_limits_the_norm_of_the_whole_gradient(tmp_path):
-    wanted = config("msgd", clip=0.05, micro=4, method_settings={"weight_decay": 0.0})
+    wanted = config("msgd", clip=0.05, epochs=1, micro=4, method_settings={"weight_decay": 0.0})
 
     def step(model, weights, momenta, x, y):
         grads = gradients_at(model, weights, x, y)
@@ -143,7 +144,7 @@ def test_clip_and_extrap_sgd_do_not_go_together(tmp_path):
 
 @pytest.mark.parametrize("running_stats", ["first", "mean"])
 def test_batch_norm_follows_micro_batches_and_keeps_the_statistics_asked_for(running_stats, tmp_path):
-    wanted = config("msgd", workers=4, micro=2, settings={"norm": True}, running_stats=running_stats)
+    wanted = config("msgd", epochs=1, workers=4, micro=2, settings={"norm": True}, running_stats=running_stats)
     model = first_model(wanted)
     optimizer = build_optimizer(wanted, model)
     for x, y in batches_of(wanted):
