@@ -14,7 +14,7 @@ maybe = st.none() | small
 
 
 @settings(deadline=None)
-@given(groups=small, per_micro=small, per_share=small, each=small, ranks=st.integers(1, 6))
+@given(*[st.integers(1, 4)] * 5)
 def test_pieces_cover_the_batch_once_in_order_and_each_worker_holds_a_contiguous_part(
     groups, per_micro, per_share, each, ranks
 ):

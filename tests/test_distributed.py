@@ -47,14 +47,22 @@ class SmallResNet(Digits):
 
 
 def train_in(count: int, folder: Path, *arguments) -> None:
-    """Run ``sngm train`` with 4 workers in `count` processes."""
-    words = ["train", *arguments, "--workers", 4, "--device", "cpu", "--out", folder]
-    if count == 1:
-        assert sngm(shlex.join(map(str, words))).code == 0
+    """Run ``sngm train`` with 4 workers in `count` processes; a single one is the test's own."""
+    if count > 1:
+        train_in_processes(count, folder, *arguments)
     else:
-        codes = runs.ranks(count, *words, log=folder.with_suffix(".log"))
-        assert codes == [0] * count, [path.read_text() for path in folder.parent.glob("*.log.*")]
+        assert sngm(shlex.join(map(str, words_of(folder, *arguments)))).code == 0
+
+
+def train_in_processes(count: int, folder: Path, *arguments) -> None:
+    """Run ``sngm train`` with 4 workers in `count` new processes."""
+    codes = runs.ranks(count, *words_of(folder, *arguments), log=folder.with_suffix(".log"))
+    assert codes == [0] * count, [path.read_text() for path in folder.parent.glob("*.log.*")]
     assert record(folder)["processes"] == count
+
+
+def words_of(folder: Path, *arguments) -> list:
+    return ["train", *arguments, "--workers", 4, "--device", "cpu", "--out", folder]
 
 
 @pytest.mark.parametrize("stats", [pytest.param("first", marks=pytest.mark.slow), "mean"])
@@ -438,7 +446,7 @@ def test_a_sharded_model_trains_as_a_whole_one_and_resumes_on_other_numbers_of_p
         record_without_end = {**record(folder), "status": "running"}
         write_record(folder / "run.json", {k: v for k, v in record_without_end.items() if k != "digest"})
         max(folder.glob("shards-*/*.distcp")).write_bytes(b"")
-        train_in(count, folder, *usual, *(["--shard"] if count > 1 else []))
+        train_in_processes(count, folder, *usual, *(["--shard"] if count > 1 else []))
         assert_near(load_model(folder).state_dict(), load_model(tmp_path / "whole").state_dict(), 1e-10)
 
 
