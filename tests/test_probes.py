@@ -19,6 +19,7 @@ from sngm.files import finite
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.models.lstm import WordLSTM
 from sngm.probes import text
+from sngm.probes.pilot import Norms
 from sngm.probes.sample import Sample, chains
 from sngm.tasks import Splits, Task, Tensors
 from sngm.training import Options, resolve, rng, train
@@ -598,6 +599,22 @@ def test_schedules_that_wait_for_scores_get_them_and_extrap_sgd_shows_no_gradien
     assert found["step_blocks"] == []
     assert len(found["steps"]) == 18
     assert {step["lr"] for step in found["steps"]} >= {0.1}
+
+
+def test_norms_are_of_the_right_tensors_where_some_gradients_come_late_or_go():
+    first, second, unused = (nn.Parameter(drawn(2)) for _ in range(3))
+    recorded = Norms(nn.ParameterList([first, second, unused]), scale=2.0)
+    grads = [(None, None), (None, [3.0, 4.0]), ([6.0, 8.0], None), ([0.0, 2.0], [4.0, 0.0])]
+    for step, pair in enumerate(grads):
+        for p, grad in zip((first, second), pair, strict=True):
+            p.grad = None if grad is None else torch.tensor(grad, dtype=torch.float64)
+        recorded.take(torch.tensor(float(step)), 0.1)
+    names, steps = recorded.read(["first", "second", "unused"])
+    assert names == ["first", "second"]
+    assert [step["block_norms"] for step in steps] == [[0.0, 0.0], [0.0, 2.5], [5.0, 0.0], [1.0, 2.0]]
+    assert [step["loss"] for step in steps] == [0.0, 1.0, 2.0, 3.0]
+    assert math.isnan(steps[0]["rho"])
+    assert steps[3]["rho"] == pytest.approx(math.sqrt(5) / 3)
 
 
 def test_one_sample_or_one_group_is_too_few():

@@ -80,7 +80,8 @@ def along(
     sample = Sample(setup.task, setup.model, setup.training, setup.plan.bn_group, samples, iterations, say)
     steps = setup.steps if steps is None else min(steps, setup.steps)
     due = sorted({round(i * steps / (points - 1)) for i in range(points)})
-    recorded = Norms(setup.model, setup.task.scale(config.batch))
+    scale = setup.task.scale(config.batch)
+    recorded = Norms(setup.model, scale)
     say(cost_text(sample, len(due)) + f"; {steps} steps of training, {steps * config.batch:,} more")
     found: list[Point] = []
     began, status = time.monotonic(), "finished"
@@ -100,8 +101,8 @@ def along(
     finally:
         setup.data_source.close()
     curves, slopes = ([p[key] for p in found] for key in ("hessian_norm", "gradient_norm"))
-    each = recorded.read(sample.names)
-    known = [row["rho"] for row in each["each"] if row["rho"] == row["rho"]]
+    step_blocks, each = recorded.read(sample.names)
+    known = [row["rho"] for row in each if row["rho"] == row["rho"]]
     return {
         "format": 1,
         "kind": "pilot",
@@ -110,7 +111,7 @@ def along(
         **_about(sample),
         # for text, the samples are the windows of the streams
         "training_samples": len(setup.training),
-        "scale": setup.task.scale(config.batch),
+        "scale": scale,
         "points": found,
         "L": max(curves),
         "L_settled": all(p["settled"] for p in found),
@@ -118,11 +119,11 @@ def along(
         "sigma_high": max(p["sigma_interval"][1] for p in found),
         "frontier": [{"lambda": lam, "L": L} for lam, L in frontier(curves, slopes, lambdas).items()],
         "rho": max(known, default=None),
-        "step_blocks": each["names"],
-        "steps": each["each"],
+        "step_blocks": step_blocks,
+        "steps": each,
         "cost": {
-            "gradients": _spent(sample, found),
-            "training": len(each["each"]) * config.batch,
+            "gradients": sum(sample.samples * (1 + PRODUCT * point["products"]) for point in found),
+            "training": len(each) * config.batch,
             "seconds": time.monotonic() - began,
         },
         **provenance(where),
@@ -174,17 +175,17 @@ def of_runs(
         except NotFinite as error:
             raise NotFinite(f"{folder}: {error}") from None
         say(f"{folder}: {in_words(point)}")
-        about = {"folder": str(folder), "label": record.get("label", config.label), "status": record["status"]}
-        runs.append(
-            {
-                **about,
-                "config": config.as_dict(),
-                "result": record.get("result", {}),
-                **_about(sample),
-                "step": state["run"]["step"],
-                **point,
-            }
-        )
+        found = {
+            "folder": str(folder),
+            "label": record.get("label", config.label),
+            "status": record["status"],
+            "config": config.as_dict(),
+            "result": record.get("result", {}),
+            **_about(sample),
+            "step": state["run"]["step"],
+            **point,
+        }
+        runs.append(found)
     return {"format": 1, "kind": "runs", "runs": runs, **provenance(where)}
 
 
@@ -216,10 +217,6 @@ def _about(sample: Sample) -> Record:
     }
 
 
-def _spent(sample: Sample, found: list[Point]) -> int:
-    return sum(sample.samples * (1 + PRODUCT * point["products"]) for point in found)
-
-
 def probe_device(device: str | None) -> torch.device:
     """Return the device of a probe, and set torch's numerical options for it; raise UsageError under torchrun."""
     if ranks() != 1:
@@ -238,33 +235,33 @@ class Norms:
     def __init__(self, model: nn.Module, scale: float) -> None:
         self.params = [p for p in model.parameters() if p.requires_grad]
         self.scale = scale
-        self.used: list[int] = []
-        self.rows: list[Tensor] = []
+        self.used: set[int] = set()  # indices of the parameters that have had a gradient
+        self.rows: list[Tensor] = []  # a norm for each parameter, 0 without a gradient
         self.losses: list[Tensor] = []
         self.rates: list[float] = []
 
     def take(self, loss: Tensor, lr: float) -> None:
-        """Record loss, learning rate and norms after a step; no norms for EXTRAP-SGD, which leaves no ``p.grad``."""
+        """Record loss, learning rate and norms after a step; EXTRAP-SGD leaves no ``p.grad``."""
         self.losses.append(loss.detach().double().clone())
         self.rates.append(lr)
-        self.used = self.used or [i for i, p in enumerate(self.params) if p.grad is not None]
-        if self.used:
-            zero = self.losses[-1].new_zeros(())
-            grads = [self.params[i].grad for i in self.used]
-            self.rows.append(torch.stack([zero if g is None else norm(g) / self.scale for g in grads]))
+        norms = [self.losses[-1].new_zeros(())] * len(self.params)
+        for i, p in enumerate(self.params):
+            if p.grad is not None:
+                self.used.add(i)
+                norms[i] = norm(p.grad) / self.scale
+        self.rows.append(torch.stack(norms))
 
-    def read(self, names: list[str]) -> Record:
-        """Return {"names": [...], "each": [...]}: the names of the tensors with gradients, and one record per step.
+    def read(self, names: list[str]) -> tuple[list[str], list[Record]]:
+        """Return the names of the tensors that have had a gradient, and one record per step.
 
-        A record has step, lr, loss, rho, cos, and block_norms in the order of `names`.
+        A record has step, lr, loss, rho, cos, and block_norms in the order of the returned names.
         """
-        losses = torch.stack(self.losses).tolist() if self.losses else []
-        rows: list[list[float]] = torch.stack(self.rows).tolist() if self.rows else [[]] * len(losses)
-        each = []
+        used, each = sorted(self.used), []
+        losses, rows = torch.stack(self.losses).tolist(), torch.stack(self.rows)[:, used].tolist()
         for step, (lr, loss, row) in enumerate(zip(self.rates, losses, rows, strict=True)):
             own = of_norms(row)
             each.append({"step": step, "lr": lr, "loss": loss, "rho": own.rho, "cos": own.cos, "block_norms": row})
-        return {"names": [names[i] for i in self.used], "each": each}
+        return [names[i] for i in used], each
 
 
 def training(config: RunConfig, setup: Setup, device: torch.device, recorded: Norms) -> Generator[None, None, None]:
