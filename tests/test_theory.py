@@ -4,8 +4,6 @@ import inspect
 import math
 import random
 import re
-import subprocess
-import sys
 from fractions import Fraction
 
 import numpy as np
@@ -554,11 +552,6 @@ def test_the_order_of_extrap_sgd_is_that_of_section_3(C, eta, batch):
     assert theory.extrap_order(C, eta, batch, 0.0) == pytest.approx(float(order), rel=1e-12)
     with pytest.raises(ValueError, match=r"eta <= 1 / L: eta is .*, and the largest admissible eta is"):
         theory.extrap_order(C, eta, batch, 1.001 / eta)
-
-
-def test_the_theory_needs_no_torch():
-    code = "import sys, sngm.theory; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
 def test_at_an_infinite_rate_a_bound_that_grows_is_infinite():

@@ -70,18 +70,7 @@ def advise(
     execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
     asked = Asked(task, from_sgd, from_adamw, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
     check_advice(asked)
-    if out is not None:
-        check_folder(Path(out), "advice.json")
-    found = advice_for(asked, execution, progress)
-    if out is not None:
-        from .advice.page import write
-
-        write(Path(out), dict(found))
-    if verify:
-        found = verified(found, Path(out or "runs"), seeds, execution, progress)
-        if out is not None:
-            write(Path(out), dict(found))
-    return found
+    return advise_into(None if out is None else Path(out), asked, execution, progress)
 
 
 def advise_model(
@@ -149,33 +138,68 @@ class Asked(NamedTuple):
         return next(((name, value) for name, value in given.items() if value is not None), None)
 
 
+def advise_into(
+    folder: Path | None,
+    asked: Asked,
+    execution: Execution,
+    progress: bool,
+    show: Callable[[Measurement], None] = lambda advice: None,
+) -> Measurement:
+    """Return advice for arguments that `check_advice` accepts, verified if asked for; write it into a folder, if given.
+
+    `show` is called with the advice before it is verified.
+    """
+    from .advice.page import write
+
+    if folder is not None:
+        check_folder(folder, "advice.json")
+    found = advice_for(asked, execution, progress)
+    if folder is not None:
+        write(folder, dict(found))
+    if asked.verify:
+        show(found)
+        found = verified(found, folder or Path("runs"), asked.seeds or SEEDS, execution, progress)
+        if folder is not None:
+            write(folder, dict(found))
+    return found
+
+
 def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measurement:
-    """Return advice from a pilot run, a probe's folder or given numbers, for arguments that `check_advice` accepts."""
-    from .advice import Recipe, carry_recipe
+    """Return advice from a pilot run, a probe's folder or given numbers."""
     from .advice.text import in_words
 
-    task, budget, recipe = asked.task, asked.budget, asked.recipe
-    if task is None:
-        found = _from_numbers(budget)
-    elif isinstance(task, (str, Path)) and Path(task).is_dir():
-        found = _from_folder(Path(task), budget.gradients or 0.0)
+    if asked.task is None:
+        found = _from_numbers(asked.budget)
+    elif isinstance(asked.task, (str, Path)) and Path(asked.task).is_dir():
+        found = _of_probe(str(asked.task), _pilot_in(Path(asked.task)), asked.budget.gradients)
     else:
-        name, own = tasks.name_of(task)  # type: ignore[arg-type]
-        tasks.find(name)
-        of_task = {**own, **_settings_of(name, asked.settings)}
-        on_cpu = choose_device(execution.device).type == "cpu"
-        with step_progress(progress, on_cpu=on_cpu) as show:
-            how: dict[str, Any] = {"device": execution.device, "data_dir": execution.data_dir}
-            how |= {"task_settings": of_task, "say": teller(progress), "progress": show}
-            how |= {"pilot_steps": asked.pilot_steps}
-            if recipe is not None:
-                method = "msgd" if recipe[0] == "from_sgd" else "adamw"
-                found = carry_recipe(name, Recipe.of(recipe[1], method), asked.to_batch, **how)
-                if not asked.verify:
-                    found["check"] = check_command(asked)
-            else:
-                found = _from_pilot(name, budget.gradients or 0.0, **how)
+        found = _from_task(asked, execution, progress)
     return Measurement(found | _numbers_of(found), in_words(found))
+
+
+def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, Any]:
+    """Return advice from a pilot run of a task."""
+    from .advice import Recipe, carry_recipe
+    from .probes import pilot
+    from .study.grid import split_settings
+    from .training import resolve
+
+    task, own = tasks.name_of(asked.task)  # type: ignore[arg-type]
+    tasks.find(task)
+    settings = {**own, **split_settings(task, [], asked.settings or {})[1]}
+    device = choose_device(execution.device)
+    with step_progress(progress, on_cpu=device.type == "cpu") as show:
+        how: dict[str, Any] = {"device": execution.device, "data_dir": execution.data_dir}
+        how |= {"say": teller(progress), "progress": show}
+        if asked.recipe is None:
+            lr = tasks.middle_rate(task, "msgd")
+            config = resolve(task, "msgd", lr=lr, epochs=1, device=device, task_settings=settings)
+            return _of_probe(task, pilot.along(config, steps=asked.pilot_steps, **how), asked.budget.gradients)
+        name, given = asked.recipe
+        recipe = Recipe.of(given, "msgd" if name == "from_sgd" else "adamw")
+        how |= {"task_settings": settings, "pilot_steps": asked.pilot_steps}
+        found = carry_recipe(task, recipe, asked.to_batch, **how)
+    return found if asked.verify else {**found, "check": check_command(asked)}
 
 
 def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
@@ -202,7 +226,7 @@ def check_command(asked: Asked) -> str:
 SEEDS = 3  # default number of runs of each config in a verification
 
 
-def verified(found: Measurement, folder: Path, seeds: int | None, execution: Execution, progress: bool) -> Measurement:
+def verified(found: Measurement, folder: Path, seeds: int, execution: Execution, progress: bool) -> Measurement:
     """Train with every config in ``found["configs"]`` and every seed, and return the advice with a comparison added.
 
     The configs are those of the recipe, of the advised settings and, from SGD, of SGD scaled linearly to the larger
@@ -212,7 +236,7 @@ def verified(found: Measurement, folder: Path, seeds: int | None, execution: Exe
 
     configs = [RunConfig.from_dict(config) for config in found["configs"]]
     folder = folder / f"verify-{short_hash(found['configs'])}"
-    for config, seed in itertools.product(configs, range(seeds or SEEDS)):
+    for config, seed in itertools.product(configs, range(seeds)):
         own = replace(config, seed=seed)
         if progress:
             note(f"verify: {own.label} at batch {own.batch}, lr {own.lr:g}, seed {seed}")
@@ -259,12 +283,6 @@ def check_advice(asked: Asked) -> None:
         raise UsageError("`L` must be > 0 where `gap` is above 0 and `lam` is 0, got 0: any learning rate would do")
 
 
-def _settings_of(task: str, settings: dict[str, Any] | None) -> dict[str, Any]:
-    from .study.grid import split_settings
-
-    return split_settings(task, [], settings or {})[1]
-
-
 def _from_numbers(budget: BudgetOptions) -> dict[str, Any]:
     from .advice import Constants
     from .advice.budget import advise_budget
@@ -278,31 +296,19 @@ def _from_numbers(budget: BudgetOptions) -> dict[str, Any]:
     return advise_budget(budget.gradients or 0.0, constants, measured=False)
 
 
-def _from_folder(folder: Path, gradients: float) -> dict[str, Any]:
-    """Return advice from a folder that `probe` wrote."""
+def _pilot_in(folder: Path) -> dict[str, Any]:
+    """Return the record of the pilot in a folder that `probe` wrote."""
     if not (folder / "probe.json").exists():
         raise UsageError(f"{folder} holds no probe.json: name a task, or a folder that sngm probe wrote")
     found = read_json(folder / "probe.json")
     if not isinstance(found, dict) or found.get("kind") != "pilot":
         raise UsageError(f"{folder} holds probes of runs, and advice needs those of a task")
-    return _of_probe(str(folder), found, gradients)
+    return found
 
 
-def _from_pilot(
-    task: str, gradients: float, *, task_settings: Any, pilot_steps: int | None, **how: Any
-) -> dict[str, Any]:
-    from .probes import pilot
-    from .training import resolve
-
-    device = choose_device(how["device"])
-    lr = tasks.middle_rate(task, "msgd")
-    config = resolve(task, "msgd", lr=lr, epochs=1, device=device, task_settings=task_settings)
-    return _of_probe(task, pilot.along(config, steps=pilot_steps, **how), gradients)
-
-
-def _of_probe(what: str, found: dict[str, Any], gradients: float) -> dict[str, Any]:
+def _of_probe(what: str, found: dict[str, Any], gradients: float | None) -> dict[str, Any]:
     from .advice import Constants
     from .advice.budget import advise_budget
 
     made = {key: found.get(key) for key in ("versions", "hardware", "commit")}
-    return {"task": what, **advise_budget(gradients, Constants.of_probe(found), measured=True), **made}
+    return {"task": what, **advise_budget(gradients or 0.0, Constants.of_probe(found), measured=True), **made}

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 GIVEN, MEASURED, THEORY, RULE = "given", "measured", "theory", "rule of thumb"
 
@@ -30,7 +29,3 @@ class Fact:
         """The number, formatted for display."""
         whole = isinstance(self.value, int) or (1000 <= self.value < 1e15 and self.value == int(self.value))
         return f"{int(self.value):,}" if whole else f"{self.value:.4g}"
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the fields as a dict."""
-        return asdict(self)

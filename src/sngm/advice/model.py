@@ -94,11 +94,9 @@ def carry_model(
     recipe = Recipe(**given, batch=batch)
     per_epoch = _length(loader)
     longest, which = _longest_epoch(lengths, per_epoch)
-    _, found = convert(
-        recipe, to_batch, recipe.weight_decay or 0.0, longest, which, noises,
-        epochs=None, model=model, samples=samples or math.inf, sums=to_batch / batch if scaled else 1.0,
-        own_class=_class(optimizer), extra=_extra(optimizer),
-    )  # fmt: skip
+    sums = to_batch / batch if scaled else 1.0
+    own_class, extra = _class(optimizer), _extra(optimizer)
+    _, found = convert(recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra)
     warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(

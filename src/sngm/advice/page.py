@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def plain(advice: Record) -> Record:
     found = dict(advice)
     for key in ("facts", "constants"):
         if key in found:
-            found[key] = [fact.as_dict() for fact in found[key]]
+            found[key] = [asdict(fact) for fact in found[key]]
     if "curves" in found:
         found["curves"] = [curve._asdict() for curve in found["curves"]]
     return found

@@ -139,34 +139,32 @@ def carry_recipe(
     norms, epochs, noises = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
     part = len(norms) if len(norms) < setup.per_epoch else None  # number of steps, if no epoch was finished
-    decay = small.method_settings["weight_decay"]
+    known = dataclasses.replace(recipe, weight_decay=small.method_settings["weight_decay"], epochs=small.epochs)
     # If the loss is a sum over the batch, its gradient grows with the batch, and coupled weight decay must grow too.
     sums = setup.task.scale(to_batch) / setup.task.scale(recipe.batch) if recipe.method == "msgd" else 1.0
     in_turn = ", ".join(f"{epoch.norm:.3g}" for epoch in epochs)
     which = f"in epoch {epochs.index(peak) + 1}, whose steps are the longest; by epoch {in_turn}"
     if part is not None:
         which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
-    carried, found = convert(
-        recipe, to_batch, decay, peak.norm, which, noises,
-        epochs=small.epochs, model=setup.model, samples=len(samples), sums=sums,
-    )  # fmt: skip
+    carried, found = convert(known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums)
     facts = [*found.pop("facts"), Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
     configs = [small, large]
     # SGD's linear scaling rule, for comparison; for AdamW the advice is already AdamW's own scaling rule
     if recipe.method == "msgd" and to_batch > recipe.batch:
-        common["lr"], own = rounded(recipe.lr * to_batch / recipe.batch / sums), {"weight_decay": decay * sums}
-        configs.append(resolve(task, "msgd", batch=to_batch, method_settings={**recipe.settings, **own}, **common))
+        scaled = {**common, "lr": rounded(recipe.lr * to_batch / recipe.batch / sums)}
+        own = {**known.settings, "weight_decay": small.method_settings["weight_decay"] * sums}
+        configs.append(resolve(task, "msgd", batch=to_batch, method_settings=own, **scaled))
     return {
         "format": 1,
         "kind": "recipe",
         "task": task,
-        "recipe": {**dataclasses.asdict(recipe), "weight_decay": decay, "epochs": small.epochs},
+        "recipe": dataclasses.asdict(known),
         "facts": facts,
-        "command": _command(task, recipe, carried, large, data_dir),
+        "command": _command(task, recipe, large, data_dir),
         "warnings": _warnings(setup, small, large, epochs, part, weights),
-        "notes": _notes(setup.model, small, large, weights, carried.lr, steps),
+        "notes": _notes(setup.model, small, large, weights, steps),
         "norms": norms,
         "configs": [config.as_dict() for config in configs],
         **found,
@@ -177,12 +175,9 @@ def carry_recipe(
 def convert(
     recipe: Recipe,
     to_batch: int,
-    decay: float,
     norm: float,
     which: str,
     noises: Sequence[Noise],
-    *,
-    epochs: int | None,
     model: nn.Module,
     samples: float,
     sums: float = 1.0,
@@ -192,35 +187,34 @@ def convert(
     """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
     Args:
-        recipe: a recipe of SGD or AdamW.
+        recipe: a recipe of SGD or AdamW with a weight decay and, if it is known, the number of epochs.
         to_batch: the larger batch.
-        decay: the recipe's weight decay.
         norm: root mean square of the norm of SGD's gradient, as in `carry_over`.
         which: the steps over which `norm` was measured, in words.
         noises: gradient noise measured along the pilot.
-        epochs: number of epochs of the recipe, if known.
         model: the model, to find whether it has normalisation layers.
         samples: number of training samples.
         sums: factor by which the loss grows with the batch if the loss is a sum over the batch, else 1.
         own_class: the class of the recipe's optimizer, such as "torch.optim.Adam", if it is not the method's own.
         extra: further arguments of the optimizer, which do not change with the batch.
     """
+    decay = recipe.weight_decay or 0.0
     growth = f"sqrt({to_batch} / {recipe.batch})"
     summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    old_arguments: Record = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": decay, **(extra or {})}
     if recipe.method == "msgd":
         carried = carry_over(recipe.lr, decay * sums, norm, to_batch / recipe.batch)
         measured = [Fact("gradient norm", norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}")]
         how = f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"
         kept = [Fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike")]
+        new_method, new_class = "sngm", None
     else:
         carried = carry_adamw(recipe.lr, decay, to_batch / recipe.batch)
         measured, kept, how = [], [], f"{recipe.lr:g} * {growth}: as far in an epoch as before"
-    sgd, unchanged = recipe.method == "msgd", dict(extra or {})
-    momentum = {"momentum": recipe.momentum} if sgd else {}
-    arguments = {"lr": recipe.lr, **momentum, "weight_decay": decay, **unchanged}
-    old = Settings(recipe.method, recipe.batch, arguments, own_class)
-    arguments = {"lr": carried.lr, **momentum, "weight_decay": carried.weight_decay, **unchanged}
-    new = Settings("sngm" if sgd else recipe.method, to_batch, arguments, None if sgd else own_class)
+        new_method, new_class = recipe.method, own_class
+        del old_arguments["momentum"]
+    old = Settings(recipe.method, recipe.batch, old_arguments, own_class)
+    new = Settings(new_method, to_batch, {**old_arguments, **carried._asdict()}, new_class)
     found = conclude(old, new, noises, has_normalisation(model), samples)
     facts = [
         *measured,
@@ -229,7 +223,7 @@ def convert(
         Fact("learning rate", carried.lr, RULE, how),
         *kept,
         Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{summed}: shrinks as much an epoch"),
-        *([] if epochs is None else [Fact("epochs", epochs, GIVEN, "as before")]),
+        *([] if recipe.epochs is None else [Fact("epochs", recipe.epochs, GIVEN, "as before")]),
     ]
     return carried, {**found, "facts": facts}
 
@@ -286,15 +280,16 @@ def _pilot(
     return torch.stack(recorded.rows).norm(dim=1).tolist(), epochs, noises
 
 
-def _command(task: str, recipe: Recipe, carried: Carried, large: RunConfig, data_dir: Path | None) -> str:
+def _command(task: str, recipe: Recipe, large: RunConfig, data_dir: Path | None) -> str:
+    lr, decay = f"{large.lr:g}", large.method_settings["weight_decay"]
     if task in tasks.LOCAL:  # such a task has no name on the command line
         momentum = "" if recipe.momentum == 0.9 else f", momentum={recipe.momentum:g}"
         epochs = "" if recipe.epochs is None else f", epochs={recipe.epochs}"
-        method = f"{large.method}(weight_decay={carried.weight_decay:g}{momentum})"
-        return f'sngm.train(task, "{method}", lr={carried.lr:g}, batch={large.batch}{epochs})'
-    words = ["sngm", "train", task, "--method", large.method, "--lr", f"{carried.lr:g}", "--batch", str(large.batch)]
+        method = f"{large.method}(weight_decay={decay:g}{momentum})"
+        return f'sngm.train(task, "{method}", lr={lr}, batch={large.batch}{epochs})'
+    words = ["sngm", "train", task, "--method", large.method, "--lr", lr, "--batch", str(large.batch)]
     words += [] if recipe.epochs is None else ["--epochs", str(recipe.epochs)]
-    words += set_flags(dataclasses.replace(recipe, weight_decay=carried.weight_decay).settings, large.task_settings)
+    words += set_flags(dataclasses.replace(recipe, weight_decay=decay).settings, large.task_settings)
     if data_dir is not None:
         words += ["--data-dir", str(data_dir)]
     return shlex.join(words)
@@ -335,8 +330,9 @@ def _said(value: float | str | None) -> str:
     return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, lr: float, steps: int) -> list[str]:
+def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, steps: int) -> list[str]:
     """Return notes on what the rule does not take into account."""
+    lr = large.lr
     notes = [
         f"This learning rate is an estimate; if there is time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."
     ]

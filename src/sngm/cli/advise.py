@@ -64,8 +64,8 @@ def advise(
     large a batch each method's bound allows. Every number is marked as given, measured, theory or rule of thumb.
     """
     from .. import advising, tasks
-    from ..advice.page import plain, write
-    from ..files import check_folder, finite, short_hash
+    from ..advice.page import plain
+    from ..files import finite, short_hash
 
     sgd, adamw = (None if text is None else parse_settings(split_list(text)) for text in (from_sgd, from_adamw))
     chosen = parse_settings(settings or [])
@@ -76,15 +76,10 @@ def advise(
     where = what and (str(Path(what).resolve()) if Path(what).is_dir() else tasks.canonical(what))
     key = short_hash([where, to_batch, as_dict(budget), from_sgd, from_adamw, pilot_steps, chosen])
     folder = out or Path("runs") / f"advise-{name}-{goal}-{key}"
-    check_folder(folder, "advice.json")
     execution = Execution(device=device, data_dir=data_dir)
-    advice = advising.advice_for(asked, execution, progress=True)
-    page = write(folder, dict(advice))
-    if verify:
-        if not as_json:
-            print(f"{advice}\n")
-        advice = advising.verified(advice, folder, seeds, execution, progress=True)
-        write(folder, dict(advice))
+    show = (lambda advice: None) if as_json else (lambda advice: print(f"{advice}\n"))
+    advice = advising.advise_into(folder, asked, execution, progress=True, show=show)
+    page = folder / "report.html"
     if as_json:
         print(json.dumps({**finite(plain(dict(advice))), "report": str(page)}, indent=2))
     else:

@@ -78,23 +78,29 @@ def curvature(
     params = trained(params)
     if iterations < 1:
         raise UsageError(f"`iterations` must be a whole number >= 1, got {iterations}")
-    differences = _Differences(loss, params)
+    start = flat(params, params)
+    try:
+        return _lanczos(lambda v: _product(loss, params, v), start, iterations, tolerance)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if any(p.dtype != torch.float64 for p in params):
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise UsageError(
+                f"torch cannot differentiate this loss twice ({reason}); in float64 differences of gradients would do: "
+                "take copy.deepcopy(model).double()"
+            ) from error
+    step = (STEP * norm(start).clamp(min=1.0)).item()
+    here = _gradient(loss, params)
 
-    def product(v: Tensor) -> Tensor:
-        if differences.here is None:
-            try:
-                return _product(loss, params, v)
-            except torch.OutOfMemoryError:
-                raise
-            except RuntimeError as error:
-                differences.begin(error)
-        return differences.product(v)
+    def difference(v: Tensor) -> Tensor:
+        _put(start + step * v, params)
+        return (_gradient(loss, params) - here) / step
 
     try:
-        found = _lanczos(product, flat(params, params), iterations, tolerance)
+        return replace(_lanczos(difference, start, iterations, tolerance), by="differences")
     finally:
-        differences.end()
-    return found if differences.here is None else replace(found, by="differences")
+        _put(start, params)
 
 
 def _lanczos(product: Callable[[Tensor], Tensor], like: Tensor, iterations: int, tolerance: float) -> Curvature:
@@ -144,44 +150,19 @@ def _product(loss: Loss, params: Sequence[Tensor], v: Tensor) -> Tensor:
     return total
 
 
-class _Differences:
-    """Hessian-vector products as finite differences of gradients; call `begin` first and `end` last."""
+def _gradient(loss: Loss, params: Sequence[Tensor]) -> Tensor:
+    """Return the gradient of the loss as one vector."""
+    total = flat([None] * len(params), params)
+    for part in _parts_of(loss, params):
+        total += flat(gradients(part, params), params)
+    return total
 
-    def __init__(self, loss: Loss, params: Sequence[Tensor]) -> None:
-        self.loss, self.params = loss, params
-        self.here: Tensor | None = None
 
-    def begin(self, why: RuntimeError) -> None:
-        if any(p.dtype != torch.float64 for p in self.params):
-            reason = str(why).splitlines()[0] if str(why) else type(why).__name__
-            raise UsageError(
-                f"torch cannot differentiate this loss twice ({reason}); in float64 differences of gradients would do: "
-                "take copy.deepcopy(model).double()"
-            ) from why
-        self.start = flat(self.params, self.params)
-        self.step = (STEP * norm(self.start).clamp(min=1.0)).item()
-        self.here = self._gradient()
-
-    def product(self, v: Tensor) -> Tensor:
-        assert self.here is not None
-        self._put(self.start + self.step * v)
-        return (self._gradient() - self.here) / self.step
-
-    def end(self) -> None:
-        """Restore the parameters that `product` changed."""
-        if self.here is not None:
-            self._put(self.start)
-
-    def _gradient(self) -> Tensor:
-        total = torch.zeros_like(self.start)
-        for part in _parts_of(self.loss, self.params):
-            total += flat(gradients(part, self.params), self.params)
-        return total
-
-    @torch.no_grad()
-    def _put(self, vector: Tensor) -> None:
-        for p, part in zip(self.params, parts(vector, self.params), strict=True):
-            p.copy_(part)
+@torch.no_grad()
+def _put(vector: Tensor, params: Sequence[Tensor]) -> None:
+    """Set the parameters to the entries of a vector."""
+    for p, part in zip(params, parts(vector, params), strict=True):
+        p.copy_(part)
 
 
 def _parts_of(loss: Loss, params: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import torch
@@ -12,6 +13,8 @@ from torch import Tensor
 
 from ..errors import UsageError
 from .gradients import NOT_FINITE, NotFinite, flat, gradients, norm, parts, trained
+
+Interval = tuple[float, float]
 
 FOLDED = 4096  # number of elements of random projections of gradients, which preserve distances to about 2 %
 
@@ -113,20 +116,21 @@ def noise(
     ).tolist()
     if not all(map(math.isfinite, numbers)):
         raise NotFinite(NOT_FINITE)
-    average, length, own = numbers[0], numbers[1], numbers[2 : 2 + len(params)]
-    rest = numbers[2 + len(params) :]
-    variance = math.fsum(rest[: len(estimates)]) / len(estimates)
-    distances, dots = rest[len(estimates) : -len(seen)], rest[-len(seen) :]
-    low, high = _interval(math.sqrt(variance), seen, distances)
+    rest = iter(numbers)
+    average, length = next(rest), next(rest)
+    own, squares, distances, dots = (
+        list(islice(rest, count)) for count in (len(params), len(estimates), len(seen), len(seen))
+    )
+    variance = math.fsum(squares) / len(squares)
     signal = length**2 - variance / total
-    scale_low, scale_high = _scale_interval(length, variance, seen, distances, dots)
+    sigma_interval, scale_interval = _intervals(length, variance, seen, distances, dots)
     return Noise(
         sigma=math.sqrt(variance),
-        low=low,
-        high=high,
+        low=sigma_interval[0],
+        high=sigma_interval[1],
         scale=variance / signal if signal > 0 else math.inf if variance > 0 else math.nan,
-        scale_low=scale_low,
-        scale_high=scale_high,
+        scale_low=scale_interval[0],
+        scale_high=scale_interval[1],
         loss=average,
         gradient_norm=length,
         block_norms=[n if there else None for n, there in zip(own, used, strict=True)],
@@ -156,37 +160,28 @@ def _deviations(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
     return torch.cat([(rows - mean).square().sum(1), (rows - mean) @ mean])
 
 
-def _interval(sigma: float, sizes: Sequence[int], distances: Sequence[float]) -> tuple[float, float]:
-    """Return the jackknife interval of sigma, computed for log sigma, whose error is nearly symmetric.
-
-    `distances` are the squared norms that `_deviations` returns.
-    """
-    if len(sizes) < 3:
-        return math.nan, math.nan
-    if sigma == 0:
-        return 0.0, 0.0
-    without = _without_each(sizes, distances)
-    if without is None:
-        return 0.0, math.inf
-    factor = math.exp(_half_width([math.log(rest) for rest in without]) / 2)  # / 2 for sigma instead of sigma^2
-    return sigma / factor, sigma * factor
-
-
-def _scale_interval(
+def _intervals(
     length: float, variance: float, sizes: Sequence[int], distances: Sequence[float], dots: Sequence[float]
-) -> tuple[float, float]:
-    """Return the jackknife interval of the noise scale, computed for 1 / scale, which is finite even for noise only.
+) -> tuple[Interval, Interval]:
+    """Return the jackknife intervals of sigma and of the noise scale.
 
-    `distances` and `dots` are the squared norms and the products that `_deviations` returns.
+    The first is computed for log sigma, whose error is nearly symmetric, the second for 1 / scale, which is finite even
+    for noise only. `distances` and `dots` are the squared norms and the products that `_deviations` returns.
     """
     count, total = len(sizes), sum(sizes)
-    if count < 3 or variance == length == 0:
-        return math.nan, math.nan
+    unknown = (math.nan, math.nan)
+    if count < 3:
+        return unknown, unknown
     if variance == 0:
-        return 0.0, 0.0
-    without = _without_each(sizes, distances)
-    if without is None:
-        return 0.0, math.inf
+        return (0.0, 0.0), unknown if length == 0 else (0.0, 0.0)
+    parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
+    whole = math.fsum(parts)
+    # the sum of squared deviations without each batch in turn
+    without = [whole - part * total / (total - size) for part, size in zip(parts, sizes, strict=True)]
+    if not min(without) > 1e-12 * whole:  # one batch contributes the whole sum
+        return (0.0, math.inf), (0.0, math.inf)
+    sigma = math.sqrt(variance)
+    factor = math.exp(_half_width([math.log(rest) for rest in without]) / 2)  # / 2 for sigma instead of sigma^2
     inverses = []
     for size, distance, dot, rest in zip(sizes, distances, dots, without, strict=True):
         share = size / (total - size)
@@ -194,26 +189,17 @@ def _scale_interval(
         inverses.append(square * (count - 2) / rest - 1 / (total - size))
     inverse, half = length**2 / variance - 1 / total, _half_width(inverses)
     low, high = (1 / end if end > 0 else math.inf for end in (inverse + half, inverse - half))
-    return low, high
-
-
-def _without_each(sizes: Sequence[int], distances: Sequence[float]) -> list[float] | None:
-    """Return the sum of squared deviations without each batch in turn; None if one batch contributes the whole sum."""
-    total = sum(sizes)
-    parts = [size * distance for size, distance in zip(sizes, distances, strict=True)]
-    whole = math.fsum(parts)
-    without = [whole - part * total / (total - size) for part, size in zip(parts, sizes, strict=True)]
-    return without if min(without) > 1e-12 * whole else None
+    return (sigma / factor, sigma * factor), (low, high)
 
 
 def _half_width(without: Sequence[float]) -> float:
     """Return half the width of a 95 % interval, from the estimates that each leave out one batch."""
-    from scipy.stats import t
+    from scipy.special import stdtrit  # Student's t; much quicker to import than scipy.stats
 
     count = len(without)
     centre = math.fsum(without) / count
     error = math.sqrt((count - 1) / count * math.fsum((value - centre) ** 2 for value in without))
-    return float(t.ppf(0.975, count - 1)) * error
+    return float(stdtrit(count - 1, 0.975)) * error
 
 
 def size_of(batch: Any) -> int:

@@ -191,9 +191,9 @@ def of_runs(
 
 def cost_text(sample: Sample, points: int) -> str:
     """Return how many gradients the measurements at this many points need, as text."""
-    groups = f"{len(sample.sizes)} groups of {sample.group}"
+    cost, groups = sample.samples * sample.evaluations, f"{len(sample.sizes)} groups of {sample.group}"
     return (
-        f"{points} point{'s' * (points > 1)}, each at most the work of {sample.cost:,} gradients of single samples: "
+        f"{points} point{'s' * (points > 1)}, each at most the work of {cost:,} gradients of single samples: "
         f"{sample.samples} samples in {groups}, {sample.evaluations} times"
     )
 

@@ -57,15 +57,14 @@ class Sample:
         if not 1 <= iterations <= MOST_ITERATIONS:
             raise UsageError(f"`iterations` must be at least 1 and at most {MOST_ITERATIONS:,}, got {iterations}")
         self.task, self.iterations, self.say, self.announced = task, iterations, say, False
+        # the most gradients over all samples that one point may take: one for the noise, the rest for the Hessian
+        self.evaluations = 1 + PRODUCT * iterations
         self.draws = False  # whether the loss has drawn random numbers so far, as dropout does
         self.twin = copy.deepcopy(model).to(torch.float64)
         norms = [m for m in self.twin.modules() if isinstance(m, _BatchNorm)]
         track(norms, False)  # do not update running statistics
-        self.names, self.params = [], []
-        for name, p in self.twin.named_parameters():
-            if p.requires_grad:
-                self.names.append(name)
-                self.params.append(p)
+        trained = {name: p for name, p in self.twin.named_parameters() if p.requires_grad}
+        self.names, self.params = list(trained), list(trained.values())
         self.normalises = any(norm.training for norm in norms)
         if self.normalises and bn_group == 1:
             raise UsageError("BatchNorm over a single sample: take a larger `bn_group`")
@@ -74,16 +73,6 @@ class Sample:
         self.chains = [[task.batch(training, i, seed=0, epoch=0) for i in chain] for chain in indices]
         self.sizes = [len(i) for chain in indices for i in chain]
         self.group, self.samples = max(self.sizes), sum(self.sizes)
-
-    @property
-    def cost(self) -> int:
-        """The most single-sample gradients that the measurements at one point (one state of the weights) may take."""
-        return self.samples * self.evaluations
-
-    @property
-    def evaluations(self) -> int:
-        """The most gradients over all samples that one point may take: one for the noise, the rest for the Hessian."""
-        return 1 + PRODUCT * self.iterations
 
     def measure(self, model: nn.Module) -> Point:
         """Load the weights of `model` into the float64 copy, and return all measurements at these weights."""

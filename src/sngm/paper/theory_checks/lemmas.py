@@ -260,10 +260,11 @@ def lars(_: int) -> Finding:
     """Check on (x+1)^2 / 2 that LARS with phi(z) = z gets stuck at 0, before the minimum -1, and SNGM does not."""
     rows: list[list[object]] = []
     stuck, arrived, panel = [], [], []
+    starts = (0.1, 1.0, 10.0)
     for eta in (0.05, 0.1, 0.5):
-        for start in (0.1, 1.0, 10.0):
-            steps = round(20 / eta)
-            by_lars, by_sngm = (descend(method, start, eta, steps) for method in ("lars", "sngm"))
+        steps = round(20 / eta)
+        ways = zip(*(descend(method, starts, eta, steps) for method in ("lars", "sngm")), strict=True)
+        for start, (by_lars, by_sngm) in zip(starts, ways, strict=True):
             forecast = start * (1 - eta) ** steps
             stuck.append(abs(by_lars[-1] - forecast) <= ROUNDING and abs(by_lars[-1]) < AT_0)
             arrived.append(abs(by_sngm[-1] + 1) <= eta * (1 + ROUNDING))
@@ -290,15 +291,19 @@ def lars(_: int) -> Finding:
     )  # fmt: skip
 
 
-def descend(method: str, start: float, eta: float, steps: int) -> Array:
-    """Return all iterates x of a package optimizer that minimises (x+1)^2 / 2 without momentum."""
-    x = torch.nn.Parameter(torch.tensor([start], dtype=torch.float64))
-    optimizer: torch.optim.Optimizer = SNGM([x], lr=eta, momentum=0.0)
+def descend(method: str, starts: Sequence[float], eta: float, steps: int) -> Array:
+    """Return all iterates x of a package optimizer that minimises (x+1)^2 / 2 without momentum, a row for each start.
+
+    Each x is a tensor with its own norm, so that the runs do not depend on each other.
+    """
+    params = [torch.nn.Parameter(torch.tensor([start], dtype=torch.float64)) for start in starts]
+    optimizer: torch.optim.Optimizer = SNGM(params, lr=eta, momentum=0.0, scope="tensor")
     if method == "lars":
-        optimizer = LARS([{"params": [x], "adapt": True}], lr=eta, momentum=0.0, trust_coefficient=1.0)
-    way = [start]
+        optimizer = LARS([{"params": params, "adapt": True}], lr=eta, momentum=0.0, trust_coefficient=1.0)
+    ways = [flat(params)]
     for _ in range(steps):
-        x.grad = (x + 1).detach()
+        for x in params:
+            x.grad = (x + 1).detach()
         optimizer.step()
-        way.append(x.item())
-    return np.array(way)
+        ways.append(flat(params))
+    return np.array(ways).T
