@@ -6,6 +6,7 @@ import re
 import statistics
 from pathlib import Path
 from typing import NamedTuple
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -36,7 +37,9 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 
 def advice(line):
-    result = sngm(f"advise {line} --json")
+    """Return what the command prints as JSON; the page is left empty, since drawing takes longer than the advice."""
+    with mock.patch("sngm.advice.page.html", return_value=""):
+        result = sngm(f"advise {line} --json")
     assert result.code == 0, result.err
     return strict_json(result.out)
 
@@ -195,7 +198,8 @@ def test_without_a_batch_the_question_is_whether_to_double():
 
 
 def test_verify_trains_all_and_compares_them(tmp_path):
-    line = "advise own.py:Line --from-sgd lr=0.01,batch=8 --to-batch 32 --device cpu --out here --verify --seeds 2"
+    recipe = "lr=0.01,batch=8,epochs=1"
+    line = f"advise own.py:Line --from-sgd {recipe} --to-batch 32 --device cpu --out here --verify --seeds 2"
     result = sngm(line)
     assert result.code == 0, result.err
     assert re.search(
@@ -462,7 +466,8 @@ def test_a_loss_that_is_a_sum_is_advised_as_its_mean():
 
 def test_what_is_printed_can_be_run_as_it_is_and_the_page_says_the_same(tmp_path):
     recipe = "lr=0.03,batch=32,weight_decay=1e-3,momentum=0.8,epochs=2"
-    result = sngm(f"advise digits --from-sgd {recipe} --to-batch 128 --pilot-steps 4 --device cpu --out here")
+    line = f"advise digits --set width=4 --from-sgd {recipe} --to-batch 128 --pilot-steps 4 --device cpu --out here"
+    result = sngm(line)
     assert result.code == 0, result.err
     assert "40 steps and 1,280 gradients of single samples each" in result.err
     command = next(line for line in result.out.splitlines() if line.startswith("sngm train"))
@@ -664,7 +669,8 @@ def test_what_a_pilot_measured_is_taken_with_care():
 
 
 def test_an_L_that_had_not_settled_is_warned_of(tmp_path):
-    probe = sngm("probe digits --device cpu --iterations 2 --samples 128 --points 2 --steps 2 --out rough")
+    small = "--set width=4 --iterations 2 --samples 128 --points 2 --steps 2"
+    probe = sngm(f"probe digits --device cpu {small} --out rough")
     assert probe.code == 0, probe.err
     assert "L, not settled, at least" in probe.out
     result = sngm("advise rough --gradients 1e7 --out said")
@@ -723,15 +729,15 @@ def test_numbers_beyond_all_bounds_are_refused():
 
 
 def test_settings_of_a_task_are_carried_over_and_the_data_folder_too(tmp_path):
-    line = "advise digits --from-sgd lr=0.1,batch=64 --to-batch 256 --set width=4 --data-dir here --device cpu --json"
-    command = sngm(line).json["command"]
+    line = "digits --from-sgd lr=0.1,batch=64 --to-batch 256 --set width=4 --data-dir here --device cpu"
+    command = advice(line)["command"]
     assert command.endswith("--set width=4 --data-dir here")
-    refused(sngm(line.replace("width=4", "nosuch=4")), "nosuch", "width")
+    refused(sngm(f"advise {line.replace('width=4', 'nosuch=4')}"), "nosuch", "width")
     refused(sngm("advise --gradients 1e6 --gap 1 --L 1 --sigma 1 --set width=4"), "--set: there is no task")
 
 
 def test_advice_from_other_numbers_has_a_folder_of_its_own():
     lines = ("8e6 --sigma 1", "8e6 --sigma 2", "8000001 --sigma 1", "8e6 --sigma 1")
-    reports = [sngm(f"advise --gap 2.3 --L 10 --json --gradients {numbers}").json["report"] for numbers in lines]
+    reports = [advice(f"--gap 2.3 --L 10 --gradients {numbers}")["report"] for numbers in lines]
     assert reports[0] == reports[3]
     assert len(set(reports)) == 3

@@ -76,7 +76,7 @@ NAMES = {
     "lars": "gap eta steps batch L sigma beta lam blocks rho gamma_l gamma_u",
     "msgd": "gap eta steps batch L sigma beta",
 }
-drawn = settings(max_examples=30, deadline=None)
+drawn = settings(max_examples=20, deadline=None)
 every_statement = pytest.mark.parametrize("name", NAMES)
 
 
