@@ -1,5 +1,6 @@
 """`sngm check-theory`: its functions have the stated properties, its verdicts follow the numbers, and it can fail."""
 
+import functools
 import json
 import re
 import subprocess
@@ -133,6 +134,7 @@ def at_batch_1(monkeypatch):
 def without(part, right):
     """Return a bound without one of its parts."""
 
+    @functools.wraps(right)
     def bound(**given):
         def changed(**change):
             return right(**{**given, **change})
@@ -159,6 +161,11 @@ def without(part, right):
         }[part]
 
     return bound
+
+
+def times(factor, right):
+    """Return a bound multiplied by a factor."""
+    return functools.wraps(right)(lambda **given: factor * right(**given))
 
 
 SLOW = ("theorem-2", "theorem-3", "lars-bound")
@@ -217,14 +224,12 @@ def test_a_theorem_says_how_much_of_each_part_is_needed(name, at_batch_1):
 
 def test_theorem_1_and_msgd_are_met_with_equality_so_nothing_smaller_passes(at_batch_1, monkeypatch):
     for name, bound in (("theorem-1", "smooth_bound"), ("msgd-bound", "msgd_bound")):
-        right = getattr(theory, bound)
-        monkeypatch.setattr(theory, bound, lambda *args, right=right, **kwargs: 0.999 * right(*args, **kwargs))
+        monkeypatch.setattr(theory, bound, times(0.999, getattr(theory, bound)))
         assert theory_checks.check([name], seeds=10)[0].verdict == "fails"
 
 
 def test_a_failed_verdict_is_exit_code_1(at_batch_1, monkeypatch, tmp_path):
-    right = theory.smooth_bound
-    monkeypatch.setattr(theory, "smooth_bound", lambda *args, **kwargs: 0.01 * right(*args, **kwargs))
+    monkeypatch.setattr(theory, "smooth_bound", times(0.01, theory.smooth_bound))
     result = sngm(f"check-theory --only theorem-1 --seeds 10 --out {tmp_path}")
     assert result.code == 1
     assert "fails" in result.out
@@ -330,7 +335,7 @@ def norms(*largest, unsure=()):
     grid = np.array(batches.TRIED_BATCHES)
     mean = np.where(grid <= np.array(largest)[:, None], 1.0, 9.0)
     high = np.where(np.isin(grid, unsure), 9.0, mean)
-    return batches.Ends(mean, mean, high)
+    return findings.Interval(mean, mean, high)
 
 
 def test_the_largest_batch_borne_and_the_largest_possible_one():

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from ... import theory
 from ...report.figures import Figure, Series
 from .corollaries import SHARPNESS, sharp
-from .findings import ROUNDING, Array, Finding, chart, digits, interval, judge
+from .findings import ROUNDING, Array, Finding, Interval, chart, digits, interval, judge
 from .problems import UNEVEN, Problem, even, quadratic, simulate
 
 Flags = NDArray[np.bool_]
@@ -33,14 +33,6 @@ TOLERATES = (
 )
 
 
-class Ends(NamedTuple):
-    """Mean gradient norms and the ends of their confidence intervals: a row for each L, a column for each batch."""
-
-    mean: Array
-    low: Array
-    high: Array
-
-
 class Limits(NamedTuple):
     """Lower and upper limit of the largest tolerated batch, for each L.
 
@@ -53,11 +45,13 @@ class Limits(NamedTuple):
     possible: Array
 
 
-def limits(ends: Ends, target: Any) -> Limits:
+def limits(ends: Interval, target: Any) -> Limits:
     """Return the limits of the largest batch that reaches the target norm; `target` is a number, or one for each L.
 
+    The arrays of `ends`, the gradient norms, have a row for each L and a column for each batch.
+
     >>> two = np.array([[0.1] * 5 + [0.9] * 8, [0.1] * 2 + [0.4] * 2 + [0.9] * 9])
-    >>> in_words(limits(Ends(two, two - 0.01, two + 0.01), 0.4))
+    >>> in_words(limits(Interval(two, two - 0.01, two + 0.01), 0.4))
     '64 and 8 to 32'
     """
     target = np.broadcast_to(target, len(ends.mean))[:, None]
@@ -68,7 +62,7 @@ def limits(ends: Ends, target: Any) -> Limits:
 
 
 @lru_cache(maxsize=2)
-def measure(rates: str, seeds: int) -> dict[str, Ends]:
+def measure(rates: str, seeds: int) -> dict[str, Interval]:
     """Return the gradient norms of SNGM and MSGD at each L and batch, with the learning rates `TABLE` or `TUNED`."""
     measured: dict[str, list[list[Array]]] = {"msgd": [], "sngm": []}
     for method, by_batch in measured.items():
@@ -80,7 +74,7 @@ def measure(rates: str, seeds: int) -> dict[str, Ends]:
             mean, low, high = (end.reshape(len(SHARPNESS), -1) for end in interval(runs.norm))
             best = np.arange(len(SHARPNESS)), mean.argmin(axis=1)
             by_batch.append([mean[best], low[best], high[best]])
-    return {method: Ends(*np.array(by_batch).transpose(1, 2, 0)) for method, by_batch in measured.items()}
+    return {method: Interval(*np.array(by_batch).transpose(1, 2, 0)) for method, by_batch in measured.items()}
 
 
 def all_sharp(rates: int) -> Problem:
@@ -89,7 +83,7 @@ def all_sharp(rates: int) -> Problem:
     return replace(sharp(1.0), gradient=lambda w: curvature * w)
 
 
-def tolerated(ends: dict[str, Ends]) -> dict[str, Limits]:
+def tolerated(ends: dict[str, Interval]) -> dict[str, Limits]:
     """Return the largest tolerated batches of both methods, by the rule `TOLERATES`."""
     target = SLACK * ends["msgd"].mean[:, 0]
     return {method: limits(each, target) for method, each in ends.items()}
@@ -128,7 +122,7 @@ def above(found: dict[str, Limits]) -> tuple[Flags, Flags]:
 AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f'{norm:g}' for norm in FIXED)}"
 
 
-def at_fixed_norms(ends: dict[str, Ends]) -> tuple[str, str]:
+def at_fixed_norms(ends: dict[str, Interval]) -> tuple[str, str]:
     """Describe how SNGM's largest batch that reaches a norm in `FIXED` changes with L, and compare it with MSGD's."""
     found = [{method: limits(each, norm) for method, each in ends.items()} for norm in FIXED]
     falling = sum(falls(each["sngm"])[0] for each in found)
@@ -196,7 +190,7 @@ def batch_larger_tuned(seeds: int) -> Finding:
     )
 
 
-def numbers(rates: str, ends: dict[str, Ends], found: dict[str, Limits]) -> dict[str, Any]:
+def numbers(rates: str, ends: dict[str, Interval], found: dict[str, Limits]) -> dict[str, Any]:
     """Return the table and the figure of gradient norms by batch, as fields of a finding."""
     rows: list[list[object]] = []
     panels = {}

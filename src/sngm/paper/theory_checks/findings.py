@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -68,7 +68,15 @@ def digits(value: float, count: int = 4) -> float:
     return float(f"{value:.{count}g}")
 
 
-def interval(values: Array) -> tuple[Array, Array, Array]:
+class Interval(NamedTuple):
+    """Means over the seeds, and the ends of their confidence intervals."""
+
+    mean: Array
+    low: Array
+    high: Array
+
+
+def interval(values: Array) -> Interval:
     """Return the mean over the seeds (the last axis), and the ends of its 99 % interval by Student's t.
 
     All three are infinite if one of the values is infinite.
@@ -83,8 +91,7 @@ def interval(values: Array) -> tuple[Array, Array, Array]:
     values = np.where(finite[..., None], values, 0.0)
     mean = values.mean(axis=-1)
     half = stdtrit(count - 1, (1 + LEVEL) / 2) * values.std(axis=-1, ddof=1) / np.sqrt(count)
-    mean, low, high = (np.where(finite, value, np.inf) for value in (mean, mean - half, mean + half))
-    return mean, low, high
+    return Interval(*(np.where(finite, value, np.inf) for value in (mean, mean - half, mean + half)))
 
 
 def judge(holds: Any, fails: Any) -> str:

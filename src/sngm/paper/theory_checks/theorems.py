@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -106,8 +107,6 @@ class Theorem:
     method: str
     bound: str
     """Name of the function in `sngm.theory` that computes the bound."""
-    arguments: str
-    """Names of that function's arguments."""
     cases: Sequence[Case]
     parts: dict[str, Part]
     slope: Callable[[Problem, float], float] = lambda problem, beta: 0.0
@@ -168,10 +167,11 @@ class Theorem:
             "rho": runs.rho.max(axis=-1),  # the largest value over all runs at a learning rate
             "gamma_l": problem.phi and problem.phi.low, "gamma_u": problem.phi and problem.phi.high,
         }  # fmt: skip
-        given = {name: known[name] for name in self.arguments.split()}
+        function = getattr(theory, self.bound)
+        given = {name: known[name] for name in signature(function).parameters}
 
         def bound(**change: float) -> Array:
-            return np.asarray(getattr(theory, self.bound)(**{**given, **change}))
+            return np.asarray(function(**{**given, **change}))
 
         whole, without = bound(), {}
         for part, (argument, left) in self.parts.items():
@@ -195,13 +195,10 @@ class Theorem:
         return panels
 
 
-SMOOTH = "gap eta steps batch L sigma beta"
-BLOCKS = f"{SMOOTH} lam blocks rho"
-
 THEOREM_1 = Theorem(
     "theorem-1",
     "Theorem 1: the mean gradient norm of SNGM is under (1-β) gap / (η T) + L κ η / 2 + 2 σ / sqrt(B), for any η.",
-    "Theorem 1: SNGM on a noisy quadratic", problems.QUADRATIC, "sngm", "smooth_bound", SMOOTH,
+    "Theorem 1: SNGM on a noisy quadratic", problems.QUADRATIC, "sngm", "smooth_bound",
     cases=(
         Case(problems.BOWL, 400, OSCILLATING), Case(problems.BOWL, SHORT, OVERSHOOTING), Case(problems.QUADRATIC, 400),
         Case(problems.WAVES, 400), Case(problems.SLOPE, LONG),
@@ -212,7 +209,7 @@ THEOREM_1 = Theorem(
 THEOREM_2 = Theorem(
     "theorem-2",
     "Theorem 2: on (L, λ)-smooth functions it is under 2 (1-β) gap / (η T) + 8 L κ η + 4 σ / sqrt(B), if 8 η κ λ ≤ 1.",
-    "Theorem 2: SNGM on a sum of cosh(x) - 1", problems.COSH, "sngm", "relaxed_bound", f"{SMOOTH} lam",
+    "Theorem 2: SNGM on a sum of cosh(x) - 1", problems.COSH, "sngm", "relaxed_bound",
     cases=(
         Case(problems.COSH, 1000), Case(problems.QUARTIC, 1000), Case(problems.EXP, 1000),
         Case(problems.BOWL, 400, OSCILLATING), Case(problems.BOWL, SHORT, OVERSHOOTING), Case(problems.QUADRATIC, 400),
@@ -226,7 +223,7 @@ THEOREM_3 = Theorem(
     "theorem-3",
     "Theorem 3: that of block-wise SNGM is under 2 ρ (1-β) gap / (η T) + 8 L κ ρ S η "
     "+ 2 σ (1 + ρ sqrt(S)) / sqrt(B), if 8 η κ λ ρ S ≤ 1.",
-    "Theorem 3: block-wise SNGM on four blocks of a quadratic", problems.UNEVEN, "block-sngm", "block_bound", BLOCKS,
+    "Theorem 3: block-wise SNGM on four blocks of a quadratic", problems.UNEVEN, "block-sngm", "block_bound",
     cases=(
         Case(problems.UNEVEN, 400), Case(problems.COUPLED, 400), Case(problems.COSH, 400), Case(problems.QUARTIC, 400),
         Case(problems.BOWLS, 400, OSCILLATING), Case(problems.BOWLS, SHORT, OVERSHOOTING), Case(problems.SLOPES, LONG),
@@ -249,7 +246,6 @@ LARS = Theorem(
     "Remark on Theorem 3, as we derive it: with γ_l ≤ φ ≤ γ_u that of LARS is under 2 ρ (1-β) gap / (γ_l η T) "
     "+ 8 L κ ρ S η γ_u²/γ_l + 2 σ (1 + ρ sqrt(S) γ_u/γ_l) / sqrt(B).",
     "The remark on LARS: four blocks of a quadratic, φ from 1/2 to 2", problems.SCALED_UNEVEN, "lars", "lars_bound",
-    f"{BLOCKS} gamma_l gamma_u",
     cases=(
         Case(problems.SLOW_BOWLS, 400, np.array([0.01, 0.02, 0.03, 0.04])), Case(problems.SCALED_UNEVEN, 400),
         Case(problems.SCALED_SLOPES, LONG),
@@ -289,7 +285,7 @@ MSGD = Theorem(
     "msgd-bound",
     "MSGD (Section 3): the mean squared gradient norm is under 2 (1-β) gap / (η T) + L η σ² / ((1-β)² B) "
     "+ 4 L² η² σ² / (1-β)², if η ≤ (1-β)² / ((1+β) L).",
-    "Section 3: momentum SGD on a noisy quadratic", problems.QUADRATIC, "msgd", "msgd_bound", SMOOTH,
+    "Section 3: momentum SGD on a noisy quadratic", problems.QUADRATIC, "msgd", "msgd_bound",
     cases=[Case(getattr(problems, name), 400) for name in ("BOWL", "QUADRATIC", "WAVES", "SLOPE", "STILL")],
     parts={
         "gap": TERMS["gap"],
