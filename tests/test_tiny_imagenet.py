@@ -14,7 +14,7 @@ from runs import assert_same_end
 from torch import nn
 from waiting import launch, next_line
 
-from sngm import tasks
+from sngm import load_run, tasks
 from sngm.data import augment, conversion, tiny_imagenet
 from sngm.data.tiny_imagenet import SIDE, load_tiny_imagenet
 from sngm.errors import DataMissing, Failed, Interrupted, UsageError
@@ -370,3 +370,31 @@ def test_a_run_stopped_between_its_steps_resumes_to_the_same_end(monkeypatch):
         record = train(config, Path(name), Options(device="cpu", data_dir=Path("data")))
     assert_same_end(Path("cut"), Path("whole"))
     assert record["data"]["test"]["samples"] == 6
+
+
+def test_a_vit_is_pretrained_and_becomes_the_start_of_a_fine_tuning():
+    pytest.importorskip("transformers")
+    shown = sngm(
+        "train tiny-imagenet-vit --method adamw --device cpu --data-dir data --batch 6 --epochs 1 --lr 0.01 --out run "
+        "--set width=16 --set depth=1 --set heads=2 --set patch=16"
+    )
+    assert shown.code == 0, shown.err
+    pretrained = load_run("run").model
+    pretrained.network.save_pretrained("data/small-vit")
+    tuned = tasks.build("cifar10-vit", {"model": "small-vit", "size": 64}, Path("data")).model()
+    assert tuned.network.classifier.out_features == 10
+    pixels = torch.rand(2, 3, SIDE, SIDE)
+    assert torch.equal(tuned.network.vit(pixels)[0], pretrained.network.vit(pixels)[0])
+    refused(sngm("train tiny-imagenet-vit --data-dir data --set heads=5"), "width must be a multiple of heads")
+
+
+def test_the_pixels_of_a_vit_are_the_images_divided_by_255():
+    task = tasks.build("tiny-imagenet-vit", {}, Path("data"))
+    samples, model = task.data().train, nn.Linear(1, 1)
+    images = samples.tensors[0][:3]
+    augmented, _ = task.batch(samples, torch.arange(3), seed=0, epoch=0)
+    assert torch.equal(
+        (255 * augmented).round().to(torch.uint8), augment.crop_flip(samples.tensors[0], torch.arange(3), 0, 0, 8)
+    )
+    assert torch.equal(task._inputs(model, (images,)), images / 255)
+    assert torch.equal(task._inputs(model, (augmented,)), augmented)

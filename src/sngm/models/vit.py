@@ -59,11 +59,15 @@ class ViT(nn.Module):
         return output.logits  # type: ignore[no-any-return]
 
 
-def vit_b16(classes: int, image_size: int = 224) -> ViT:
+def vit_b16(classes: int) -> ViT:
     """Return a ViT-B/16 with random weights, for benchmarks (86,567,656 parameters with 1,000 classes)."""
+    return new_vit(classes)
+
+
+def new_vit(classes: int, **config: int) -> ViT:
+    """Return a ViT with random weights, a ViT-B/16 unless `config` has other arguments of transformers' ViTConfig."""
     library = _transformers()
-    config = library.ViTConfig(num_labels=classes, image_size=image_size)
-    return ViT(_with_new_head(library.ViTForImageClassification(config)))
+    return ViT(_with_new_head(library.ViTForImageClassification(library.ViTConfig(num_labels=classes, **config))))
 
 
 def load_vit(source: str, classes: int) -> ViT:

@@ -50,6 +50,7 @@ TASKS = {
     "digits": "sngm.tasks.digits:Digits",
     "imagenet-resnet50": "sngm.tasks.imagenet:ImageNetResNet50",
     "tiny-imagenet-resnet50": "sngm.tasks.tiny_imagenet:TinyImageNetResNet50",
+    "tiny-imagenet-vit": "sngm.tasks.tiny_imagenet:TinyImageNetViT",
     "wikitext2-gpt": "sngm.tasks.gpt:WikiText2GPT",
     "wikitext2-lstm": "sngm.tasks.wikitext:WikiText2LSTM",
 }

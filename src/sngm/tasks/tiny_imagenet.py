@@ -1,4 +1,4 @@
-"""ResNet-50 on Tiny-ImageNet: the paper's ImageNet experiment at a size for one GPU."""
+"""Tiny-ImageNet: the paper's ImageNet experiment at a size for one GPU, and pretraining of a small ViT."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ..data.augment import batch_of
 from ..data.tiny_imagenet import CLASSES, SIDE, load_tiny_imagenet
 from ..models.resnet import STEMS, resnet50
+from ..models.vit import new_vit
 from .base import Batch, Samples, Splits
 from .imagenet import MEAN, STD, ImageNetResNet50
 
@@ -75,3 +76,59 @@ class TinyImageNetResNet50(ImageNetResNet50):
     def _inputs(self, model: nn.Module, batch: Batch) -> Tensor:
         """Normalise the images of an evaluation; those of training are normalised already."""
         return super()._inputs(model, batch) if batch[0].dtype == torch.uint8 else batch[0]
+
+
+class TinyImageNetViT(TinyImageNetResNet50):
+    """Pretrain a small ViT on Tiny-ImageNet (2.8 million parameters), to fine-tune it with `cifar10-vit`.
+
+    This experiment is not in the paper. Images are augmented as in `tiny-imagenet-resnet50`.
+
+    Args:
+        width: numbers per token.
+        depth: number of transformer blocks.
+        heads: attention heads per block.
+        patch: width and height in pixels of a patch, which becomes one token.
+        smoothing: label smoothing, as in `imagenet-resnet50`.
+    """
+
+    epochs = 60
+    batches = (512,)
+    schedule = "cosine"
+    workers = 1
+    micro = None
+    bias_lr = "scaled"
+    pass_size_on_cpu = 256
+    lrs = {"adamw": (0.0005, 0.001, 0.002), "spectral-sngm": (0.005, 0.01, 0.02)}  # noqa: RUF012  guesses
+
+    def __init__(
+        self, width: int = 192, depth: int = 6, heads: int = 3, patch: int = 8, smoothing: float = 0.1
+    ) -> None:
+        if min(width, depth, heads, patch) < 1 or width % heads or SIDE % patch:
+            raise ValueError(
+                f"width must be a multiple of heads, and {SIDE} of patch, all at least 1, got width={width}, "
+                f"depth={depth}, heads={heads}, patch={patch}"
+            )
+        super().__init__(smoothing=smoothing)
+        self.width, self.depth, self.heads, self.patch = width, depth, heads, patch
+
+    @classmethod
+    def usual(cls, batch: int) -> dict[str, Any]:
+        return {**super().usual(batch), "warmup": 5.0}
+
+    def model(self) -> nn.Module:
+        return new_vit(
+            self.classes,
+            image_size=SIDE,
+            patch_size=self.patch,
+            hidden_size=self.width,
+            intermediate_size=4 * self.width,
+            num_hidden_layers=self.depth,
+            num_attention_heads=self.heads,
+        )
+
+    def batch(self, samples: Samples, indices: Tensor, *, seed: int, epoch: int) -> Batch:
+        return batch_of(samples, indices, seed, epoch, (0.0,) * 3, (1.0,) * 3, SIDE // 8)
+
+    def _inputs(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return pixels in [0, 1], as `cifar10-vit` does; the ViT normalises them."""
+        return batch[0].to(next(model.parameters()).dtype) / 255 if batch[0].dtype == torch.uint8 else batch[0]

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from ..data.cifar import load_cifar
+from ..data.data_dirs import data_roots
 from ..data.hashing import BITS, random_bits
 from ..data.imagenet import RATIO, SCALE
 from ..errors import UsageError
@@ -33,7 +34,7 @@ class CifarViT(Task):
     Images are stored as uint8 of 32 x 32 pixels. They are scaled up on the model's device, without rounding to uint8.
 
     Args:
-        model: a folder, or a name on the Hugging Face hub.
+        model: a folder, a folder in the data folder, or a name on the Hugging Face hub.
         size: width and height in pixels that images are scaled to.
         augment: "resized-crop" for crops of random size and aspect ratio and random flips, as in the framework's
             script, or "flip" for random flips alone.
@@ -82,7 +83,8 @@ class CifarViT(Task):
         return Splits(Tensors(*train), Tensors(*test))
 
     def model(self) -> nn.Module:
-        model = load_vit(self.source, self.classes)
+        folders = (root / self.source for root in data_roots(self.data_dir))
+        model = load_vit(next((str(folder) for folder in folders if folder.is_dir()), self.source), self.classes)
         if self.size % model.patch:
             raise UsageError(f"size must be a multiple of the model's patch size, {model.patch}, got {self.size}")
         return model
