@@ -56,7 +56,7 @@ class ImageNetResNet50(Task):
     batches: ClassVar[tuple[int, ...]] = (1024, 32768)
     schedule = "polynomial"
     workers = 8
-    micro = 128
+    micro: ClassVar[int | None] = 128
     bias_lr = "full"  # as in the runs of the table above
     precision_on_gpu = "bfloat16"
     pass_size = 128

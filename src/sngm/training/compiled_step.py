@@ -40,6 +40,8 @@ def compiled(
     Raises:
         NotCompiled: torch.compile does not support this task.
     """
+    if not isinstance(inputs, Tensor):
+        inputs = to_device(inputs, device, config.dtype)
     here = inputs.device if isinstance(inputs, Tensor) else device
     seed = _number("seed", config.seed, here)
     epoch = epoch if isinstance(epoch, Tensor) else _number("epoch", epoch, here)
