@@ -61,7 +61,7 @@ class Line:
     def order(self) -> tuple[Any, ...]:
         """The sort key of lines in a file, independent of the order in which they were added."""
         c = self.config
-        return c.method, c.batch, c.part, c.lr, c.seed, self.hash, str(self.record["commit"]), self.text
+        return c.method, c.batch, c.part, c.lr, c.seed, self.hash, str(self.record["commit"]), self.made
 
     @cached_property
     def made(self) -> tuple[Any, ...]:
@@ -97,22 +97,23 @@ class Results:
         # a file may hold a run twice if git merged it or if writing it was interrupted
         by_run: dict[tuple[Any, ...], Line] = {}
         for line in lines:
-            if by_run.setdefault((line.hash, *line.made), line).text != line.text:
+            first = by_run.setdefault((line.hash, *line.made), line)
+            if first is not line and first.text != line.text:
                 raise UsageError(
                     f"{line.config.task}, run {line.hash}: two lines describe it and differ; restore the file from git"
                 )
-        first = {line.hash: line for line in sorted(by_run.values(), key=lambda line: line.made, reverse=True)}
+        firsts = {line.hash: line for line in sorted(by_run.values(), key=lambda line: line.made, reverse=True)}
         every = sorted(by_run.values(), key=lambda line: line.order)
-        self.lines = {line.hash: line for line in every if first[line.hash] is line}
-        self.repeated = [line for line in every if first[line.hash] is not line]
+        self.lines = {line.hash: line for line in every if firsts[line.hash] is line}
+        self.repeated = [line for line in every if firsts[line.hash] is not line]
         _check_data(every)
 
     def of(self, config: RunConfig) -> Line | None:
         """Return the run of a config, or None. A full run with validation scores also counts as the trial run."""
         if found := self.lines.get(config.hash):
             return found
-        full = self.lines.get(replace(config, part="full").hash)
-        return full if full and config.part == "select" and "validation" in full.record["data"] else None
+        full = self.lines.get(replace(config, part="full").hash) if config.part == "select" else None
+        return full if full and "validation" in full.record["data"] else None
 
     def of_task(self, task: str) -> list[Line]:
         return [line for line in self.lines.values() if line.config.task == task]

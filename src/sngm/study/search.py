@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from .. import tasks
 from ..errors import UsageError
 from ..optim import registry
@@ -148,16 +150,11 @@ def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
     >>> points({"lr": (0.01, 1.0), "warmup": (0.0, 4.0)}, 3)
     [{'lr': 0.1, 'warmup': 2.0}, {'lr': 0.316, 'warmup': 1.0}, {'lr': 0.0316, 'warmup': 3.0}]
     """
-    from scipy.stats import qmc
-
-    engine = qmc.Sobol(len(ranges), scramble=False).fast_forward(1)  # skip the first point, the lower end of all ranges
-    rows = [engine.random(1)[0] for _ in range(trials)]  # one by one: Sobol warns if a batch is not a power of 2
+    engine = torch.quasirandom.SobolEngine(len(ranges)).fast_forward(1)  # skip the first point, the lower end of all
+    rows = engine.draw(trials, dtype=torch.float64).tolist()
     for digits in (3, 6):  # trials are identified by their learning rates, so a narrow range needs more digits
         found = [
-            {
-                name: rounded(_between(name, *ranges[name], float(x)), digits)
-                for name, x in zip(ranges, row, strict=True)
-            }
+            {name: rounded(_between(name, *ranges[name], x), digits) for name, x in zip(ranges, row, strict=True)}
             for row in rows
         ]
         if len({point["lr"] for point in found}) == trials:
