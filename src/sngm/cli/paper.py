@@ -49,7 +49,7 @@ def list_items(results: RESULTS = FOLDER, as_json: JSON = False) -> None:
     from ..paper.tables import FIGURES
     from ..paper.verdicts import outcomes_of
 
-    there = read(_folder(results))
+    there = read(_to_show(results))
     found: list[dict[str, Any]] = [
         {
             "item": item.name, "title": item.title, "task": item.task, "cells": len(outcomes),
@@ -89,7 +89,7 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
             _print([document.theory()])
         return
     found = experiments.find(item)
-    outcomes = outcomes_of(found, read(_folder(results)))
+    outcomes = outcomes_of(found, read(_to_show(results)))
     if as_json:
         print(json.dumps(document.as_data(found, outcomes), indent=2))
         return
@@ -144,8 +144,11 @@ def run(
     check_jobs(jobs)
     limit = None if budget is None else duration_of(budget)
     planned = making.select(found, None if cells is None else cells.split(","))
-    _folder(results, to_run=True)
+    missing = _is_missing(results)
     if dry_run:
+        if missing:
+            others = f"; --results {kept} has the runs that come with sngm" if (kept := _of_package()) else ""
+            print(f"sngm: no folder results here, so every run is missing{others}", file=sys.stderr)
         there = read(results)
         _plan(found, [outcome_of(one, there, seeds) for one in planned], as_json)
         return
@@ -238,25 +241,29 @@ def report(
     print("\n".join(f"{'wrote' if path.exists() else 'removed'} {path}" for path in changed) or "nothing has changed")
 
 
-def _folder(results: Path, to_run: bool = False) -> Path:
-    """Return the folder to read results from; raise UsageError if it is missing and not the default.
-
-    A missing default folder is replaced by the runs that come with the package, unless new runs will be added to it.
-    A note says so.
-    """
+def _is_missing(results: Path) -> bool:
+    """Return whether the default results folder is missing; raise UsageError if another folder is."""
     if results.is_dir():
-        return results
+        return False
     if results != FOLDER or results.exists():
         raise UsageError(f"no folder {results}; name the results folder with --results, or create it")
-    package = Path(__file__).parents[1]
-    kept = [path for path in (package / "paper" / "runs", package.parents[1] / "results") if path.is_dir()]
-    if to_run:
-        others = "".join(f"; --results {path} has the runs that come with sngm" for path in kept[:1])
-        print(f"sngm: no folder results here, so every run is missing{others}", file=sys.stderr)
+    return True
+
+
+def _to_show(results: Path) -> Path:
+    """Return the results folder or, if the default is missing, the runs that come with the package; a note says so."""
+    if not _is_missing(results):
         return results
+    kept = _of_package()
     shown = "showing the runs that come with sngm" if kept else "no run is known"
     print(f"sngm: no folder results here; {shown}", file=sys.stderr)
-    return kept[0] if kept else results
+    return kept or results
+
+
+def _of_package() -> Path | None:
+    """Return the folder of the runs that come with the package, installed or in a checkout."""
+    package = Path(__file__).parents[1]
+    return next(filter(Path.is_dir, (package / "paper" / "runs", package.parents[1] / "results")), None)
 
 
 def duration_of(text: str) -> float:
