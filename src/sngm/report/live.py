@@ -67,35 +67,32 @@ class Handler(SimpleHTTPRequestHandler):
         self.page = page
         super().__init__(*args, directory=str(page.folder), **settings)
 
-    def do_GET(self) -> None:
-        """Send the page, a file or a listing."""
-        if self._allowed() and not self._sent_page():
-            super().do_GET()
-
-    def do_HEAD(self) -> None:
-        """Send the headers of the page, a file or a listing."""
-        if self._allowed() and not self._sent_page(body=False):
-            super().do_HEAD()
-
     def translate_path(self, path: str) -> str:
         """Return the path of a URL; if the file must not be served, return a path that does not exist."""
         found = super().translate_path(path)
         return found if self._served(found) else str(self.page.folder / "not-here" / "not-here")
 
     def send_head(self) -> Any:
-        """Send the headers of a file or a listing. A folder gives a listing even if it holds an index.html."""
+        """Send the headers of the page, a file or a listing, and return the content.
+
+        A folder gives a listing even if it holds an index.html. A request whose Host header is not this machine gets
+        an error, as protection against DNS rebinding.
+        """
+        if self.headers.get("Host", "").partition(":")[0] not in (ADDRESS, "localhost"):  # a tunnel may change the port
+            self.send_error(HTTPStatus.FORBIDDEN, "open it as http://127.0.0.1")
+            return None
+        path = re.split("[?#]", self.path)[0]
+        if path in ("/", "/report.html"):
+            return self._send_html(self.page.read())
         found = Path(self.translate_path(self.path))
-        if found.is_dir() and re.split("[?#]", self.path)[0].endswith("/"):
-            return self.list_directory(found)
-        return super().send_head()
+        return self.list_directory(found) if found.is_dir() and path.endswith("/") else super().send_head()
 
     def list_directory(self, path: Any) -> io.BytesIO:
         """Send the headers of a listing of the files that are served, and return its HTML."""
         names = sorted(p.name + "/" * p.is_dir() for p in Path(path).iterdir() if self._served(str(p)))
         links = "".join(f'<li><a href="./{quote(os.fsencode(name))}">{_shown(name)}</a>' for name in names)
         text = f'<!doctype html><meta charset="utf-8"><title>{_shown(Path(path).name)}</title><ul>{links}</ul>'.encode()
-        self._send_headers(text)
-        return io.BytesIO(text)
+        return self._send_html(text)
 
     def _served(self, path: str) -> bool:
         """Return whether a path is a folder, a record or a report's file, within the page's folder and not hidden."""
@@ -110,28 +107,13 @@ class Handler(SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Print nothing for a request."""
 
-    def _allowed(self) -> bool:
-        """Return True if the Host header is this machine; else answer 403, as protection against DNS rebinding."""
-        if self.headers.get("Host", "").partition(":")[0] in (ADDRESS, "localhost"):  # a tunnel may have another port
-            return True
-        self.send_error(HTTPStatus.FORBIDDEN, "open it as http://127.0.0.1")
-        return False
-
-    def _sent_page(self, body: bool = True) -> bool:
-        if self.path.partition("?")[0] not in ("/", "/report.html"):
-            return False
-        text = self.page.read()
-        self._send_headers(text)
-        if body:
-            self.wfile.write(text)
-        return True
-
-    def _send_headers(self, text: bytes) -> None:
+    def _send_html(self, text: bytes) -> io.BytesIO:
         self.send_response(HTTPStatus.OK)
-        for name, value in {"Content-Type": "text/html; charset=utf-8", "Cache-Control": "no-store"}.items():
-            self.send_header(name, value)
+        self.send_header("Content-Type", "text/html; charset=utf-8")
+        self.send_header("Cache-Control", "no-store")
         self.send_header("Content-Length", str(len(text)))
         self.end_headers()
+        return io.BytesIO(text)
 
 
 def _shown(name: str) -> str:
