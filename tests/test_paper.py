@@ -28,7 +28,6 @@ STEPS = 8
 EVER_SO_LITTLE = 1 + 1e-12  # for bounds that hold with equality
 
 paths = pytest.mark.parametrize("path", PATHS)
-betas = pytest.mark.parametrize("beta", BETAS)
 random = settings(deadline=None, max_examples=12)
 
 
@@ -332,8 +331,7 @@ def test_the_bounds_on_momentum_and_step_are_attained_in_the_limit_for_constant_
         assert run.steps[-1].norm() > 0.7 * ETA / (1 - beta)
 
 
-@paths
-@betas
+@on_paths_in_turn("beta", BETAS)
 def test_the_bound_on_the_momentum_fails_for_decay_added_after_the_norm(beta, path):
     """Lemma 2 does not apply to weight_decay_mode "after_norm": lambda w enters the buffer unnormalised."""
     g, size = unit(gaussian(4, seed=0)), 1e3
@@ -384,9 +382,7 @@ def assert_two_point_form(run: Trajectory, beta: float) -> None:
         assert_near(after, w - ETA * unit(g) + beta * (w - before), ETA + w.norm(), 1e-14)
 
 
-@paths
-@betas
-@problems
+@cases
 def test_sngm_is_the_two_point_method_of_the_paper(name, beta, path):
     """Equation (9): w_{t+1} = w_t - eta g_t/||g_t|| + beta (w_t - w_{t-1}), with w_{-1} = w_0."""
     assert_two_point_form(sngm(PROBLEMS[name], path, beta), beta)
@@ -408,9 +404,7 @@ def test_the_z_sequence_takes_plain_normalised_steps(name, beta, path):
         assert_near(step, -ETA / (1 - beta) * unit(g), (ETA + w.norm()) / (1 - beta), 1e-14)
 
 
-@paths
-@betas
-@problems
+@cases
 def test_the_z_sequence_of_every_block_takes_plain_normalised_steps(name, beta, path):
     """Equation (15), and ||z_t - w_t|| <= sqrt(S) eta beta/(1-beta)^2 from the proof of Theorem 3."""
     problem = PROBLEMS[name]
@@ -437,15 +431,12 @@ def test_the_z_lemma_holds_for_every_sequence_of_gradients(path, problem, beta, 
 # ---------------------------------------------------------------------- invariance to the scale of the loss
 
 
-@cases
-@pytest.mark.parametrize(
-    ("mode", "scales"), [(None, (1e-6, 30.0, 1e6)), ("after_norm", (1e-6, 1e6)), ("decoupled", (1e-6, 1e6))]
-)
-def test_the_scale_of_the_loss_leaves_the_trajectory_unchanged(name, beta, path, mode, scales):
+@on_paths_in_turn("name, beta, mode", PROBLEMS, BETAS, [None, "after_norm", "decoupled"])
+def test_the_scale_of_the_loss_leaves_the_trajectory_unchanged(name, beta, path, mode):
     """Equation (7) depends only on the direction of g_t, also with decay that is not inside the norm."""
     decay = {"weight_decay": LAMBDA, "weight_decay_mode": mode} if mode else {}
     plain = sngm(PROBLEMS[name], path, beta, **decay)
-    for c in scales:
+    for c in (1e-6, 30.0, 1e6):
         assert_same_way(plain, sngm(PROBLEMS[name], path, beta, times=c, **decay))
 
 
@@ -458,8 +449,7 @@ def test_the_scale_of_the_loss_matters_to_coupled_decay_unless_the_decay_is_scal
         assert_same_way(plain, sngm(PROBLEMS[name], path, beta, times=c, weight_decay=c * LAMBDA))
 
 
-@paths
-@betas
+@on_paths_in_turn("beta", BETAS)
 def test_only_the_block_wise_variant_is_blind_to_a_scale_for_each_block(beta, path):
     """Equation (13) normalises block by block, equation (7) all blocks at once."""
     problem, scales = PROBLEMS["adversary"], (1e-3, 50.0, 1.0, 1e3)
@@ -571,11 +561,10 @@ def shifted_parabola(x0: float) -> Problem:
     return separable([x0 * one], [one], lambda x: (x + 1).square() / 2, lambda x: x + 1)
 
 
-@paths
-@pytest.mark.parametrize("variant", ["you2017", "momentum"])
-@pytest.mark.parametrize(("x0", "eta", "steps"), [(1.0, 0.1, 60), (5.0, 0.01, 10), (0.3, 0.5, 10)])
-def test_lars_with_phi_the_identity_shrinks_to_zero_and_misses_the_minimum(path, variant, x0, eta, steps):
+@on_paths_in_turn("variant, start", ["you2017", "momentum"], [(1.0, 0.1, 60), (5.0, 0.01, 10), (0.3, 0.5, 10)])
+def test_lars_with_phi_the_identity_shrinks_to_zero_and_misses_the_minimum(path, variant, start):
     """Equation (10) and the text after it: from x_0 > 0 the iteration is x <- (1 - eta) x for any gradient."""
+    x0, eta, steps = start
     run = lars(shifted_parabola(x0), path, 0.0, lr=eta, variant=variant, steps=steps)
     for before, after in itertools.pairwise(run.w):
         assert float(after) == pytest.approx((1 - eta) * float(before), rel=1e-14)
@@ -586,8 +575,7 @@ def falling(first: float) -> Callable[[int], float]:
     return lambda t: first * 0.9**t
 
 
-@paths
-@pytest.mark.parametrize("beta", [0.0, 0.5, 0.9])
+@on_paths_in_turn("beta", [0.0, 0.5, 0.9])
 def test_sngm_with_a_falling_rate_finds_the_minimum_that_lars_misses(beta, path):
     """Equation (10): SNGM converges to -1 from a start from which LARS converges to 0."""
     run = sngm(shifted_parabola(1.0), path, beta, 50, schedule=falling(0.3))
@@ -654,8 +642,7 @@ def test_a_norm_for_each_group_is_sngm_on_each_group_by_itself(name, beta, path)
         assert_near(flat(params), together.w[t + 1], together.length, 1e-12)
 
 
-@paths
-@betas
+@on_paths_in_turn("beta", BETAS)
 def test_with_one_block_the_block_wise_variant_is_sngm(beta, path):
     """Section 6 with S = 1."""
     problem = linear([gaussian(3, 4, seed=9)], [[10.0**e * gaussian(3, 4, seed=e)] for e in range(-3, 4)])
@@ -705,8 +692,7 @@ def test_no_block_wise_step_turns_further_from_the_gradient_than_rho_allows(name
     assert all(angle == pytest.approx(1 / (root_s * r), rel=1e-9) for angle, r in zip(angles, rhos, strict=True))
 
 
-@paths
-@pytest.mark.parametrize("s", [1, 2, 3, 16])
+@on_paths_in_turn("s", [1, 2, 3, 16])
 def test_the_angle_vanishes_for_equal_norms_and_is_widest_when_one_block_rules(path, s):
     """Section 6: rho = 1/sqrt(S) and cos = 1 for equal ||g_s||; rho -> 1 and cos -> 1/sqrt(S) for one large block."""
     even = [unit(gaussian(1 + i, seed=i)) for i in range(s)]

@@ -41,6 +41,12 @@ def _in_a_folder_of_its_own(tmp_path, monkeypatch):
     commit.cache_clear()
 
 
+@pytest.fixture(scope="module")
+def ours():
+    """Return the runs of this repository."""
+    return read(HERE / "results")
+
+
 # ---------------------------------------------------------------- the paper as data
 
 
@@ -277,11 +283,14 @@ def test_a_plan_without_a_results_folder_says_that_every_run_is_missing_and_wher
     assert sngm(f"paper run table-6 --dry-run --results {kept}").out.endswith("no run is missing\n")
 
 
-def test_listing_the_tables_does_not_import_scipy(monkeypatch):
+def test_every_table_is_listed_without_importing_scipy(monkeypatch):
     """Importing scipy.stats takes a second."""
     for name in ("scipy", "scipy.stats", "scipy.stats.qmc"):
         monkeypatch.setitem(sys.modules, name, None)  # makes an import fail
-    assert "showing the runs that come with sngm" in sngm("paper list").err
+    found = sngm("paper list")
+    assert "showing the runs that come with sngm" in found.err
+    assert "figure-2 from those of table-2" in found.out
+    assert all(item.name in found.out for item in experiments.ITEMS)
 
 
 @pytest.mark.parametrize("cells", [",", "SNGM@8192,", ",8192", "@"])
@@ -371,18 +380,16 @@ def from_command(command):
     return resolve(task, given.pop("method"), task_settings=of_task, method_settings=of_method, device="cuda", **given)
 
 
-def test_printed_commands_make_the_runs_they_stand_beside():
-    there = read(HERE / "results")
-    assert len(there.lines) > 30
-    for kept in there.lines.values():
+def test_printed_commands_make_the_runs_they_stand_beside(ours):
+    assert len(ours.lines) > 30
+    for kept in ours.lines.values():
         assert kept.record["command"] == command_of(kept.config)
         assert from_command(kept.record["command"]).hash == kept.hash
     for item in experiments.ITEMS:
         for planned in item.cells():
             cell = planned.cell()
-            for part in ("select", "full"):
-                config = cell.config(cell.grid[0], part, 1)
-                assert from_command(command_of(config)).hash == config.hash, planned.name
+            config = cell.config(cell.grid[0], "select", 1)
+            assert from_command(command_of(config)).hash == config.hash, planned.name
 
 
 # ---------------------------------------------------------------- completeness of a cell
@@ -647,9 +654,9 @@ def test_a_claim_about_training_loss_looks_at_that_of_the_last_epoch_too():
     assert verdicts.of_claim(claim, small(), there)[0] == "contradicted"
 
 
-def test_a_claim_is_tested_on_the_mean_loss_too_where_that_was_run():
+def test_a_claim_is_tested_on_the_mean_loss_too_where_that_was_run(ours):
     item = experiments.find("table-8")
-    claims = document.as_data(item, verdicts.outcomes_of(item, read(HERE / "results")))["claims"]
+    claims = document.as_data(item, verdicts.outcomes_of(item, ours))["claims"]
     assert [claim["note"] for claim in claims] == ["On the sum.", "On the mean."]
     assert [claim["from"].count("SNGM on the mean loss at") for claim in claims] == [0, 8]
 
@@ -714,29 +721,6 @@ def test_the_pages_say_what_the_runs_say(copied):
     assert found.code == 0, found.err
 
 
-@pytest.mark.slow
-@pytest.mark.nightly
-def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(copied):
-    picture = copied / "figure-3.svg"
-    text = picture.read_text()
-    picture.write_text(text.replace("stroke-width: 2", "stroke-width: 3"))
-    assert sngm("paper report --check").code == 0
-    for changed in ("drawn otherwise", "", text.replace(">SNGM", ">MSGD")):
-        picture.write_text(changed)
-        refused(sngm("paper report --check"), "figure-3.svg")
-    picture.unlink()
-    refused(sngm("paper report --check"), "figure-3.svg")
-    picture.write_text(text)
-    (copied / "digits").mkdir()
-    for name in ("table-4-by-batch.svg", "table-5-cifar10-by-batch.json", "digits/runs.md"):
-        (copied / name).write_text(text if "digits" not in name else document.MADE)
-        refused(sngm("paper report --check"), name)
-        assert sngm("paper report").out == f"removed results/{name}\n"
-    (copied / "figure-2-mine.svg").write_text("mine")
-    (copied / "digits" / "runs.md").write_text("mine")
-    assert sngm("paper report --check").code == 0
-
-
 def test_a_method_whose_every_seed_diverged_is_a_cross_and_one_that_lost_some_says_so():
     there = outcomes([None, None, None], [0.9, None, 0.91])
     lost, some = (drawing._series(name, cell, "test_accuracy") for (name, _), cell in there.items())
@@ -769,9 +753,6 @@ def test_the_papers_numbers_are_shown_where_we_have_none(tmp_path, monkeypatch):
     assert "32768 SNGM 76.16 not run yet 0 open" in " ".join(shown.out.split())
     assert "showing the runs that come with sngm" in shown.err
     assert "spectral SNGM 0.04 0.595 92.70 92.25" in " ".join(sngm("paper show rivals").out.split())
-    named = sngm("paper list").out
-    assert "figure-2 from those of table-2" in named
-    assert all(item.name in named for item in experiments.ITEMS)
 
 
 def test_links_lead_to_headings_that_are_there(copied):
@@ -822,6 +803,29 @@ def test_a_changed_record_or_table_is_found(written):
         if path.suffix != ".jsonl":
             assert sngm("paper report").out == f"wrote {name}\n"
             assert path.read_text() == text
+
+
+def test_how_a_picture_is_drawn_does_not_matter_but_it_must_be_there(written):
+    picture = Path("results/table-9-by-batch.svg")
+    text = picture.read_text()
+    picture.write_text(text.replace("stroke-width: 2", "stroke-width: 3"))
+    assert sngm("paper report --check").code == 0
+    for changed in ("drawn otherwise", ""):
+        picture.write_text(changed)
+        refused(sngm("paper report --check"), "table-9-by-batch.svg")
+    picture.unlink()
+    refused(sngm("paper report --check"), "table-9-by-batch.svg")
+    picture.write_text(text)
+    Path("results/figure-2-mine.svg").write_text("mine")
+    Path("results/other").mkdir()
+    Path("results/other/runs.md").write_text("mine")
+    assert sngm("paper report --check").code == 0
+    Path("results/digits/runs.jsonl").unlink()
+    outdated = [f"results/{name}" for name in ("table-9-by-batch.svg", "table-9-by-batch.json", "digits/runs.md")]
+    refused(sngm("paper report --check"), *outdated)
+    assert sngm("paper report").out.splitlines()[-3:] == [f"removed {name}" for name in outdated]
+    assert Path("results/figure-2-mine.svg").exists()
+    assert Path("results/other/runs.md").exists()
 
 
 def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(written):

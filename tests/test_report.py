@@ -194,7 +194,7 @@ def test_what_the_methods_lost_can_be_too_close_to_call_or_the_same(folder):
     assert "adam gained most (1.0 points), then lars (a loss of 2.0 points; p" in folder.answer()
 
 
-@pytest.mark.parametrize("lr", [1e-302, 1e99, 1e300])
+@pytest.mark.parametrize("lr", [1e-302, 1e300])
 def test_no_rate_that_could_be_run_is_beyond_a_report(lr, folder):
     folder.runs("sngm", 32, [0.9], lr=lr).run("msgd", 32, None, lr=lr, status="diverged")
     assert report.rows(folder.summary())[2][1].endswith(f"lr {lr:g})")
@@ -247,7 +247,6 @@ def test_where_lower_is_better_the_lowest_wins(tmp_path, metric):
         "p < 0.001)."
     )
     assert "%" not in report.table(summary).replace("95 %", "")
-    report.write(folder.path)
 
 
 def test_a_folder_of_runs_and_the_folder_of_one_run_are_read_too(folder):
@@ -275,13 +274,14 @@ def test_a_broken_record_is_named_and_skipped(folder, text):
     summary = folder.summary()
     assert summary.cells["sngm", 32].n == 1
     assert summary.notes == ["1 record is broken, or changed since written: run001."]
-    assert "1 record is broken, or changed since written: run001." in report.write(folder.path).read_text("utf-8")
 
 
 def test_a_broken_study_leaves_the_runs(folder):
     folder.run("sngm", 32, 0.9)
     (folder.path / "study.json").write_text('{"methods": 3}')
-    assert folder.summary().notes == ["1 record is broken, or changed since written: study.json."]
+    summary = folder.summary()
+    assert summary.notes == ["1 record is broken, or changed since written: study.json."]
+    assert summary.notes[0] in page.html([summary])
 
 
 def test_a_line_that_was_cut_off_and_values_that_are_not_finite_are_no_points(folder):
@@ -376,8 +376,8 @@ def texts(svg, tag="text"):
 @pytest.mark.parametrize("count", [1, 9])
 def test_a_figure_has_a_description_hover_values_and_no_reference_to_other_files(folder, count):
     for i in range(count):
-        folder.runs(f"m{i}", 32 * 2**i, [0.9 - 0.01 * i, 0.92])
-        folder.run(f"m{i}", 32 * 2**i, 0.9, part="select")
+        batch = 32 * 2 ** (i % 3)
+        folder.runs(f"m{i}", batch, [0.9 - 0.01 * i, 0.92]).run(f"m{i}", batch, 0.9, part="select")
     report.write(folder.path)
     before = {name: (folder.path / name).read_bytes() for name in ("curves.svg", "batch.svg", "lr.svg", "report.html")}
     for name in ("curves.svg", "batch.svg", "lr.svg"):
@@ -528,6 +528,7 @@ def test_time_to_accuracy_is_of_the_first_epoch_at_the_target(folder):
 def test_the_target_of_a_metric_to_be_minimised(tmp_path):
     folder = Folder(tmp_path, metric="loss")
     assert targets.target(folder.runs("sngm", 32, [2.0, 3.0]).summary()) == 1.5  # the best epoch of a seed counts
+    assert "Time to 1.500 test loss" in report.write(tmp_path).read_text("utf-8")
 
 
 def test_a_run_without_a_curve_does_not_hide_the_target(folder):
