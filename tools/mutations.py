@@ -54,7 +54,7 @@ FAULTS = [
     ("study/grid.py", "del identity[\"seeds\"]", "pass", "study"),
     ("study/grid.py", "diverged = record[\"status\"] == \"diverged\" or", "diverged =", "study"),
     ("report/stats.py", "w * w * variance(values) / len(values)", "w * w * variance(values)", "report"),
-    ("report/stats.py", "float(t.ppf((1 + level) / 2, df))", "float(t.ppf(level, df))", "report"),
+    ("report/stats.py", "float(t.ppf(0.975, df))", "float(t.ppf(0.95, df))", "report"),
     ("report/records.py", "return math.nan\n        return self.result", "return None\n        return self.result", "report"),
     ("report/records.py", "'validation' if self.part == 'select' else 'test'", "'test'", "report"),
     ("report/summary.py", "reverse=self.higher_is_better)", "reverse=True)", "report"),

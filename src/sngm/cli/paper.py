@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import Failed, Interrupted, UsageError
-from ..progress import duration
+from ..progress import duration, note
 from .options import DATA, DEVICE, DRY, JSON, examples, verbs
 
 if TYPE_CHECKING:
@@ -146,11 +146,12 @@ def run(
     planned = making.select(found, None if cells is None else cells.split(","))
     missing = _is_missing(results)
     if dry_run:
+        there = read(results)
+        outcomes = [outcome_of(one, there, seeds) for one in planned]
         if missing:
             others = f"; --results {kept} has the runs that come with sngm" if (kept := _of_package()) else ""
-            print(f"sngm: no folder results here, so every run is missing{others}", file=sys.stderr)
-        there = read(results)
-        _plan(found, [outcome_of(one, there, seeds) for one in planned], as_json)
+            note(f"sngm: no folder results here, so every run is missing{others}")
+        _plan(found, outcomes, as_json)
         return
     from ..progress import interrupt_on_signal
     from ..study.display import study_progress
@@ -256,7 +257,7 @@ def _to_show(results: Path) -> Path:
         return results
     kept = _of_package()
     shown = "showing the runs that come with sngm" if kept else "no run is known"
-    print(f"sngm: no folder results here; {shown}", file=sys.stderr)
+    note(f"sngm: no folder results here; {shown}")
     return kept or results
 
 

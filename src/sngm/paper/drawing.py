@@ -7,11 +7,11 @@ import math
 from collections.abc import Sequence
 from statistics import fmean
 
-from ..report.figures import Figure, Points, Series
+from ..report.figures import LOOKS, Figure, Points, Series
 from ..report.stats import half_width
 from .experiments import ON_MEAN, Item
 from .results import Line
-from .tables import ADAM, CLARS, EXTRAP, FIGURES, LAMB, LARS, MSGD, SNGM
+from .tables import FIGURES
 from .verdicts import SEEDS, Outcome, by_cell
 
 AXES = {
@@ -22,7 +22,6 @@ AXES = {
     "validation_perplexity": "validation perplexity, log scale",
     "validation_auc": "validation AUC",
 }
-LOOKS = (MSGD, LARS, SNGM, CLARS, EXTRAP, ADAM, LAMB)  # each has its own colour and marker
 
 
 def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
@@ -62,16 +61,16 @@ def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
         numbers = item.numbers.get(row.paper or "")
         if numbers is None or item.apart or item.metric == "seconds":
             continue
-        slot = LOOKS.index(row.name)
+        slot = LOOKS.index(row.name.lower())
         theirs.append(Series(row.name, slot, [(float(b), _shown(y, metric)) for b, y in sorted(numbers.items())]))
         cells = sorted((o for o in outcomes if o.planned.row is row), key=lambda o: o.planned.batch)
+        by_x = [(float(cell.planned.batch), cell) for cell in cells]
         means = [_shown(fmean(cell.values), metric) if cell.values else math.nan for cell in cells]
-        halves = [half_width(cell.values) if len(cell.values) >= SEEDS else None for cell in cells]
-        errors = [None if half is None else _shown(half, metric) for half in halves]
-        pairs = [cell for cell in cells if len(cell.values) == 2]
-        dots: list[Points] = [[(float(cell.planned.batch), _shown(y, metric))] for cell in pairs for y in cell.values]
-        points = [(float(cell.planned.batch), mean) for cell, mean in zip(cells, means, strict=True)]
-        lost = [float(cell.planned.batch) for cell in cells if cell.diverged or cell.nothing_trains]
+        enough = [cell.values if len(cell.values) >= SEEDS else [] for cell in cells]
+        errors = [_shown(half, metric) if (half := half_width(values)) is not None else None for values in enough]
+        dots: list[Points] = [[(x, _shown(y, metric))] for x, c in by_x if len(c.values) == 2 for y in c.values]
+        points = [(x, mean) for (x, _), mean in zip(by_x, means, strict=True)]
+        lost = [x for x, cell in by_x if cell.diverged or cell.nothing_trains]
         if any(map(math.isfinite, means)) or lost:
             ours.append(Series(row.name, slot, points, errors, dots, lost=lost))
     if not ours:
@@ -95,7 +94,7 @@ def _shown(value: float, metric: str) -> float:
 
 def _series(name: str, cell: Outcome, metric: str) -> Series | None:
     """Return the mean curve of a method and the curve of each seed; a cross at the last epoch if every run diverged."""
-    slot = LOOKS.index(name)
+    slot = LOOKS.index(name.lower())
     if cell.tried and not cell.values:
         return Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])
     finished = [line for line in cell.lines if line.record["status"] == "finished" and metric in line.curve]

@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-MSGD, LARS, EXTRAP, CLARS, SNGM, ADAM, LAMB = "MSGD", "LARS", "EXTRAP-SGD", "CLARS", "SNGM", "ADAM", "LAMB"
-
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -60,17 +58,12 @@ class Claim:
     """Whether the paper makes the claim; False for a question of our own."""
 
 
-def each(methods: Sequence[str], others: Sequence[str], batches: Sequence[int]) -> tuple[tuple[Cell, Cell], ...]:
-    """Return pairs of cells: each of `methods` with each of `others`, both at the same batch, for each batch."""
-    return tuple(((m, b), (o, b)) for b in batches for m in methods for o in others)
-
-
 def _claim(
     methods: Sequence[str] = (), others: Sequence[str] = (), batches: Sequence[int] = (), pairs: Any = (), **rest: Any
 ) -> Claim:
     """Build a claim of tables.toml, which compares `methods` with `others` at `batches`, or the cells of `pairs`."""
-    cells = tuple((tuple(a), tuple(b)) for a, b in pairs) or each(methods, others, batches)
-    return Claim(pairs=cells, **rest)
+    cells = pairs or [((method, batch), (other, batch)) for batch in batches for method in methods for other in others]
+    return Claim(pairs=tuple((tuple(a), tuple(b)) for a, b in cells), **rest)
 
 
 PAPER = tomllib.loads(Path(__file__).with_name("tables.toml").read_text("utf-8"))

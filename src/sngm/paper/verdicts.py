@@ -205,7 +205,7 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
         return OPEN, f"{gap}, on different hardware"
     if kind == "similar":
-        found = difference(a, b, 1 - LEVEL)
+        found = difference(a, b)
         if found is None:
             return OPEN, f"{gap}, no spread"
         (apart, half), allowed = found, tolerance(metric, fmean(b))

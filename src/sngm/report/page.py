@@ -123,7 +123,6 @@ def _part(summary: Summary) -> dict[str, Any]:
         "tables": tables(summary),
         "goal": None if goal is None else summary.text(goal) + " %" * summary.percent,
         "headings": [f"batch {batch}" for batch in summary.batches],
-        "several": len(summary.methods) > 1,
         "details": details,
         "caption": caption(summary),
         "footnotes": footnotes(summary),
@@ -138,7 +137,6 @@ def _part(summary: Summary) -> dict[str, Any]:
             "time": f"{duration(sum(seconds))} in {count_of(len(seconds), 'run')}" if seconds else "not recorded",
         },
         "commands": [study.command] if study and study.command else sorted({r.command for r in runs if r.command}),
-        "runs": runs,
     }
 
 

@@ -7,24 +7,24 @@ from collections.abc import Sequence
 from statistics import fmean, variance
 
 
-def half_width(values: Sequence[float], level: float = 0.95) -> float | None:
-    """Return half the width of the mean's confidence interval by Student's t; None for fewer than two values.
+def half_width(values: Sequence[float]) -> float | None:
+    """Return half the width of the mean's 95 % interval by Student's t; None for fewer than two values.
 
     >>> round(half_width([0.97, 0.98, 0.96]), 4)
     0.0248
     """
-    return _half_width(level, (1, values))
+    return _half_width((1, values))
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float], level: float = 0.95) -> tuple[float, float] | None:
-    """Return the difference of two means and half the width of its confidence interval, by Welch.
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
+    """Return the difference of two means and half the width of its 95 % interval, by Welch.
 
     The result is None if no test is possible, see `contrast`.
 
     >>> tuple(round(value, 4) for value in difference([0.97, 0.98, 0.96], [0.93, 0.95, 0.94]))
     (0.03, 0.0227)
     """
-    half = _half_width(level, (1, ours), (-1, theirs))
+    half = _half_width((1, ours), (-1, theirs))
     return (fmean(ours) - fmean(theirs), half) if half else None
 
 
@@ -43,11 +43,11 @@ def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
     return float(2 * t.sf(abs(sum(w * fmean(values) for w, values in groups)) / error, df)) if error else None
 
 
-def _half_width(level: float, *groups: tuple[float, Sequence[float]]) -> float | None:
+def _half_width(*groups: tuple[float, Sequence[float]]) -> float | None:
     from scipy.stats import t
 
     error, df = _standard_error(groups)
-    return None if error is None else error * float(t.ppf((1 + level) / 2, df))
+    return None if error is None else error * float(t.ppf(0.975, df))
 
 
 def _standard_error(groups: Sequence[tuple[float, Sequence[float]]]) -> tuple[float | None, float]:

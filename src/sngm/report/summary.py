@@ -117,21 +117,26 @@ class Summary:
 
     def answer(self) -> str:
         """Return sentences on which method is best at the largest batch, and which lost least as the batch grew."""
-        scored = {batch: self.ranking(batch) for batch in self.batches}
-        reached = [batch for batch in self.batches if scored[batch]]
-        if not reached:
+        if not self.reached:
             return self._nothing()
-        largest = self.batches[-1]
-        sentences = []
-        if largest != reached[-1]:
-            lost = all(self.cells[method, largest].only_diverged for method in self.methods)
-            sentences.append(
-                f"At batch {largest} every run diverged." if lost else f"At batch {largest} nothing has finished yet."
-            )
-        sentences.append(self._best(scored[reached[-1]]))
-        if len(reached) > 1:
-            sentences.append(self._cost(reached[0], reached[-1]))
+        sentences = [f"{self.beyond}." if self.beyond else "", self._best(self.ranking(self.reached[-1]))]
+        if len(self.reached) > 1:
+            sentences.append(self._cost(self.reached[0], self.reached[-1]))
         return " ".join(filter(None, sentences))
+
+    @property
+    def reached(self) -> list[int]:
+        """The batch sizes at which a method has a result."""
+        return [batch for batch in self.batches if self.ranking(batch)]
+
+    @property
+    def beyond(self) -> str:
+        """Why the largest batch size has no result; empty if it has one."""
+        largest = self.batches[-1]
+        if self.ranking(largest):
+            return ""
+        lost = all(self.cells[method, largest].only_diverged for method in self.methods)
+        return f"At batch {largest} {'every run diverged' if lost else 'nothing has finished yet'}"
 
     def ranking(self, batch: int) -> list[Cell]:
         """Return the cells (methods) of a batch size that have a mean, best first."""
@@ -164,36 +169,35 @@ class Summary:
         return f"No run has finished yet ({len(full)} begun), so there is no answer."
 
     def _best(self, ranked: list[Cell]) -> str:
-        best, batch, what = ranked[0], ranked[0].batch, f"test {self.metric}"
-        unit = " %" if self.percent else ""
-        aside = self._aside(batch)
-        assert best.mean is not None
+        """Return a sentence on the best method of a batch size, and whether it differs from the second best."""
+        best, at, aside = ranked[0], f"At batch {ranked[0].batch},", self._aside(ranked[0].batch)
+        unit = f"{' %' if self.percent else ''} test {self.metric}"
+        means = [cell.mean or 0.0 for cell in ranked]
+        value = self.text(means[0], best.half_width)
         if len(ranked) == 1:
             seeds = "one seed" if best.n == 1 else f"{best.n} seeds"
-            value = self.text(best.mean, best.half_width)
-            return f"At batch {batch}, {best.method} reaches {value}{unit} {what} on {self.task} ({seeds}){aside}."
-        second = ranked[1]
-        assert second.mean is not None
-        gap = abs(best.mean - second.mean)
-        if _same(best.mean, second.mean):
-            tied = join([cell.method for cell in ranked if _same(cell.mean or 0.0, best.mean)])
-            return f"At batch {batch}, {tied} tie on {self.task}: {self.text(best.mean)}{unit} {what}{aside}."
-        p = welch(best, second)
-        side = "above" if self.higher_is_better else "below"
+            return f"{at} {best.method} reaches {value}{unit} on {self.task} ({seeds}){aside}."
+        tied = [cell.method for cell, mean in zip(ranked, means, strict=True) if _same(mean, means[0])]
+        if len(tied) > 1:
+            return f"{at} {join(tied)} tie on {self.task}: {self.text(means[0])}{unit}{aside}."
+        second, p = ranked[1], welch(best, ranked[1])
+        tested = "" if p is None else f"({_p(p)}, Welch's test over {best.n} and {second.n} seeds)"
         if p is not None and p >= 0.05:
+            both = f"{self.text(means[0])} and {self.text(means[1])}{unit}"
             return (
-                f"At batch {batch}, {best.method} and {second.method} are too close to call on {self.task}: "
-                f"{self.text(best.mean)} and {self.text(second.mean)}{unit} {what} "
-                f"({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
+                f"{at} {best.method} and {second.method} are too close to call on {self.task}: {both} {tested}{aside}."
             )
-        head = (
-            f"At batch {batch}, {best.method} is {'best' if p is not None else 'ahead'} on {self.task} with "
-            f"{self.text(best.mean, best.half_width)}{unit} {what}, {self.gap(gap)} {side} {second.method}"
-        )
+        head = f"{at} {best.method} is {'ahead' if p is None else 'best'} on {self.task} with {value}{unit}"
+        head += f", {self.lead(best, second)} {second.method}"
         if p is not None:
-            return f"{head}: a clear difference ({_p(p)}, Welch's test over {best.n} and {second.n} seeds){aside}."
+            return f"{head}: a clear difference {tested}{aside}."
         why = "with one seed" if min(best.n, second.n) < 2 else "as the seeds show no spread"
         return f"{head}, but {why} no test can tell that from chance{aside}."
+
+    def lead(self, best: Cell, second: Cell) -> str:
+        """Return by how much a cell is better than another, such as "4.0 points above"."""
+        gap = self.gap(abs((best.mean or 0.0) - (second.mean or 0.0)))
+        return f"{gap} {'above' if self.higher_is_better else 'below'}"
 
     def _aside(self, batch: int) -> str:
         """Return a text that lists the runs and methods that the ranking of a batch size does not include."""
@@ -215,10 +219,9 @@ class Summary:
         least, method = costs[0]
         tied = [name for cost, name in costs if _same(cost, least)]
         if len(costs) == 1:
-            gap = self.gap(abs(least)) if least else "nothing"
             p = welch(self.cells[method, small], self.cells[method, large])
             sure = f" ({_p(p)}, too close to call)" if p is not None and p >= 0.05 else ""
-            return f"{head} {method} {'gained' if least < 0 else 'lost'} {gap}{sure}."
+            return f"{head} {method} {'gained' if least < 0 else 'lost'} {self._size(least)}{sure}."
         if len(tied) > 1:
             least_lost = "gained the same and most" if least < 0 else "lost the same and least"
             return f"{head} {join(tied)} {least_lost} ({self._size(least)})."
