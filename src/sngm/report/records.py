@@ -304,8 +304,7 @@ def _batch(value: object) -> int:
 
 
 def _numbers(record: Mapping[str, object]) -> dict[str, float]:
-    numeric = {key: value for key, value in record.items() if value is None or isinstance(value, int | float)}
-    return {clean(key): _number(value) for key, value in numeric.items() if not isinstance(value, bool)}
+    return {clean(key): _number(value) for key, value in record.items() if value is None or type(value) in (int, float)}
 
 
 def _count(value: object) -> int | None:

@@ -150,7 +150,8 @@ def points(ranges: Ranges, trials: int) -> list[dict[str, float]]:
     >>> points({"lr": (0.01, 1.0), "warmup": (0.0, 4.0)}, 3)
     [{'lr': 0.1, 'warmup': 2.0}, {'lr': 0.316, 'warmup': 1.0}, {'lr': 0.0316, 'warmup': 3.0}]
     """
-    engine = torch.quasirandom.SobolEngine(len(ranges)).fast_forward(1)  # skip the first point, the lower end of all
+    # skip the first point, the lower end of all ranges
+    engine = torch.quasirandom.SobolEngine(len(ranges)).fast_forward(1)  # type: ignore[no-untyped-call]
     rows = engine.draw(trials, dtype=torch.float64).tolist()
     for digits in (3, 6):  # trials are identified by their learning rates, so a narrow range needs more digits
         found = [
