@@ -907,7 +907,7 @@ def test_a_budget_without_the_signal_for_it_is_refused(tiny, monkeypatch):
 def test_a_run_that_fails_is_told_and_the_others_are_kept(tiny, tmp_path, monkeypatch):
     def failing(study, folder, *, known, show, **_):
         record = {"status": "failed", "error": "ValueError: no", "result": {}}
-        progress = making.launch.Progress([], 1, done=[(line().config, record)], failed=[(line().config, record)])
+        progress = making.launch.Progress([], 1, done=[(line().config, record)])
         show(progress)
         return progress
 

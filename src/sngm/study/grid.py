@@ -52,8 +52,10 @@ class StudyConfig:
     def __post_init__(self) -> None:
         object.__setattr__(self, "task", tasks.canonical(self.task))
         if not at_least(self.seeds, 1) or self.seeds > MOST_SEEDS:
-            most = f"at most {MOST_SEEDS:,}"
-            raise UsageError(f"`seeds` must be the number of runs of each result, {most}, got {self.seeds!r}")
+            raise UsageError(
+                f"`seeds`, the number of runs of each result, must be at least 1 and at most {MOST_SEEDS:,}, got "
+                f"{self.seeds!r}"
+            )
         grids = self.lrs.values() if isinstance(self.lrs, dict) else [self.lrs or ()]
         for name, values in (("methods", self.methods), ("batches", self.batches), *(("lrs", grid) for grid in grids)):
             if len(set(values)) < len(values):
