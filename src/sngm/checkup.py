@@ -316,9 +316,9 @@ def _state(watch: _Watch) -> Finding:
     return Finding("state", True, "belongs to the parameters of the model")
 
 
-def _coupled(inner: list[Any]) -> bool:
-    """Return whether the steps depend on clipping, which multiplies each step's gradient by a different factor."""
-    groups = [(o, group) for o in inner for group in o.param_groups]
+def _scale_matters(optimizers: list[Any]) -> bool:
+    """Return whether the update of an optimizer changes if its gradient is multiplied by a factor, as clipping does."""
+    groups = [(o, group) for o in optimizers for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups
     )
@@ -331,7 +331,7 @@ def _clipping(watch: _Watch) -> Finding:
     if not watch.clips:
         return Finding("clipping", True, "none seen")
     limit, norm = min(watch.clips, key=lambda clip: clip[0] / clip[1] if clip[1] > 0 else math.inf)
-    if not _coupled(watch.optimizers):
+    if not _scale_matters(watch.optimizers):
         return Finding("clipping", True, f"on, at {limit:g}; without effect, because the step is normalised")
     effect = "shifts the balance with weight decay; turn it off"
     if norm <= limit:
