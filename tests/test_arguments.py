@@ -425,6 +425,20 @@ def test_lamb_takes_over_groups_of_a_torch_sgd():
     assert optimizer.state[w]["step"] == 1
 
 
-def test_sparse_parameters_are_refused_at_once():
-    with pytest.raises(TypeError, match=r"params.*dense.*sparse_coo"):
-        SNGM([torch.nn.Parameter(torch.eye(3).to_sparse())], lr=0.1)
+@pytest.mark.parametrize(
+    ("param", "error", "match"),
+    [
+        (torch.nn.Parameter(torch.eye(3).to_sparse()), TypeError, "dense.*sparse_coo"),
+        (torch.ones(1).expand(3), ValueError, "expanded"),
+        (torch.ones(2, dtype=torch.complex64).conj(), ValueError, "resolve_conj"),
+    ],
+    ids=["sparse", "expanded", "conjugated"],
+)
+def test_parameters_no_rule_could_update_are_refused_at_once(param, error, match):
+    with pytest.raises(error, match=rf"params.*{match}"):
+        SNGM([param], lr=0.1)
+
+
+def test_a_number_no_float_can_hold_is_refused_like_any_other():
+    with pytest.raises(ValueError, match="lr must be a finite number"):
+        SNGM([torch.nn.Parameter(torch.zeros(2))], lr=10**400)

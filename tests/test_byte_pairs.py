@@ -126,6 +126,7 @@ DAMAGE = {
     "another number": lambda content: content.replace(b'"97 ', b'"98 ', 1),
     "not an object": lambda content: b"[1, 2]",
     "no merges": lambda content: b"{}",
+    "no digest and few merges": lambda content: b'{"merges": ["97 98"]}',
     "a late token": lambda content: b'{"merges": ["99 279"]}',
     "numbers": lambda content: b'{"merges": [5]}',
 }

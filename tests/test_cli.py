@@ -365,7 +365,9 @@ def step_raises():
         "pair": ["must return (model, optimizer, step), got (Linear, NoneType)"],
         "no_step": ["got (Linear, SNGM, NoneType)"],
         "foreign": ["optimizer must be, wrap or contain an optimizer of sngm, got SGD"],
-        "nosuch": ["has no function 'nosuch'"],
+        "nosuch": [
+            "has no function 'nosuch'; its functions: number, pair, no_step, foreign, needs, raises, step_raises"
+        ],
         "value": ["'int' object is not callable"],
         "needs": ["needs() missing 1 required positional argument: 'path'"],
     }.items(),

@@ -727,6 +727,8 @@ def test_a_checkpoint_with_settings_no_rule_knows_is_refused_and_changes_nothing
         ({"model": {}, "optimizer": {}}, r"'model', 'optimizer'"),
         ({"state": {0: {"momentum_buffer": "x"}}, "param_groups": []}, "momentum_buffer of parameter 0.*'x'"),
         ({"state": {0: 5}, "param_groups": []}, "parameter 0.*5"),
+        ({"state": {}, "param_groups": 3}, "param_groups must be a list of dicts, got 3"),
+        ({"state": {}, "param_groups": [None]}, r"param_groups must be a list of dicts, got \[None\]"),
     ],
     ids=repr,
 )

@@ -227,6 +227,25 @@ def test_an_error_names_the_file(path, damage, told):
         load()
 
 
+def test_files_that_change_while_they_are_decoded_are_not_loaded(monkeypatch):
+    def pixels(*arguments):
+        image = FOLDER / "val" / "images" / "val_3.JPEG"
+        image.write_bytes(image.read_bytes() + b"0")
+        return decode(*arguments)
+
+    decode = tiny_imagenet._pixels
+    monkeypatch.setattr(tiny_imagenet, "_pixels", pixels)
+    with pytest.raises(Failed, match="changed while it was read"):
+        load()
+
+
+def test_facts_that_are_damaged_are_made_again():
+    facts = load().folder / "facts.json"
+    for damaged in ("{}", "[]", '{"arrays": []}', '{"arrays": {}}'):
+        facts.write_text(damaged)
+        assert len(load().train) == 12
+
+
 def test_without_pillow_it_says_what_to_install(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "PIL", None)

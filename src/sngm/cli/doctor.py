@@ -65,6 +65,8 @@ def _check_script(script: str, as_json: bool) -> None:
 
 def _function(script: str) -> Callable[[], Any]:
     """Return the function that file.py:function names."""
+    import inspect
+
     from ..errors import UsageError
     from ..optim.external import load_file
 
@@ -73,7 +75,8 @@ def _function(script: str) -> Callable[[], Any]:
         raise UsageError(f"--script must be file.py:function, got {script!r}")
     module = load_file(Path(place))
     if not hasattr(module, name):
-        raise UsageError(f"--script {script}: {place} has no function {name!r}")
+        named = ", ".join(key for key, value in vars(module).items() if inspect.isfunction(value)) or "none"
+        raise UsageError(f"--script {script}: {place} has no function {name!r}; its functions: {named}")
     function: Callable[[], Any] = getattr(module, name)
     return function
 

@@ -155,7 +155,7 @@ def train_byte_pairs(text: str, size: int, show: Show = tell) -> BytePairs:
 def load_byte_pairs(text: str, size: int, folders: Sequence[Path]) -> BytePairs:
     """Return the vocabulary of a text: read its file if one of the folders holds it, else make it and write the file.
 
-    The name of the file has the size and a checksum of the text. A damaged file, whose digest is wrong, is made again.
+    The name of the file has the size and a checksum of the text. A damaged file is made again.
 
     Args:
         text: the text that the vocabulary is made from.
@@ -168,7 +168,8 @@ def load_byte_pairs(text: str, size: int, folders: Sequence[Path]) -> BytePairs:
     for folder in folders:
         with contextlib.suppress(OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
             merges = [line.split() for line in read_record(folder / name)["merges"]]
-            return BytePairs((int(first), int(second)) for first, second in merges)
+            if len(merges) == size - BYTES:
+                return BytePairs((int(first), int(second)) for first, second in merges)
     made = train_byte_pairs(text, size, tell if is_first() else lambda line: None)
     record = {"size": size, "text": checksum, "merges": [f"{first} {second}" for first, second in made.merges]}
     for folder in folders:

@@ -18,6 +18,7 @@ from typing import IO, Any, TypeVar
 
 import numpy as np
 
+from ..environment import is_first
 from ..errors import Failed
 from ..files import locked
 from .fetch import digest, tell
@@ -56,8 +57,11 @@ def load_or_convert(
     shown = show or (lambda text: tell(f"{dataset}: {text}"))
 
     def loaded(folder: Path) -> T | None:
-        facts = _read_facts(folder)
-        return None if facts is None else load(folder, facts)
+        try:
+            facts = _read_facts(folder)
+            return None if facts is None else load(folder, facts)
+        except (OSError, ValueError, LookupError, TypeError, AttributeError):  # missing or damaged
+            return None
 
     beside, cache = source / ".sngm", Path.home() / ".cache" / "sngm" / dataset / ".sngm"
     for folder, of in ((beside, ""), (cache, str(source))):
@@ -67,7 +71,11 @@ def load_or_convert(
             if (found := loaded(target)) is not None:  # converted by another user
                 return found
             continue
-        with locked(folder, f".{name}.lock", waiting=lambda: shown("another process is converting the data")):
+        with locked(
+            folder,
+            f".{name}.lock",
+            waiting=lambda: shown("another process is converting the data") if is_first() else None,
+        ):
             found = loaded(target)
             if found is None:
                 with _atomic_folder(target, space) as aside:
@@ -129,12 +137,9 @@ def flushed(files: Iterable[IO[bytes]]) -> dict[str, dict[str, Any]]:
 
 
 def _read_facts(folder: Path) -> dict[str, Any] | None:
-    """Return the content of facts.json in a converted form; None if this file or an array is missing or incomplete."""
-    try:
-        facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
-        whole = all((folder / name).stat().st_size == array["bytes"] for name, array in facts["arrays"].items())
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    """Return the content of facts.json in a converted form; None if an array is incomplete."""
+    facts: dict[str, Any] = json.loads((folder / FACTS).read_text())
+    whole = all((folder / name).stat().st_size == array["bytes"] for name, array in facts["arrays"].items())
     return facts if whole else None
 
 

@@ -168,7 +168,8 @@ def _decode(listing: Listing, folder: Path, show: Show) -> None:
         labels = new_array(stack, folder / "labels.npy", (count,), "<i8")
         labels.write(np.array([label for _, _, label in listing.files], "<i8").tobytes())
         arrays = flushed((images, labels))
-    write_json(folder / FACTS, {"files": listing.digest(), "arrays": arrays})
+    now = list_files(listing.folder).digest()  # if files changed during the decoding, the images are not loaded
+    write_json(folder / FACTS, {"files": now, "arrays": arrays})
     seconds = time.monotonic() - began
     show(f"decoded {count:,} images in {seconds:.0f} s, {count / seconds:,.0f} per second")
 

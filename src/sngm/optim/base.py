@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from operator import attrgetter
+from operator import attrgetter, is_
 from typing import Any, ClassVar
 
 import torch
@@ -33,9 +33,12 @@ def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
     return lr.reshape(()).to(sum_dtype(lr.device))  # products with other settings must not be rounded to float32
 
 
-def settings_in(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of groups among the arguments of a method's `__init__`, which passes its `locals()`."""
-    others = {"self", "__class__", "params", "norm_group"}  # `super()` adds __class__ to the locals
+def settings_in(arguments: dict[str, Any], but: str = "") -> dict[str, Any]:
+    """Return the settings of groups among the arguments of a method's `__init__`, which passes its `locals()`.
+
+    `but` names an argument that belongs to the whole optimizer.
+    """
+    others = {"self", "__class__", "params", "norm_group", but}  # `super()` adds __class__ to the locals
     return {name: value for name, value in arguments.items() if name not in others}
 
 
@@ -230,11 +233,34 @@ class LargeBatchOptimizer(StatefulOptimizer):
             return False
         checks.rates(groups)
         self._check_parameters(params)
-        self._move_counters(params[0].device)
-        step = KernelStep(self, params, grads, mean_norms)
+        home = params[0].device
+        self._move_counters(home)
+        rounding, state = self._rounding_step(), self.state
+        in_order = len(state) == len(params) and all(map(is_, state, params))  # the usual case, which needs no look-up
+        step = KernelStep(
+            method=self.KERNEL,
+            scope=getattr(self, "scope", "global"),
+            home=home,
+            params=params,
+            grads=grads,
+            states=list(state.values()) if in_order else [state[p] for p in params],
+            keys=[self.BUFFERS + self.COUNTS if self._needs_buffers(group) else () for group in groups],
+            lengths=[len(group["params"]) for group in groups],
+            settings=[self._kernel_settings(group) for group in groups],
+            adapt=[group.get("adapt") for group in groups],
+            shards=self._shards,
+            grad_norm=self._grad_norm,
+            skipped=self._skipped,
+            scale=getattr(self, "grad_scale", None),
+            found_inf=getattr(self, "found_inf", None),
+            rounding=None if rounding is None else rounding.to(home),
+            mean_norms=mean_norms,
+            whole_square=self._whole_square,
+            captured=home.type == "cuda" and torch.cuda.is_current_stream_capturing(),
+        )
         layout, self._layout = self._layout, None  # an interrupted step would leave wrong counters in the layout
         try:
-            layout = take_step(self, step, layout)
+            layout = take_step(step, layout, self._gather, self._adapts)
         except kernels.Unsupported as error:
             if any(group["fused"] for group in groups):
                 raise ValueError(f"fused=True, but {error}; use fused=None") from error

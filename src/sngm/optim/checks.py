@@ -23,7 +23,11 @@ def number(
     allowed = f"a finite number in {'[' if include_low else '('}{low:g}, {high:g})"
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} must be {allowed}, got {value!r} of type {type(value).__name__}")
-    if not (math.isfinite(value) and (value >= low if include_low else value > low) and value < high):
+    try:
+        finite = math.isfinite(value)
+    except OverflowError:  # an int beyond the range of float
+        finite = False
+    if not (finite and (value >= low if include_low else value > low) and value < high):
         raise ValueError(f"{name} must be {allowed}, got {value!r}")
 
 
@@ -103,7 +107,7 @@ def betas(name: str, value: Any) -> None:
 flag_or_none = partial(flag, none=True)
 positive_or_none = partial(number, include_low=False, none=True)
 # the check of each setting; a setting has the same meaning in every method that has it
-SETTINGS: dict[str, Callable[[str, Any], None]] = {
+CHECKS: dict[str, Callable[[str, Any], None]] = {
     "lr": rate,
     "inner_lr": rate,
     "momentum": partial(number, high=1.0),
@@ -129,7 +133,7 @@ SETTINGS: dict[str, Callable[[str, Any], None]] = {
 
 def settings(group: dict[str, Any]) -> None:
     """Raise an error if a setting of a group is invalid, or if two settings contradict each other."""
-    for name, check in SETTINGS.items():
+    for name, check in CHECKS.items():
         if name in group:
             check(name, group[name])
     if group["foreach"] and group["fused"]:
@@ -187,6 +191,10 @@ def parameters(params: list[Any], dtypes: tuple[torch.dtype, ...]) -> None:
         placements = getattr(p, "placements", ())  # only DTensors have placements
         if any(placement.is_partial() for placement in placements):
             raise TypeError(f"params must be whole or sharded; params[{i}] is a DTensor of partial sums: {placements}")
+        if any(stride == 0 and size > 1 for size, stride in zip(p.shape, p.stride(), strict=True)):
+            raise ValueError(f"params must not overlap themselves in memory; params[{i}] is an expanded view")
+        if p.is_conj():
+            raise ValueError(f"params must not be conjugated views; use params[{i}].resolve_conj()")
         if id(p) in seen:
             raise ValueError(f"params must not repeat a parameter; params[{i}] appears twice in its group")
         seen.add(id(p))

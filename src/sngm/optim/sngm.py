@@ -95,9 +95,7 @@ class SNGM(LargeBatchOptimizer):
     ) -> None:
         checks.choice("scope", scope, SCOPES)
         self.scope = scope
-        defaults = settings_in(locals())
-        del defaults["scope"]
-        super().__init__(params, defaults, norm_group=norm_group)
+        super().__init__(params, settings_in(locals(), but="scope"), norm_group=norm_group)
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)

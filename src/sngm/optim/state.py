@@ -124,6 +124,9 @@ class StatefulOptimizer(Optimizer):
         if not isinstance(state_dict, dict) or not {"state", "param_groups"} <= state_dict.keys():
             found = list(state_dict) if isinstance(state_dict, dict) else type(state_dict).__name__
             raise ValueError(f"state_dict must be a dict with 'state' and 'param_groups', got {found}")
+        groups = state_dict["param_groups"]
+        if not (isinstance(groups, (list, tuple)) and all(isinstance(group, dict) for group in groups)):
+            raise ValueError(f"state_dict: param_groups must be a list of dicts, got {groups!r}")
         warned = False
         for index, entry in state_dict["state"].items():
             for key in self.BUFFERS:
@@ -138,7 +141,7 @@ class StatefulOptimizer(Optimizer):
                     f"{type(self).__name__} starts from zero there. Is it another optimizer's checkpoint?",
                     stacklevel=2,
                 )
-        keys = {key for group in state_dict["param_groups"] for key in group}
+        keys = {key for group in groups for key in group}
         if (others := sorted(keys & SETTINGS - self.defaults.keys())) and not warned:
             warnings.warn(
                 f"the checkpoint's groups hold {', '.join(others)}, which {type(self).__name__} does not know. "

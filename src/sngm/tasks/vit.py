@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -83,7 +84,7 @@ class CifarViT(Task):
         return Splits(Tensors(*train), Tensors(*test))
 
     def model(self) -> nn.Module:
-        folders = (root / self.source for root in data_roots(self.data_dir))
+        folders = (root / self.source for root in [Path(), *data_roots(self.data_dir)])
         model = load_vit(next((str(folder) for folder in folders if folder.is_dir()), self.source), self.classes)
         if self.size % model.patch:
             raise UsageError(f"size must be a multiple of the model's patch size, {model.patch}, got {self.size}")

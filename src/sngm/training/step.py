@@ -110,6 +110,7 @@ class Stepper:
                         self.gradient_sum.begin()
                     whole = self.plan.batch if micro_batches is None else self.plan.micro
                     (part * (size / whole * self.scale)).backward()
+                    # the last pass of a micro-batch: every worker's part of the batch is a multiple of micro
                     if micro_batches is not None and piece.stop % self.plan.micro == 0:
                         micro_batches.add(self.plan.micro / self.plan.batch)
                     loss += part.detach() * (size / self.plan.batch)

@@ -9,10 +9,11 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, compress, groupby
-from operator import attrgetter, is_, itemgetter, or_
+from operator import attrgetter, itemgetter, or_
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from ..buckets import Bucket, Work
 from ..sharded_norms import Shards, is_dtensor, local
 from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
@@ -32,41 +34,50 @@ OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
 TRITON_DTYPES = {getattr(torch, name): getattr(tl, name) for name in ("float16", "bfloat16", "float32", "float64")}
 
 
+@dataclass
 class KernelStep:
     """Inputs of the kernels for one step of an optimizer."""
 
-    def __init__(self, optimizer: Any, params: list[Any], grads: list[Any], mean_norms: Any) -> None:
-        groups, state, rounding = optimizer.param_groups, optimizer.state, optimizer._rounding_step()
-        in_order = len(state) == len(params) and all(map(is_, state, params))  # the usual case, which needs no look-up
-        keys = optimizer.BUFFERS + optimizer.COUNTS
-        self.method: str = optimizer.KERNEL  # "lamb", or a branch of `triton_kernels.coefficients`
-        self.scope: str = getattr(optimizer, "scope", "global")  # scope of SNGM's norm
-        self.home: torch.device = params[0].device
-        self.params = params  # parameters of all groups, in order
-        self.grads = grads  # None for a parameter without a gradient
-        self.states = list(state.values()) if in_order else [state[p] for p in params]
-        self.keys = [keys if optimizer._needs_buffers(group) else () for group in groups]  # names of state tensors
-        self.lengths = [len(group["params"]) for group in groups]
-        self.settings = [optimizer._kernel_settings(group) for group in groups]
-        self.adapt = [group.get("adapt") for group in groups]
-        self.shards: Shards = optimizer._shards
-        self.grad_norm: Tensor = optimizer._grad_norm
-        self.skipped: Tensor = optimizer._skipped
-        self.scale = getattr(optimizer, "grad_scale", None)
-        self.found_inf = getattr(optimizer, "found_inf", None)
-        self.rounding = None if rounding is None else rounding.to(self.home)  # counter of steps
-        self.mean_norms = mean_norms  # CLARS only: one mean norm for each parameter
-        self.whole_square = optimizer._whole_square  # squared norm of the whole gradient, from a SharedNorm
-        self.captured = self.home.type == "cuda" and torch.cuda.is_current_stream_capturing()  # in a CUDA graph
-        self.held: list[Any] = []  # memory that the graph uses when it is replayed
+    method: str  # "lamb", or a branch of `triton_kernels.coefficients`
+    scope: str  # scope of SNGM's norm
+    home: torch.device
+    params: list[Any]  # parameters of all groups, in order
+    grads: list[Any]  # None for a parameter without a gradient
+    states: list[dict[str, Any]]
+    keys: list[tuple[str, ...]]  # for each group, the names of its buffers and counts in `states`
+    lengths: list[int]  # number of parameters of each group
+    settings: Sequence[Mapping[str, float | Tensor]]  # for each group, named as in table_schema.SETTINGS
+    adapt: list[bool | None]  # for each group
+    shards: Shards
+    grad_norm: Tensor
+    skipped: Tensor
+    scale: Tensor | None
+    found_inf: Tensor | None
+    rounding: Tensor | None  # counter of steps, if a group rounds stochastically
+    mean_norms: Sequence[float | Tensor] | Tensor | None  # CLARS only: one mean norm for each parameter
+    whole_square: Tensor | None  # squared norm of the whole gradient, if the optimizer has only some parameters
+    captured: bool  # whether the step is captured in a CUDA graph
+    held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
 
 
-def take_step(optimizer: Any, step: KernelStep, layout: Layout | None) -> Layout:
-    """Take one step, and return the layout for the next one; `layout` is that of the last step, or None."""
+def take_step(
+    step: KernelStep, layout: Layout | None, gather: Callable[[], Work], adapts: Callable[[Bucket], list[bool]]
+) -> Layout:
+    """Take one step, and return the layout for the next one.
+
+    Args:
+        step: the inputs of the step.
+        layout: the layout that the last step returned, or None.
+        gather: function that checks all tensors and creates missing state; called if the layout cannot be reused.
+        adapts: function that returns, for each tensor of a bucket, whether a ratio of norms scales its step.
+
+    Raises:
+        Unsupported: a tensor is not dense or has no storage.
+    """
     rows, facts = look_up(step)
     if layout is None or facts is None or facts != layout.facts:
         with torch.no_grad():
-            layout = Layout(step, optimizer)
+            layout = Layout(step, gather(), adapts)
         rows, again = layout.rows, look_up(step)  # again, because missing state has been created
         layout.facts = again[1] if again[0] == rows else None  # if the rows differ, some gradients had to be copied
     values = {
@@ -127,8 +138,7 @@ def look_up(step: KernelStep) -> tuple[Rows, Any]:
 class Layout:
     """The assignment of Triton programs to tensors, and scratch memory; both are kept from step to step."""
 
-    def __init__(self, step: KernelStep, optimizer: Any) -> None:
-        work = optimizer._gather()  # checks all tensors and creates missing state
+    def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
         if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
             raise Unsupported("the parameters are on several devices, or on one without kernels")
         self.facts: Any = None  # as returned by `look_up`
@@ -140,7 +150,7 @@ class Layout:
             self.copies += bucket.grads
             counts = [bucket.counts] if bucket.counts else []
             columns = [bucket.params, bucket.grads, *bucket.buffers.values(), *counts]
-            for k, adapt in enumerate(optimizer._adapts(bucket)):
+            for k, adapt in enumerate(adapts(bucket)):
                 p, at = bucket.params[k], [address(column[k]) for column in columns]
                 aligned = not any(a % WIDEST_LOAD for a in at[:4])
                 kind = p.dtype, bucket.grads[k].dtype, bool(bucket.buffers), aligned

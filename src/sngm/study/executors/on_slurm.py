@@ -124,7 +124,7 @@ class OnSlurm:
     def shutdown(self) -> None:
         self.ends.set()
         end = time.monotonic() + PATIENCE
-        jobs = [attempt.job for attempt in self.attempts.values()]  # after `stop`, those that had not ended
+        jobs = [attempt.job for attempt in list(self.attempts.values())]  # after `stop`, those that had not ended
         while jobs and time.monotonic() < end:
             jobs[0].done(force_check=True)  # asks SLURM about all jobs at once
             jobs = [job for job in jobs if not job.done()]
