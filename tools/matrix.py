@@ -42,9 +42,10 @@ def run_tests(python: str, wanted: list[str]) -> list[str]:
     shutil.rmtree(folder, ignore_errors=True)
     subprocess.run([python, "-m", "venv", folder / "env"], check=True)
     own = folder / "env" / "bin" / "python"
-    pins = folder / "constraints.txt"  # but for torch and what depends on it
+    pins = folder / "constraints.txt"  # but for torch, what it pins and what depends on it
     lines = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
-    pins.write_text("".join(line for line in lines if not re.match(r"(torch|triton|numpy|scipy|scikit-learn)==", line)))
+    free = re.compile(r"(torch|triton|setuptools|numpy|scipy|scikit-learn)==")
+    pins.write_text("".join(line for line in lines if not free.match(line)))
     # PyPI alone: settings that name other places would hide what users meet
     bare = {k: v for k, v in os.environ.items() if not re.match(r"PIP_(?!CERT)|UV_|PYTHON", k)}
     bare |= {"PIP_CONFIG_FILE": os.devnull}
