@@ -331,6 +331,9 @@ def test_what_is_wrong_is_said(tmp_path):
     refused(sngm(f"{LINE} --lr 1 --batch 500"), "batch=500 needs 1,000 tokens", "enough for batch=330")
     refused(sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir data --set bptt=0"), "at least 1")
     refused(
+        sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir data --set bptt=1000000"), "bptt must be less than"
+    )
+    refused(
         sngm("train wikitext2-lstm --lr 1 --device cpu --data-dir data --set dropout=1"),
         "dropout must be >= 0 and < 1, got 1",
     )

@@ -29,8 +29,8 @@ def write_atomically(path: Path, content: bytes) -> None:
         os.replace(temporary, path)
     except BaseException as error:
         temporary.unlink(missing_ok=True)
-        if isinstance(error, OSError):
-            error.filename, error.filename2 = str(path), None  # the error names this file, not the temporary file
+        if isinstance(error, OSError) and error.errno:  # name this file, not the temporary file
+            raise OSError(error.errno, error.strerror, str(path)) from None
         raise
 
 

@@ -105,9 +105,11 @@ def train_byte_pairs(text: str, size: int, show: Show = tell) -> BytePairs:
     if size < BYTES:
         raise UsageError(f"vocabulary must be at least {BYTES}, the number of bytes, got {size}")
     length = len(text.encode())
-    too_large = f"vocabulary must be at most {{:,}} for a text of {length:,} bytes, got {size}"
     if size > BYTES + length:  # each merge shortens the text by at least one token
-        raise UsageError(too_large.format(BYTES + length))
+        raise UsageError(
+            f"vocabulary must be at most {BYTES + length:,}, and usually far less, for a text of {length:,} bytes, "
+            f"got {size}"
+        )
     counted = Counter(PIECES.findall(text))
     words, often = [list(piece.encode()) for piece in counted], list(counted.values())
     counts: Counter[Pair] = Counter()
@@ -122,7 +124,8 @@ def train_byte_pairs(text: str, size: int, show: Show = tell) -> BytePairs:
     due = time.monotonic() + FIRST_LINE
     while len(merges) < size - BYTES:
         if not heap:
-            raise UsageError(too_large.format(BYTES + len(merges)))
+            most = BYTES + len(merges)
+            raise UsageError(f"vocabulary must be at most {most:,} for a text of {length:,} bytes, got {size}")
         count, pair = heappop(heap)
         if -count != counts[pair]:
             if counts[pair]:

@@ -66,10 +66,10 @@ def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None
 
 
 def numpy_to_python(settings: dict[str, Any]) -> None:
-    """Convert NumPy scalars to Python numbers in place, because torch.load rejects checkpoints with NumPy scalars."""
+    """Convert NumPy values to Python numbers and lists in place, because torch.load rejects NumPy in checkpoints."""
     for key, value in settings.items():
         if type(value).__module__ == "numpy" and hasattr(value, "item"):
-            settings[key] = value.item()
+            settings[key] = value.item() if value.size == 1 else value.tolist()
 
 
 def flag(name: str, value: Any, *, none: bool = False) -> None:

@@ -70,7 +70,7 @@ COLUMNS = {
     "|g|": "norm of the gradient of all samples",
     "|H|": "norm of the Hessian: gradient descent without momentum is stable up to lr 2 / |H|",
     "sigma": "standard deviation of one sample's gradient, with its 95 % interval",
-    "noise scale": "(sigma / |g|)^2: the batch at which noise and gradient are equally strong",
+    "noise scale": "sigma^2 / |g|^2, estimated without bias: the batch at which noise and gradient are equally strong",
     "rho": "|g| / sum of the norms of its tensors; 1 if one tensor has it all",
     "cos": "of the angle between the gradient and the block-wise direction",
     "|H| |w|^2": "curvature for steps in proportion to the weights, which normalisation layers do not change",

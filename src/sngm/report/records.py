@@ -155,7 +155,10 @@ def read(folder: Path) -> Records:
         except BROKEN:
             unreadable.append(clean(place.resolve().name))
     if not study and not runs:
-        raise UsageError(f"{folder}: none of its records could be read: {', '.join(unreadable)}")
+        raise UsageError(
+            f"{folder}: none of its records could be read: {', '.join(unreadable)}; the command that made them writes "
+            "them again"
+        )
     return Records(folder, study, runs, unreadable)
 
 

@@ -142,7 +142,7 @@ def caption(summary: Summary) -> str:
     when = "at the epoch with the best validation score" if summary.of_best_epoch else "after the last epoch"
     return (
         f"Test {summary.metric}{unit} on {summary.task} {when} ({sense} is better): "
-        "mean ± 95 % interval by Student's t over n seeds, at the chosen learning rate."
+        "mean ± 95 % interval by Student's t over n seeds, at the chosen settings."
     )
 
 

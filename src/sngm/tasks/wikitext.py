@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..data.wikitext import BPTT, SPLITS, Corpus, Text, Windows, load_wikitext2
+from ..errors import UsageError
 from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
 from .scores import perplexity
@@ -73,6 +74,8 @@ class WikiText2LSTM(Task):
 
     def data(self) -> Splits:
         corpus = self._corpus
+        if self.bptt >= len(corpus.train):
+            raise UsageError(f"bptt must be less than {len(corpus.train):,}, the words of the text, got {self.bptt}")
         return Splits(Text(corpus.train, self.bptt), _test_windows(corpus.test), _test_windows(corpus.valid))
 
     def facts(self) -> dict[str, Any]:
