@@ -12,13 +12,13 @@ import numpy as np
 import pytest
 import torch
 from console import refused, sngm
+from scipy import stats
 
 from sngm import LARS, SNGM, theory
 from sngm.cli.check_theory import NAMES as NAMES_IN_HELP
 from sngm.paper import theory_checks
 from sngm.paper.theory_checks import batches, corollaries, findings, lemmas, problems, theorems
 from sngm.paper.theory_checks.problems import Phi, simulate
-from sngm.report.stats import half_width
 
 FOUND = [*vars(problems).values(), *vars(batches).values(), corollaries.sharp(16.0)]
 EVERY = list({id(each): each for each in FOUND if isinstance(each, problems.Problem)}.values())
@@ -324,10 +324,11 @@ def test_the_power_has_its_interval_over_seeds_and_is_not_judged():
 
 
 @pytest.mark.parametrize("values", [[1.0, 2.0, 4.0], [0.97, 0.98, 0.96, 0.91]])
-def test_the_interval_is_the_one_of_a_study(values):
+def test_the_interval_is_by_students_t(values):
+    wanted = stats.t.interval(findings.LEVEL, len(values) - 1, np.mean(values), stats.sem(values))
     mean, low, high = findings.interval(np.array(values))
-    assert high - mean == pytest.approx(half_width(values, findings.LEVEL), rel=1e-12)
-    assert mean - low == pytest.approx(high - mean, rel=1e-12)
+    assert mean == pytest.approx(np.mean(values), rel=1e-12)
+    assert (low, high) == pytest.approx(wanted, rel=1e-12)
 
 
 def norms(*largest, unsure=()):
