@@ -53,7 +53,10 @@ def training_batch(
     dtype: torch.dtype,
     pad: int = PAD,
 ) -> Tensor:
-    """Return images cropped and flipped by `crop_flip`, then normalised by `normalise`; on a GPU in one kernel."""
+    """Return images cropped and flipped by `crop_flip`, then normalised by `normalise`.
+
+    One Triton kernel does this for channels-last images on a GPU, if `epoch` is a tensor.
+    """
     channels_last = images.is_contiguous(memory_format=torch.channels_last)
     if kernels_support(images) and channels_last and isinstance(epoch, Tensor):
         from .augment_kernel import crop_flip_normalise

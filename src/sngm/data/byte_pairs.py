@@ -19,7 +19,7 @@ from .fetch import tell
 
 BYTES = 256  # the first tokens are the single bytes
 # A piece is a word with the space before it, or white space up to that space; tokens never span two pieces. `\s` is
-# the white space of str.split(), so that all other pieces are its words.
+# the white space of str.split(), so the words are those of str.split().
 PIECES = re.compile(r" ?\S+|\s+(?!\S)|\s+")
 FIRST_LINE, INTERVAL = 2.0, 10.0  # seconds to the first line of progress, and between lines
 

@@ -61,7 +61,9 @@ def find(dataset: str, root: Path | None) -> Path:
 
 
 def check(dataset: str, root: Path | None, show: Show = lambda done, total: None) -> list[Finding]:
-    """Read a whole dataset, in each published form that is present, and compare it with published sizes and checksums.
+    """Check all files of a dataset, in each published form that is present: their numbers, and checksums if known.
+
+    Of ImageNet's images, only the first and last bytes are read.
 
     Args:
         show: for datasets of many files, called with the number of files read so far and the total number.
@@ -100,7 +102,7 @@ def _check(dataset: str, folder: Path, inspect: Callable[[Finding, Path], str]) 
         warnings.simplefilter("always", DataWarning)
         try:
             seen = inspect(finding, folder)
-        except (OSError, UsageError, Failed) as error:  # of a decoder that is not installed, or a full disk
+        except (OSError, UsageError, Failed) as error:  # such as Pillow not installed, or a full disk
             if isinstance(error, OSError) and error.filename:
                 finding.wrong.append(f"{error.filename}: {error.strerror}")
             else:

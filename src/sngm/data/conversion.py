@@ -80,7 +80,7 @@ def load_or_convert(
             if found is None:
                 with _atomic_folder(target, space) as aside:
                     convert(aside, shown)
-                found = loaded(target)  # with the lock held: another process could replace it
+                found = loaded(target)  # before the lock is released, so that no process replaces it
             if found is None:
                 raise Failed(f"{source} changed while it was read; try again")
             return found
@@ -101,7 +101,7 @@ def writable(folder: Path, name: str) -> bool:
 def _atomic_folder(target: Path, space: str) -> Iterator[Path]:
     """Yield a folder to fill. It replaces `target` when the ``with`` block ends, and is removed if the block raises."""
     aside, old = target.with_name(f"{target.name}.part"), target.with_name(f"{target.name}.old")
-    for left in (aside, old):  # by a process that was killed
+    for left in (aside, old):  # left by a process that was killed
         shutil.rmtree(left, ignore_errors=True)
     aside.mkdir()
     try:

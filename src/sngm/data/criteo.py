@@ -1,6 +1,6 @@
 """Load Criteo's click logs: convert text of any size once to memory-mapped arrays, and split the rows at random.
 
-The rules follow DeepCTR-Torch's ``run_classification_criteo.py``, which the paper seems to have used:
+The rules follow DeepCTR-Torch's ``run_classification_criteo.py``, which the SNGM paper seems to have used:
 
 - A missing integer is 0, and integers are scaled to [0, 1] by their minimum and maximum.
 - A missing category is a category of its own.

@@ -2,7 +2,7 @@
 
 The first pass reads the text into a temporary file of fixed-size rows. The second pass finds scales and categories in
 this file, and the third encodes the rows. Every pass works on blocks of rows, so that memory holds only a block, the
-distinct categories, and a byte for each row.
+distinct categories, and a byte for each row (9 while the rows are assigned to splits).
 """
 
 from __future__ import annotations

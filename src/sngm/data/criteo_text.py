@@ -28,7 +28,8 @@ DIGITS = 18  # a number of this many digits always fits into 64 bits
 KEY = 8  # the most bytes of a category: 8 bytes fit into 64 bits, and Criteo's hashes have 8
 PADDING = bytes(32)  # after the text, so that reading ahead stays in the array
 TAB, NEWLINE, RETURN, ZERO, MINUS = b"\t\n\r0-"
-HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)  # first n bytes
+# HEADS[n] is the mask of the first n bytes of a key.
+HEADS = np.array([((1 << 64) - 1) ^ ((1 << (64 - 8 * n)) - 1) for n in range(KEY + 1)], np.uint64)
 
 REASONS = (
     f"fewer than {FIELDS} fields",
@@ -112,7 +113,7 @@ def _integers(text: Array, starts: Array, lengths: Array) -> tuple[Array, Array,
     wrong &= minus.ravel()
     live = np.flatnonzero(digits)
     for position in range(min(DIGITS, int(digits.max(initial=0)))):
-        digit = text[begins[live] + position] - ZERO  # characters below 0 wrap to large numbers
+        digit = text[begins[live] + position] - ZERO  # characters below "0" wrap to large numbers
         wrong[live] |= digit > 9
         values[live] = values[live] * 10 + digit
         live = live[digits[live] > position + 1]

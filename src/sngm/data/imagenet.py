@@ -40,7 +40,7 @@ RATIO = (3 / 4, 4 / 3)  # width / height of a training crop
 TRIES = 10  # tries to find a crop within the image
 DRAWS = 4  # random numbers per try
 WANTED = "imagenet/train/<class>/*.JPEG and imagenet/val/<class>/*.JPEG"  # in a data folder
-THREADS = 16  # Python's lock leaves little to gain from more cores, but slow disks are read in parallel
+THREADS = 16  # the GIL leaves little to gain from more cores, but slow disks are read in parallel
 SLICE = 500  # files per call of a thread
 SETTLED = 2.0  # seconds: two changes of a folder this far apart have different modification times on any file system
 
@@ -95,7 +95,7 @@ class ImageFolder:
         return len(self.labels)
 
     def fingerprint(self) -> str:
-        """Return a short hash of the names of files and classes and of the image sizes, without reading the files."""
+        """Return a short hash of the names of files and classes, `size` and `resize`, without reading the files."""
         return hashlib.sha256(repr((self.classes, self.size, self.resize)).encode() + self._names).hexdigest()[:12]
 
     def file(self, index: int) -> str:

@@ -39,7 +39,7 @@ class Tensors:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
 
     def rows(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return all the tensors, and the positions in their first dimension of the samples at `indices`."""
+        """Return all the tensors, and the row in them of each of the samples at `indices`."""
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:

@@ -77,7 +77,7 @@ Versions = tuple[tuple[Path, int, int], ...]  # files with sizes and modificatio
 
 
 def _versions(paths: list[Path]) -> Versions:
-    """Return a cache key of files, with which all runs of a study share one loaded corpus."""
+    """Return the key under which the corpus of these files is cached for later runs in this process."""
     return tuple((path, path.stat().st_size, path.stat().st_mtime_ns) for path in paths)
 
 
@@ -127,7 +127,7 @@ class TokenText:
     def windows(self, context: int) -> tuple[Tensor, Tensor]:
         """Return inputs and targets of shape (windows, context); a target is the token after its input.
 
-        Each token is a target once. The input of the first is the last token of the text, which ends in a line break.
+        Each token is a target once. For the first token, the input is the last of the text, which ends in a line break.
         The last window is padded with targets of -1.
         """
         return _in_rows(self.tokens.roll(1), context, 0), _in_rows(self.tokens, context, -1)

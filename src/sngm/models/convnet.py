@@ -18,7 +18,7 @@ def digits_net(width: int = 16) -> nn.Sequential:
 
 
 def two_conv_net(classes: int = 10) -> nn.Sequential:
-    """Return the network of the paper's Figure 1, for 32 x 32 images of three channels (62,006 parameters).
+    """Return the network of the SNGM paper's Figure 1, for 32 x 32 images of three channels (62,006 parameters).
 
     The paper only says that the network has two convolutional layers. We chose the layers of LeNet-5, without
     BatchNorm, as in PyTorch's CIFAR-10 tutorial (recalled, not verified).

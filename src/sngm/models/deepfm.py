@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 
 class DeepFM(nn.Module):
-    """DeepFM with the defaults of DeepCTR-Torch, which the paper's click prediction experiment seems to use.
+    """DeepFM with the defaults of DeepCTR-Torch, which the SNGM paper's click prediction seems to use.
 
     As in DeepCTR-Torch, each field has a table of embeddings and a table of linear weights; layer-wise methods (LARS,
     LAMB) treat each table as a layer. A forward pass concatenates the tables of all fields and looks up all categories

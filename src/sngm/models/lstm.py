@@ -40,8 +40,8 @@ class Layer(nn.LSTM):
 class WordLSTM(nn.Module):
     """A word-level language model: embedding, LSTM layers and a decoder with untied weights.
 
-    The defaults are those of the paper and give 13,987,678 parameters: 33,278 words, all widths 200, dropout 0.2 after
-    the embedding and after each of two layers. With the same seed, the initial weights equal those of
+    The defaults are those of the SNGM paper and give 13,987,678 parameters: 33,278 words, all widths 200, dropout 0.2
+    after the embedding and after each of two layers. With the same seed, the initial weights equal those of
     word_language_model.
 
     `forward` returns features. `logits` applies the decoder to features; `loss` does so without storing all logits at

@@ -11,7 +11,7 @@ STEMS = {"7x7": (7, 2, True), "3x3-pool": (3, 1, True), "3x3": (3, 1, False)}  #
 
 
 class Bottleneck(nn.Module):
-    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 convolution has the stride, as in "v1.5"."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions and a shortcut. The 3 x 3 convolution has the stride, as in ResNet "v1.5"."""
 
     def __init__(self, inputs: int, width: int, stride: int = 1) -> None:
         super().__init__()
@@ -78,5 +78,5 @@ def _layer(inputs: int, width: int, blocks: int, stride: int = 1) -> nn.Sequenti
 
 
 def resnet50(classes: int = 1000, stem: str = "7x7") -> ResNet:
-    """Return the network of the paper's ImageNet experiments (25,557,032 parameters with 1,000 classes)."""
+    """Return a ResNet-50, as in the SNGM paper's ImageNet experiments (25,557,032 parameters with 1,000 classes)."""
     return ResNet((3, 4, 6, 3), classes, stem)

@@ -41,7 +41,7 @@ def vocabulary_loss(
         targets: of shape (N,), integers from 0 to V - 1. Rows with a negative target are ignored: they have no loss and
             no gradient. A target of V or more is an error; on a GPU the loss may be NaN instead.
         reduction: "mean" over the rows that are not ignored, or "sum". The loss is 0 if all rows are ignored.
-        chunk: rows per chunk. None: as many rows as give 2**26 logits, or 2**28 on a GPU (512 MiB in bfloat16).
+        chunk: rows per chunk. None: as many rows as give 2**26 logits, or 2**28 with the Triton kernels on a GPU.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")

@@ -42,7 +42,7 @@ def _lines() -> Callable[[Progress], None]:
 
 
 def _scores(record: dict[str, Any]) -> list[tuple[str, float]]:
-    """Return the results of a run, the one to show first: a test score, else a validation score, rather than a loss."""
+    """Return the results of a run as (name, value): test scores first, then validation scores, then losses."""
     found = [(k, v) for k, v in record["result"].items() if v is not None]
     return sorted(found, key=lambda kv: (kv[0].startswith("train_"), kv[0].endswith("loss"), kv[0][:5] != "test_"))
 

@@ -110,7 +110,7 @@ def load_data(study: StudyConfig, options: Options) -> Splits:
 
 
 def check(cells: list[Cell], options: Options, splits: Splits) -> dict[str, Record]:
-    """Raise UsageError if a run of a cell is invalid; return descriptions of the data of "select" and "full" runs."""
+    """Raise UsageError if a run of a cell is invalid; return a description of the data for each `RunConfig.part`."""
     single = Processes(0, 1, choose_device(options.device))
     data: dict[str, Record] = {}
     for cell in cells:
@@ -141,7 +141,8 @@ def _check_folder(folder: Path, study: StudyConfig, cells: list[Cell]) -> None:
         raise UsageError(
             f"{folder} holds another study; name another folder with `out`. They differ in\n  " + "\n  ".join(lines)
         )
-    # Reports would include all runs of the folder. Those of an equal study may have the defaults of an older version.
+    # Check each run, because reports include all runs of the folder. Even if study.json is the same, runs of an older
+    # version of sngm may have other defaults.
     for file in sorted(folder.glob("runs/*/run.json")):
         try:
             config = config_of(RunFolder(file.parent).read(), file)
@@ -269,6 +270,7 @@ class _Launcher:
 
 
 def _finished(path: Path, config: RunConfig, data: Record) -> Record | None:
+    """Return the record of the run in the folder `path`; None if the run is not finished, and must be trained."""
     folder = RunFolder(path)
     if not folder.file.exists():
         return None

@@ -79,8 +79,8 @@ def _exit_with_parent() -> None:
 def on_signal(number: int, _: Any) -> None:
     """Stop the run at its next step. On SIGTERM, exit after that, or at once if the run has made no step yet.
 
-    A signal between runs does not end the process: it may hold a lock of the pool or be sending a record, and half a
-    record would block the parent process forever.
+    A signal between runs does not end the process: the process may hold a lock of the pool, or be sending a record to
+    the parent process, which would wait forever for the rest.
     """
     global _stop, _end
     _stop, _end = True, _end or number == signal.SIGTERM

@@ -209,7 +209,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
     for attribute, why in wrong.items():
         if why:
             raise UsageError(f"task {name}: {attribute} {why}, got {getattr(cls, attribute)!r}")
-    for attribute in ("batches", "usual_lrs"):  # set only if changed, because the checksum covers them
+    for attribute in ("batches", "usual_lrs"):  # set only if changed: checksums of classes cover these
         if (listed := as_list(value := getattr(cls, attribute))) is not value:
             setattr(cls, attribute, listed)
     if not all(isinstance(some, (list, tuple)) for some in cls.lrs.values()):
@@ -262,6 +262,6 @@ def rates_of(task: str, method: str) -> tuple[float, ...]:
 
 
 def middle_rate(task: str, method: str) -> float:
-    """Return the middle one of the learning rates to try for a task and a method."""
+    """Return the middle one of the learning rates to try for a task and a method, or the larger of two middle ones."""
     grid = rates_of(task, method)
     return float(sorted(grid)[len(grid) // 2])

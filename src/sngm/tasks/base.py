@@ -22,9 +22,9 @@ class Samples(Protocol):
     """Interface of samples: a length, and indexing by a 1-d tensor, which returns a tuple of tensors.
 
     Sequential samples, such as text, also have a method ``in_streams(batch)``, which returns the samples of an epoch in
-    reading order, step by step: sample i of a step continues sample i of the step before. A task with such samples
-    needs both a validation and a test split. These two splits are already in reading order, and their attribute
-    `streams` is the number of samples per step.
+    reading order, step by step: sample i of a step continues sample i of the step before. The result has an attribute
+    `streams`, the number of samples per step. A task with such samples needs both a validation and a test split, which
+    are already in reading order and have this attribute.
     """
 
     def __len__(self) -> int: ...
@@ -51,16 +51,18 @@ class Task:
         metric: the score by which learning rates are chosen, a key of the result of `scores`.
         higher_is_better: whether a higher metric is better.
         epochs, batches, weight_decay, schedule: defaults of the options of the same name.
-        lrs: learning rates to try, by method. Methods that are not in `lrs` use `usual_lrs`.
+        lrs: learning rates to try, by method. Other methods use `usual_lrs` times a factor (msgd 1, adam 0.03).
         holdout: the fraction of the training set held out to choose learning rates, if there is no validation set.
         dataset: name of the dataset that the task needs, if ``sngm data`` supports it. Its files can then be checked
             without being loaded.
         data_dir: the folder of datasets, if the user named one.
+        result_of: the epoch whose scores are the result: the "last", or the "best" by validation score.
 
     The following attributes are defaults of options, returned by `usual`; override `usual` if they depend on the batch:
 
     Attributes:
-        workers: number of virtual workers; under torchrun rounded up to a multiple of the number of processes.
+        workers: number of data-parallel workers, simulated if there are more workers than processes; under torchrun
+            rounded up to a multiple of the number of processes.
         micro: the most samples of a micro-batch; None for one micro-batch per worker. The size of a micro-batch is the
             largest divisor of a worker's share of the batch that is at most `micro`.
         warmup: epochs of linear warm-up of the learning rate.
@@ -70,7 +72,6 @@ class Task:
             "full".
         running_stats: "first" to evaluate with the running statistics of the first worker's BatchNorm, "mean" for the
             mean over all workers.
-        result_of: the epoch whose scores are the result: the "last", or the "best" by validation score.
         precision_on_gpu: "float32", "float64" or "bfloat16"; on a CPU the default is always float32.
 
     The following attributes set how a run is executed; they change at most the last digits of results:

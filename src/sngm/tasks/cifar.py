@@ -1,4 +1,4 @@
-"""The paper's experiments on CIFAR-10: ResNet20, and a network of two convolutions."""
+"""The SNGM paper's experiments on CIFAR-10: ResNet20, and a network of two convolutions."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Cifar10(Task):
 class Cifar10ResNet20(Cifar10):
     """ResNet20 (option A, 269,722 parameters) on CIFAR-10: 160 epochs, cosine by epoch, no warm-up.
 
-    The paper states these settings, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches of at
-    most 128, which are also BatchNorm's groups. The paper leaves the following open; our choice is in brackets:
+    The SNGM paper states these settings, the batches, momentum 0.9, weight decay 1e-4, eight workers and micro-batches
+    of at most 128, which are also BatchNorm's groups. The paper leaves the following open; our choice is in brackets:
 
     - the learning rates (`lrs`)
     - whether an incomplete last batch is used (no)
@@ -87,7 +87,7 @@ class Cifar10ResNet20(Cifar10):
 
 
 class Cifar10ConvNet(Cifar10):
-    """The network of two convolutions of the paper's Figure 1 on CIFAR-10 (62,006 parameters).
+    """The network of two convolutions of the SNGM paper's Figure 1 on CIFAR-10 (62,006 parameters).
 
     The paper states no settings for that figure, so this task uses those of the paper's ResNet20. This network has no
     BatchNorm, so workers and micro-batches affect only the speed.

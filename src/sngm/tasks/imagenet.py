@@ -20,9 +20,9 @@ MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 class ImageNetResNet50(Task):
     """ResNet-50 on ImageNet: 90 epochs with warm-up, polynomial decay and label smoothing.
 
-    The paper states the epochs, "warm-up and polynomial learning rate strategy", the batches of 1,024 and 32,768 and,
-    for all its experiments on images, weight decay 1e-4. The other settings follow the code from which the paper took
-    LARS, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, learning rate decay of power 2, and, for LARS:
+    The SNGM paper states the epochs, "warm-up and polynomial learning rate strategy", the batches of 1,024 and 32,768
+    and, for all its experiments on images, weight decay 1e-4. The other settings follow the code from which the paper
+    took LARS, NUS-HPC-AI-Lab/LARS-ImageNet-PyTorch: label smoothing, learning rate decay of power 2, and, for LARS:
 
     =======  =======  ===============
     batch    lr       warm-up, epochs

@@ -34,7 +34,7 @@ def constant(_: Moment) -> float:
 
 
 def cosine(at: Moment) -> float:
-    """Return a factor that falls from 1 to 0 as half a cosine, and changes once per epoch, as in the paper."""
+    """Return a factor that falls from 1 to 0 as half a cosine, and changes once per epoch, as in the SNGM paper."""
     return 0.5 * (1.0 + math.cos(math.pi * at.epoch / at.epochs))
 
 

@@ -1,4 +1,4 @@
-"""Tiny-ImageNet: the paper's ImageNet experiment at a size for one GPU, and pretraining of a small ViT."""
+"""Tiny-ImageNet: the SNGM paper's ImageNet experiment at a size for one GPU, and pretraining of a small ViT."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ SHARE = 3  # the epochs of ImageNet's recipe, and those of its warm-up, are divi
 class TinyImageNetResNet50(ImageNetResNet50):
     """ResNet-50 on Tiny-ImageNet (200 classes, 64 x 64 pixels): 30 epochs of the ImageNet recipe.
 
-    This experiment is not in the paper. Loss, label smoothing, schedule, weight decay, BatchNorm groups and scores are
-    those of `imagenet-resnet50`. The epochs are a third of its 90, and the warm-up is a third of its warm-up at twice
-    the batch, so that batch 16,384 here corresponds to its batch of 32,768. The learning rates are guesses: none has
-    been tried.
+    This experiment is not in the SNGM paper. Loss, label smoothing, schedule, weight decay, BatchNorm groups and scores
+    are those of `imagenet-resnet50`. The epochs are a third of its 90, and the warm-up is a third of its warm-up at
+    twice the batch, so that batch 16,384 here corresponds to its batch of 32,768. The learning rates are guesses: none
+    has been tried.
 
     Images stay uint8 on the device, and are augmented and normalised there. A training image is padded with 8 black
     pixels on each side, the same proportion as in CIFAR-10's recipe, cropped at random to 64 x 64, and flipped at
@@ -81,7 +81,7 @@ class TinyImageNetResNet50(ImageNetResNet50):
 class TinyImageNetViT(TinyImageNetResNet50):
     """Pretrain a small ViT on Tiny-ImageNet (2.8 million parameters), to fine-tune it with `cifar10-vit`.
 
-    This experiment is not in the paper. Images are augmented as in `tiny-imagenet-resnet50`.
+    This experiment is not in the SNGM paper. Images are augmented as in `tiny-imagenet-resnet50`.
 
     Args:
         width: numbers per token.

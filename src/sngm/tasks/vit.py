@@ -27,10 +27,10 @@ AUGMENTS = ("resized-crop", "flip")
 class CifarViT(Task):
     """Fine-tune a pretrained ViT: 20 epochs, linear decay, no warm-up.
 
-    The paper states these settings and the batches, and names the model and the framework, Hugging Face's transformers.
-    Learning rates, weight decay and clipping are our choice. The framework clips gradients to a norm of 1 by default,
-    so the paper's MSGD probably had clipped gradients; ``--clip 1`` does the same. The framework's script holds out
-    15 % of a dataset that has no validation set; this task trains on all 50,000 images.
+    The SNGM paper states these settings and the batches, and names the model and the framework, Hugging Face's
+    transformers. Learning rates, weight decay and clipping are our choice. The framework clips gradients to a norm of 1
+    by default, so the paper's MSGD probably had clipped gradients; ``--clip 1`` does the same. The framework's script
+    holds out 15 % of a dataset that has no validation set; this task trains on all 50,000 images.
 
     Images are stored as uint8 of 32 x 32 pixels. They are scaled up on the model's device, without rounding to uint8.
 

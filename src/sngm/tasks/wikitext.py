@@ -15,19 +15,19 @@ from ..models.lstm import WordLSTM
 from .base import Batch, Splits, Task
 from .scores import perplexity
 
-TEST_STREAMS = 10  # as in word_language_model
-TEST_WINDOW = 350  # tokens per window in evaluation; windows pass on the recurrent state, so scores do not depend on it
+TEST_STREAMS = 10  # parallel streams of text in evaluation, as in pytorch/examples' word_language_model
+TEST_WINDOW = 350  # tokens per window in evaluation; no effect on scores, because windows pass on the recurrent state
 
 
 class WikiText2LSTM(Task):
     """A two-layer LSTM on WikiText-2: 40 epochs, test perplexity of the epoch with the best validation perplexity.
 
-    The paper states the data, the network (200 units, 200 dimensions, dropout 0.2), the epochs, the batches, and that
-    gradients are clipped for MSGD. These settings are the defaults of pytorch/examples' word_language_model, so this
-    task takes the other settings from that program: windows of 35 words, untied weights, clipping to 0.25, a learning
-    rate that is divided by 4 when an epoch does not improve the validation perplexity, and no weight decay. That
-    program uses no momentum and lr 20, which corresponds to lr 2 with momentum 0.9. The batch size is the number of
-    parallel streams of text.
+    The SNGM paper states the data, the network (200 units, 200 dimensions, dropout 0.2), the epochs, the batches, and
+    that gradients are clipped for MSGD. These settings are the defaults of pytorch/examples' word_language_model, so
+    this task takes the other settings from that program: windows of 35 words, untied weights, clipping to 0.25, a
+    learning rate that is divided by 4 when an epoch does not improve the validation perplexity, and no weight decay.
+    That program uses no momentum and lr 20, which corresponds to lr 2 with momentum 0.9. The batch size is the number
+    of parallel streams of text.
 
     From batch 1000 on, the learning rate would be divided after too few steps, so it decays linearly instead. At batch
     2000 the linear schedule was the best of three for SNGM and MSGD, and nearly the best for LARS. The learning rates
@@ -115,5 +115,5 @@ def _read(model: WordLSTM, inputs: Tensor, carried: Batch) -> tuple[Tensor, Batc
 
 
 def _test_windows(tokens: Tensor) -> Windows:
-    most = max(1, len(tokens) // 2)  # for a small sample
+    most = max(1, len(tokens) // 2)  # a stream needs 2 tokens
     return Text(tokens, TEST_WINDOW).in_streams(min(TEST_STREAMS, most))

@@ -33,7 +33,8 @@ def load_model(
 ) -> nn.Module:
     """Return the trained model of a run folder, in evaluation mode. This runs the code of the task.
 
-    The model has the weights of the last epoch, or of the best epoch if the task has ``result_of = "best"``.
+    The model has the weights of the last epoch, or of the best epoch if the task has ``result_of = "best"``. With
+    `ema`, these are the averaged weights.
 
     Args:
         folder: the folder of the run, written by ``sngm train`` or ``sngm compare``.

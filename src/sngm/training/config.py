@@ -43,7 +43,7 @@ ADDED_LATER = {
 }  # fields that older records lack, with values that give the former behaviour
 RANGES = {"batch": (1, MOST_SAMPLES), "epochs": (1, 10**9), "seed": (0, 2**64 - 1), "workers": (1, MOST_SAMPLES)}
 BN_SAMPLES = 10_000  # default number of samples on which BatchNorm statistics of averaged weights are estimated
-INNER_LR = 1 / 8  # default ratio of EXTRAP-SGD's inner_lr to lr: linear scaling to one of eight workers
+INNER_LR = 1 / 8  # default ratio of EXTRAP-SGD's inner_lr to lr: lr scaled to the batch of one worker of eight
 
 
 @dataclass(frozen=True, slots=True)

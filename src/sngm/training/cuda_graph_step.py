@@ -27,7 +27,7 @@ def choose(
         asked: the mode that the user chose, one of `sngm.options.STEPS`.
         task, model, device, ranks: task, model, device and number of processes of the run.
         not_on_gpu: the reason why the samples are not in GPU memory; an empty string if they are.
-        passes: the number of passes in a step if each pass has one BatchNorm group.
+        passes: the number of forward-backward passes in a step if each has one BatchNorm group.
 
     Raises:
         UsageError: `asked` names a captured mode that this run does not support.
@@ -73,8 +73,8 @@ class CapturedStepper:
     """The training step of a run as a CUDA graph, captured from a :class:`Stepper`.
 
     The first `WARM_UP` steps run without a graph, on a side stream. Then one step is captured, and this step and all
-    later steps replay the graph. Values that change between steps are in tensors: `indices`, `epoch` and the
-    optimizer's learning rates. Everything else is a constant of the graph.
+    later steps replay the graph. Values that Python code sets for each step are in tensors: `indices`, `epoch` and
+    the optimizer's learning rates. Other Python values are constants of the graph.
     """
 
     def __init__(self, stepper: Stepper, batch: int, device: torch.device) -> None:

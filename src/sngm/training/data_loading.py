@@ -57,7 +57,10 @@ def to_device(batch: Batch, device: torch.device, dtype: torch.dtype) -> Batch:
 
 
 class Resident:
-    """Samples that each pass gathers its batch from. Tensors are moved to the memory of a GPU if they fit."""
+    """Samples that this process loads itself, in each forward-backward pass.
+
+    Tensors are moved to the memory of a GPU if they fit.
+    """
 
     streams = False
 
@@ -67,13 +70,17 @@ class Resident:
         self.pinned: Tensor | None = None
 
     def begin(self, order: Tensor, epoch: int, first: int) -> Tensor:
-        """Start an epoch at its step `first`; return `order` on the device of the samples."""
+        """Start an epoch at its step `first`; return `order`, the sample indices in the order of this epoch.
+
+        They are returned on the device of the samples.
+        """
         if not self.moved:
             self.samples, self.moved = to_device_if_fits(self.samples, self.device), True
             self.on_gpu = getattr(getattr(self.samples, "device", None), "type", "cpu") == "cuda"
         if not self.on_gpu:
             return order
-        if self.pinned is None:  # pin only once, because it is slow; copies finish within an epoch
+        # Pin once, because pinning is slow. The copy to the GPU ends before the next epoch overwrites the buffer.
+        if self.pinned is None:
             self.pinned = torch.empty_like(order, pin_memory=True)
         return self.pinned.copy_(order).to(self.device, non_blocking=True)
 
@@ -86,7 +93,7 @@ class Resident:
 
 
 class Streamed:
-    """Batches that worker processes prepare ahead, in the order of this process's passes."""
+    """Batches that worker processes prepare ahead: one for each forward-backward pass of this process, in order."""
 
     streams = True
 
@@ -99,7 +106,7 @@ class Streamed:
         self.batches: Iterator[Batch] = iter(())
 
     def begin(self, order: Tensor, epoch: int, first: int) -> Tensor:
-        """Start an epoch at its step `first`; return `order`.
+        """Start an epoch at its step `first`; return `order`, the sample indices in the order of this epoch.
 
         The indices of all remaining passes of the epoch are sent to the worker processes.
         """

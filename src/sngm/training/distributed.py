@@ -17,8 +17,8 @@ from .. import environment
 from ..errors import Failed, UsageError
 from .heartbeat import Heartbeat
 
-EXCHANGE_EVERY = 10  # steps between exchanges of flags
-LONGEST_WAIT = timedelta(hours=2)  # the others may wait while the first process evaluates; `Heartbeat` detects hangs
+EXCHANGE_EVERY = 10  # steps between exchanges of flags in `Processes.any`
+LONGEST_WAIT = timedelta(hours=2)  # timeout of collectives, as long as evaluation may take; `Heartbeat` detects hangs
 
 
 def cores() -> int:
@@ -127,10 +127,10 @@ def _restarts_here(ranks: int) -> bool:
 
 
 def _open_store(name: str, timeout: timedelta) -> Any:
-    """Return a new connection to torchrun's key-value store, with separate keys for each restart of the job.
+    """Return a new connection to torchrun's key-value store, whose keys get a prefix with `name`.
 
-    torchrun keeps its store when it restarts a job. If the keys stayed the same, gloo and NCCL would find addresses of
-    ended processes in the store.
+    If one torchrun agent started all processes, the prefix also has the number of the restart. torchrun keeps its store
+    when it restarts a job, so with the same keys gloo and NCCL would find addresses of ended processes in the store.
     """
     stores: Any = dist  # Any, because the type stubs lack the classes
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

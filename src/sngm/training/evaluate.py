@@ -57,9 +57,9 @@ class Part:
 
 
 def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> tuple[Samples, HeldOut]:
-    """Return the training samples, and a dict of the splits to score. A "select" run never sees the test set.
+    """Return the training samples, and a dict of the splits to score.
 
-    `splits` are the data of the task, if they are loaded already.
+    If `config.part` is "select", the test set is left out. `splits` are the data of the task if they are loaded.
     """
     splits = task.data() if splits is None else splits
     if not isinstance(splits, Splits):
@@ -99,7 +99,7 @@ def check_samples(name: str, samples: Any) -> None:
 
 
 def in_streams(samples: Samples, batch: int) -> Samples:
-    """Return sequential samples, such as text, as streams for this batch size; return other samples unchanged."""
+    """Return sequential samples, such as text, as `batch` parallel streams; return other samples unchanged."""
     cut = getattr(samples, "in_streams", None)
     return samples if cut is None else cut(batch)
 
@@ -203,7 +203,8 @@ def _evaluate_together(
     mine = [task.score_sums(model, batch) for batch in _alive(own, processes)]
     total = len(batch_indices(samples, how[2], how[3]))
     if is_sharded(model) and len(mine) < -(-total // processes.ranks):
-        # the other processes have one more batch, and every forward is a collective
+        # Compute a batch whose result is not used: another process has one more batch, and every forward pass of a
+        # sharded model is a collective.
         for batch in batches(samples, *how, 0, total):
             task.score_sums(model, batch)
     processes.heartbeat.advance()

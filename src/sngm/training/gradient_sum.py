@@ -12,12 +12,13 @@ from torch import Tensor
 
 from ..errors import Failed
 
-BUCKET = 1 << 23  # elements in a bucket, unless a single tensor has more
+BUCKET = 1 << 23  # the most elements that one all-reduce sums, unless a single tensor has more
 
 
 class GradientSum:
-    """Sum of gradients over processes, in buckets. A bucket is summed as soon as its last gradient is computed.
+    """Sum of gradients over processes, in buckets: one all-reduce sums the gradients of several parameters.
 
+    The all-reduce of a bucket starts as soon as its gradients are computed and the all-reduces before it have started.
     All processes must start the all-reduces in the same order: from the last bucket, whose gradients are computed
     first, to the first bucket. If a gradient is missing, `finish` sums its bucket and all that follow in this order.
     """
@@ -85,7 +86,7 @@ class GradientSum:
         loss.copy_(sums[0])
         if self.first:  # only in the first step, because reading a value synchronises with the device
             self.first = False
-            if sums[-1].item():  # changed after it was summed: sum again; in later steps, sum in `finish`
+            if sums[-1].item():  # a gradient changed after it was summed: sum again, and later only in `finish`
                 self.overlaps, self.changed, self.begun = False, False, []
                 for _ in self.buckets:
                     self._start()
@@ -104,7 +105,7 @@ class GradientSum:
 
 
 def buckets(tensors: list[Tensor], elements: int) -> Iterator[list[Tensor]]:
-    """Yield lists of consecutive tensors of one dtype, each with at most `elements` elements or of a single tensor."""
+    """Yield lists of consecutive tensors of one dtype: at most `elements` elements per list, or a single tensor."""
     bucket: list[Tensor] = []
     size = 0
     for t in tensors:

@@ -83,6 +83,7 @@ class State:
     def pack(
         self, record: Record, setup: Setup, carried: list[Tensor], averages: list[Tensor], folder: Path, first: bool
     ) -> Record:
+        """Return a checkpoint. All processes must call this for a sharded model, to write their shards to `folder`."""
         own = {"step": self.step, "loss_sum": self.loss_sum, "seconds": self.seconds, "history": self.history}
         # only JSON types, because torch.load(weights_only=True) rejects others
         whose = json.loads(json.dumps({key: record[key] for key in ("config", "data", *RESUMED) if key in record}))
@@ -252,7 +253,7 @@ def _run(
                     set_mode(setup.optimizer, training=False)
                     how = options.pass_size, options.loaders
                     processes.heartbeat.advance()
-                    processes.broadcast_tensors(model.buffers())  # for the first worker's BatchNorm statistics
+                    processes.broadcast_tensors(model.buffers())  # the first worker's BatchNorm statistics
                     tested = scored.prepare(epoch)
                     if tested is not model:
                         processes.broadcast_tensors(tested.buffers())

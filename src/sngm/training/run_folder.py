@@ -44,7 +44,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
 
     def open(self, config: RunConfig, restart: bool = False) -> dict[str, Any]:
-        """Return the record of this run; {} if there is no record, or if a checkpoint can replace a broken record.
+        """Return the record of this run; {} if there is none, or a broken one that a checkpoint or `restart` replaces.
 
         Raises:
             UsageError: the folder belongs to another run; or its record is broken, no checkpoint can replace it, and

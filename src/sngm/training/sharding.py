@@ -47,7 +47,13 @@ def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
 def save(
     path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best_model: dict[str, Tensor] | None, first: bool
 ) -> None:
-    """Write model and optimizer to a folder. All processes must call this; each process writes its own shards."""
+    """Write model and optimizer to a folder. All processes must call this; each process writes its own shards.
+
+    Args:
+        path, model, optimizer: the folder to write, the sharded model and its optimizer.
+        best_model: the weights of the best epoch; None to write none.
+        first: whether this is the first process, which first deletes the folder if it exists.
+    """
     if first:
         shutil.rmtree(path, ignore_errors=True)  # left by a process that was killed while it wrote
     torch.distributed.barrier()
@@ -59,8 +65,12 @@ def save(
 def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, best: bool) -> dict[str, Tensor] | None:
     """Load model and optimizer from a folder that `save` wrote, with any number of processes, sharded or not.
 
+    Args:
+        path, model, optimizer: the folder, and the model and optimizer to load into.
+        best: whether the folder also has the weights of the best epoch.
+
     Returns:
-        The weights of the best epoch if `best`, which says that the folder has them; else None.
+        The weights of the best epoch; None if the folder has none.
     """
     dcp, states = _checkpoints()
     weights, state = states.get_state_dict(model, optimizer)

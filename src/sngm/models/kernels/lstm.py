@@ -306,7 +306,7 @@ class Recur(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor, grad_cell: Tensor) -> tuple[Tensor | None, ...]:
         x, of_input, turned, gates, outputs, cells = ctx.saved_tensors
-        with torch.autocast(x.device.type, enabled=False):  # cheap, because it is for all steps at once
+        with torch.autocast(x.device.type, enabled=False):  # recompute the gates for all steps at once
             of_gates = torch.addmm(gates, outputs[:-1].flatten(0, 1), turned)
         of_h, of_c = torch.empty_like(cells[0]), grad_cell.clone(memory_format=torch.contiguous_format)
         _launch(
