@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-# modules and packages of sngm[train], without those that torch installs
+# import name and package name of each package of the extra sngm[train], except those that torch installs too
 _TRAIN = {"matplotlib": "matplotlib", "rich": "rich", "sklearn": "scikit-learn", "scipy": "scipy", "typer": "typer"}
 
 
 def _missing_packages() -> list[str]:
-    """Return the packages of sngm[train] that are not installed."""
+    """Return the packages of the extra sngm[train] that are not installed."""
     return [package for module, package in _TRAIN.items() if find_spec(module) is None]
 
 

@@ -14,7 +14,7 @@ from .optim.sharded_norms import local
 
 # operations that leave a loss and its gradient unchanged, except perhaps the sign
 NEUTRAL = ("AliasBackward0", "CloneBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0")
-TOLERANCE = 1e-3  # allowed relative error of a factor, because the factor may be rounded to bfloat16
+TOLERANCE = 1e-3  # allowed relative error of a factor, because the factor may be rounded to float16
 
 
 class Loss(NamedTuple):
@@ -66,7 +66,7 @@ def _kind(name: str, function: Any) -> str:
 
 
 def gradient_size(optimizers: Iterable[Any]) -> float:
-    """Return the norm of this rank's gradients. If two calls differ, the gradients were scaled in between."""
+    """Return the norm of this rank's gradients, over all parameters of some optimizers."""
     grads = [p.grad for p in params_of(optimizers) if p.grad is not None]
     return math.hypot(*(torch.linalg.vector_norm(exact(local(grad.detach()))).item() for grad in grads))
 
@@ -83,7 +83,7 @@ def exact(tensor: Tensor) -> Tensor:
 
 
 def depends_on_scale(optimizer: Any) -> bool:
-    """Return whether the optimizer's steps change if all gradients are multiplied by the same number."""
+    """Return whether the optimizer's steps may change if all gradients are multiplied by the same number."""
     groups = optimizer.param_groups
     if isinstance(optimizer, (SNGM, NSGDM)):
         return any(group["weight_decay"] and group["weight_decay_mode"] == "coupled" for group in groups)

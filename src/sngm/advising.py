@@ -65,7 +65,7 @@ def advise(
         out: folder for the report page and advice.json. Default: neither is written.
         data_dir: folder that holds the datasets.
         device: cpu, cuda or cuda:1. Default: the GPU if there is one.
-        progress: print the cost, and show a progress bar.
+        progress: print the cost of the pilot run, and show a progress bar.
     """
     execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
     asked = Asked(task, from_sgd, from_adamw, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
@@ -145,9 +145,9 @@ def advise_into(
     progress: bool,
     show: Callable[[Measurement], None] = lambda advice: None,
 ) -> Measurement:
-    """Return advice for arguments that `check_advice` accepts, verified if asked for; write it into a folder, if given.
+    """Return advice for arguments that `check_advice` accepts, and write it into `folder`, if given.
 
-    `show` is called with the advice before it is verified.
+    If `asked.verify`, also call `show` with the advice, and then verify the advice by training.
     """
     from .advice.page import write
 
@@ -165,7 +165,7 @@ def advise_into(
 
 
 def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measurement:
-    """Return advice from a pilot run, a probe's folder or given numbers."""
+    """Return advice from a pilot run, from a folder that `probe` wrote, or from given numbers."""
     from .advice.text import in_words
 
     if asked.task is None:
@@ -229,8 +229,9 @@ SEEDS = 3  # default number of runs of each config in a verification
 def verified(found: Measurement, folder: Path, seeds: int, execution: Execution, progress: bool) -> Measurement:
     """Train with every config in ``found["configs"]`` and every seed, and return the advice with a comparison added.
 
-    The configs are those of the recipe, of the advised settings and, from SGD, of SGD scaled linearly to the larger
-    batch. The runs are stored in a subfolder of `folder` whose name contains a hash of the configs.
+    The configs are those of the recipe, of the advised settings and, for an SGD recipe, of SGD at the larger batch with
+    a linearly scaled learning rate. The runs are stored in a subfolder of `folder` whose name contains a hash of the
+    configs.
     """
     from .advice.verify import compare_runs
 
@@ -268,7 +269,7 @@ def check_advice(asked: Asked) -> None:
         raise UsageError("`settings`: there is no task to set them for")
     if pilot_steps is not None and (task is None or is_folder):
         raise UsageError(
-            "`pilot_steps`: " + ("there is no pilot without a task" if task is None else "it has been run")
+            "`pilot_steps`: " + ("there is no pilot without a task" if task is None else "the pilot has been run")
         )
     if task is not None:
         if constants:

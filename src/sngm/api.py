@@ -176,7 +176,7 @@ def plan_study(
     given = recipe.given()
     epochs = given.pop("epochs", cls.epochs)
     there = cluster.there(execution).device
-    device = torch.device(there) if cluster.remote and there else choose_device(there)  # this machine may lack it
+    device = torch.device(there) if cluster.remote and there else choose_device(there)  # this machine may have no GPU
     usual = usual_precision(name, sizes[0], device)
     if usual != "float32":  # stored in the config, so that a study does not mix runs on a CPU and on a GPU
         given.setdefault("precision", usual)

@@ -55,7 +55,7 @@ class Checkup:
 
 @dataclass
 class _Watch:
-    """A set-up, and what `_watching` records of its step."""
+    """The model and optimizers that :func:`check` examines, and what `_watching` records of their step."""
 
     model: nn.Module
     optimizers: list[Any]
@@ -249,7 +249,7 @@ def _gathered(value: Any, group: Any = None) -> list[Any]:
 
 
 def _norms(watch: _Watch) -> list[Finding]:
-    """Return a finding about the norm, and one about the ranks unless these need not agree."""
+    """Return a finding about the norm, followed by the findings of `_ranks`."""
     spanning = [o for o in watch.optimizers if o._norm_spans() == "global"]
     seen = [*watch.squares, *(float(o.grad_norm) for o in watch.optimizers)]
     if not all(_gathered(all(map(math.isfinite, seen)))):
@@ -261,7 +261,10 @@ def _norms(watch: _Watch) -> list[Finding]:
 
 
 def _ranks(spanning: list[Any]) -> list[Finding]:
-    """Return a finding about the ranks: all need the same process group, and optimizers in `spanning` the same norm."""
+    """Return a finding that there is no process group, or one on whether all ranks divide by the same norm.
+
+    `spanning` holds the optimizers with one norm for all parameters. If it is empty, norms are not compared.
+    """
     if environment.ranks() > 1 and not _has_process_group():
         text = f"WORLD_SIZE is {environment.ranks()}, but there is no process group, so gradients are not averaged"
         remedy = "call torch.distributed.init_process_group() and wrap the model in DDP or FSDP"
@@ -317,7 +320,7 @@ def _state(watch: _Watch) -> Finding:
 
 
 def _scale_matters(optimizers: list[Any]) -> bool:
-    """Return whether the update of an optimizer changes if its gradient is multiplied by a factor, as clipping does."""
+    """Return whether clipping, which multiplies the gradient by a factor, may change the update of an optimizer."""
     groups = [(o, group) for o in optimizers for group in o.param_groups]
     return any(
         not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups

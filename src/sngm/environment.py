@@ -34,7 +34,7 @@ def launch() -> tuple[int, int, int]:
     """Return the rank of this process, the number of processes, and the rank of this process on its machine.
 
     Raises:
-        UsageError: a variable is missing, is not a whole number, or does not fit the others.
+        UsageError: one of torchrun's environment variables is missing or invalid, or does not fit the others.
     """
     count = ranks()
     rank = _whole("RANK", 0, count - 1, default=0 if count == 1 else None)

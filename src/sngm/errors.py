@@ -1,4 +1,4 @@
-"""Exceptions. The command line maps each to an exit code."""
+"""Exceptions, each of which the command line maps to an exit code, and a warning."""
 
 from typing import Any
 
@@ -8,7 +8,10 @@ class UsageError(ValueError):
 
 
 class BrokenRecord(UsageError):
-    """A record is truncated, or was changed after it was written. If the file is JSON, `record` is its content."""
+    """A record, such as the file run.json of a run, is truncated or was changed after it was written.
+
+    `record` is the content of the file if it is a JSON object whose digest does not match, else None.
+    """
 
     def __init__(self, message: str, record: dict[str, Any] | None = None) -> None:
         super().__init__(f"{message}; the command that made it writes it again")
@@ -24,7 +27,7 @@ class DataWarning(UserWarning):
 
 
 class Failed(RuntimeError):
-    """A failure outside the program, such as a killed process."""
+    """Something failed although all arguments are valid, such as a run of a study, a download or a worker process."""
 
 
 class Interrupted(Exception):

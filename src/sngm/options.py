@@ -35,12 +35,12 @@ def option(help: str, default: Any = None, **more: Any) -> Any:
 class RunOptions:
     """Options that decide what one run computes; None stands for the task's default."""
 
-    lr: float | None = option("Learning rate. Default: the middle of the task's grid.")
+    lr: float | None = option("Learning rate. Default: the middle one of the task's learning rates.")
     batch: int | None = option("Global batch, over all workers. Default: the task's smallest.")
     seed: int = option("Seed of initial weights, sample order, augmentation and dropout.", 0)
     part: str = option(
-        "full: train on the whole training set and score the test set. select: score a validation set, held out if the "
-        "task has none; the test set is not used.",
+        "full: train on the whole training set and score the test set. select: score a validation set, and do not use "
+        "the test set; if the task has no validation set, a part of the training set is held out.",
         "full",
     )
 
@@ -189,7 +189,7 @@ class Cluster:
 class ProbeOptions:
     """Options that decide at which steps, and how precisely, a task is measured."""
 
-    points: int = option("Number of points to measure: start, end, and evenly between.", 5)
+    points: int = option("Number of points of the pilot run to measure: its start, its end, and evenly between.", 5)
     steps: int | None = option("End the pilot run after this many steps.")
     lambdas: tuple[float, ...] = option(
         "Values of lambda for L(lambda), separated by commas.", (0.0, 0.1, 1.0, 10.0, 100.0)

@@ -56,7 +56,7 @@ def is_live(shown: Console) -> bool:
 
 
 class Pace:
-    """Estimate of the time left in a run, from the speed of about the last two minutes."""
+    """Estimate of the time left in a run, from its speed in the last two minutes, or 240 steps if they take longer."""
 
     WARM_UP = 3  # number of first steps to leave out, because they may compile code
 

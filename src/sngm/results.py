@@ -29,7 +29,7 @@ class Run:
 
     @property
     def status(self) -> str:
-        """ "finished", "diverged", "interrupted", "failed" or "running"."""
+        """The state of the run: "finished", "diverged", "interrupted", "failed" or "running"."""
         return str(self.record["status"])
 
     @property

@@ -24,7 +24,7 @@ grad_of = attrgetter("grad")
 
 
 def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
-    """Return a group's learning rate as a number, or as a 0-d tensor if it is on a GPU or the step is compiled."""
+    """Return a group's learning rate: a number, or a 0-d tensor if it is a tensor on a GPU or in a compiled step."""
     lr: float | Tensor = group[key]
     if not isinstance(lr, Tensor):
         return lr
@@ -34,9 +34,9 @@ def lr_of(group: dict[str, Any], key: str = "lr") -> float | Tensor:
 
 
 def settings_in(arguments: dict[str, Any], but: str = "") -> dict[str, Any]:
-    """Return the settings of groups among the arguments of a method's `__init__`, which passes its `locals()`.
+    """Return the arguments of an optimizer's `__init__` that parameter groups can set, given the `locals()` there.
 
-    `but` names an argument that belongs to the whole optimizer.
+    `but` names an argument to leave out, because it belongs to the whole optimizer.
     """
     others = {"self", "__class__", "params", "norm_group", but}  # `super()` adds __class__ to the locals
     return {name: value for name, value in arguments.items() if name not in others}
@@ -58,7 +58,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
     _whole_square: Tensor | None = None  # squared norm of the whole gradient, from `shared_norm`
     _checked_shards: Any = None  # value of `_shards` when the parameters were last checked
     _inside_hooks = False  # True while a step runs under hooks or a profiler
-    _layout: Any = None  # scratch memory of the Triton kernels
+    _layout: Any = None  # what the Triton kernels keep for the next step; None if they did not take the last one
     _captured: tuple[Any, ...] = ()  # memory that captured CUDA graphs use
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -98,7 +98,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
         """The norm that the last step divided by, as a 0-d tensor on the device.
 
         If the method or scope divides by several norms, or by the norm of another tensor (NSGDM: the momentum), this is
-        the norm of the whole gradient. Reading this property does not synchronise with the device.
+        the norm of the whole gradient (for SNGM with coupled decay, of gradient + decay * parameter). Reading this
+        property does not synchronise with the device.
         """
         return self._grad_norm.clone()  # steps update the original in place
 
@@ -194,7 +195,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         if (rounding := self._rounding_step()) is not None:
             rounding.add_(1)
         if not self._step_by_kernels(*given):
-            if self._layout is not None:  # a compiled step cannot assign attributes
+            if self._layout is not None:  # assign only if necessary, because a compiled step cannot
                 self._layout = None
             with torch.no_grad():
                 self._step(self._gather(), *given)
@@ -211,7 +212,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
     # ---------------------------------------------------------------- Triton kernels
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
-        """Return a group's settings under the names of `kernels.table_schema`; the others keep the defaults there."""
+        """Return a group's settings, named as in `kernels.table_schema`; omitted ones get the defaults listed there."""
         own = {key: group[key] for key in self.defaults if key in SETTINGS and group[key] is not None}
         return {**own, "lr": lr_of(group), "sign": -1.0 if group["maximize"] else 1.0}
 
@@ -294,7 +295,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         return step
 
     def _gather(self, grads: Mapping[Tensor, Tensor] | None = None) -> Work:
-        """Return the inputs of a step: all parameters that have a gradient, sorted into buckets.
+        """Return the inputs of a step: parameters with a gradient, in a `Bucket` for each group, device and dtype.
 
         Gradients are the parameters' `.grad`, or the values in `grads` if given. DTensors are replaced by their local
         shards.

@@ -31,7 +31,7 @@ class Bucket:
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     buffers: dict[str, list[Tensor]] = field(default_factory=dict)
-    counts: list[Tensor] = field(default_factory=list)  # LAMB's steps, one-element float32 tensors
+    counts: list[Tensor] = field(default_factory=list)  # LAMB's step counts, one-element float32 tensors
     rounding: Tensor | None = None  # step counter, if rounding is stochastic
 
     def view_as_real(self) -> None:
@@ -60,7 +60,7 @@ class Bucket:
 
     @property
     def fused(self) -> bool:
-        """Whether torch's fused CPU kernels take the step, if they serve the tensors."""
+        """Whether the settings select torch's fused CPU kernels, for tensors that these kernels support."""
         foreach, fused = self.group["foreach"], self.group["fused"]
         return bool(fused or (fused is None and foreach is None)) and not self.low_precision
 

@@ -106,7 +106,7 @@ def betas(name: str, value: Any) -> None:
 
 flag_or_none = partial(flag, none=True)
 positive_or_none = partial(number, include_low=False, none=True)
-# the check of each setting; a setting has the same meaning in every method that has it
+# the check of each setting, the same for every method that has it; LAMB and CLARS check some settings further
 CHECKS: dict[str, Callable[[str, Any], None]] = {
     "lr": rate,
     "inner_lr": rate,

@@ -89,7 +89,7 @@ class CLARS(LargeBatchOptimizer):
 
     def _check_group(self, group: dict[str, Any]) -> None:
         super()._check_group(group)
-        checks.number("trust_coefficient", group["trust_coefficient"], include_low=False)  # not None, as in LARS
+        checks.number("trust_coefficient", group["trust_coefficient"], include_low=False)  # None is an error
 
     def _kernel_settings(self, group: dict[str, Any]) -> dict[str, float | Tensor]:
         return {**super()._kernel_settings(group), "max_ratio": ratio_limit(group)}

@@ -184,7 +184,7 @@ def _fused_serves(bucket: Bucket, grads: list[Tensor]) -> bool:
 
 
 def _fused(bucket: Bucket, grads: list[Tensor]) -> list[Tensor]:
-    """Update the moments and return Adam's direction + weight_decay * w: torch's fused Adam adds them if lr is -1."""
+    """Update the moments and return weight_decay * w + Adam's direction, which torch's fused Adam adds if lr is -1."""
     group = bucket.group
     ms, vs = bucket.buffers["exp_avg"], bucket.buffers["exp_avg_sq"]
     qs = list(torch._foreach_mul(bucket.params, group["weight_decay"]))

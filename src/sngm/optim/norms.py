@@ -26,7 +26,7 @@ def sum_dtype(device: torch.device) -> torch.dtype:
 
 
 def squares(tensors: Sequence[Tensor], others: Sequence[Tensor] = (), alpha: float | Tensor = 0.0) -> Tensor:
-    """Return the squared norm of each tensor of a list on one device, as a 1-d float64 tensor.
+    """Return the squared norm of each tensor of a list on one device, as a 1-d float64 tensor (on MPS, float32).
 
     With `others`, return the squared norms of ``tensors[i] + alpha * others[i]``.
 

@@ -1,9 +1,9 @@
-"""Reference implementations of the methods as in the papers: in float64, with plain loops over the tensors of a model.
+"""Reference implementations of the methods as in the papers, with plain loops over the tensors of a model.
 
-They are slow but easy to compare with the papers. The tests compare the optimizers with these functions. The blocks
-``w[0], w[1], ...`` are the tensors of a model, and ``g`` holds their gradients. Each function takes the parameters and
-buffers before a step and returns those after the step. The learning rate ``eta`` and the weight decay ``wd`` are one
-number for all blocks, or one number for each block, to represent parameter groups.
+They are slow but easy to compare with the papers. The tests compare the optimizers with these functions in float64. The
+blocks ``w[0], w[1], ...`` are the tensors of a model, and ``g`` holds their gradients. Each function takes the
+parameters and buffers before a step and returns those after the step. The learning rate ``eta`` and the weight decay
+``wd`` are one number for all blocks, or one number for each block, to represent parameter groups.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ def register(name: str, build: Callable[..., torch.optim.Optimizer], settings: d
 def name_of(method: Any) -> str:
     """Return the name of a method given as a name, an optimizer class or a function ``(params, lr) -> optimizer``.
 
-    Classes and functions that worker processes cannot import are registered under their own name.
+    Functions, and classes that worker processes cannot import, are registered under their own name.
 
     >>> name_of(SNGM), name_of(torch.optim.RMSprop), name_of("AdamW(eps=1e-6)")
     ('sngm', 'torch.optim:RMSprop', 'adamw(eps=1e-6)')

@@ -20,10 +20,11 @@ class Shards:
     """The placement of an optimizer's parameters on ranks, with methods that sum squared norms over all shards.
 
     The ranks of the largest mesh among the DTensors are called the universe. Without DTensors, it is this rank alone.
-    Any other mesh must be a subset of the universe, and its tensors must be replicated on subsets that make up the rest
-    of the universe. A plain tensor is replicated on every rank. So in a universe of N ranks, a tensor in n shards
-    exists N / n times. Each rank adds n / N times the squared norm of its shard, so that one all-reduce over the
-    universe is correct for every placement. All ranks then have identical sums, and agree on whether a step is skipped.
+    Any other mesh must be a subset of the universe. The other ranks of the universe are assumed to have copies of the
+    tensors on that mesh, in as many shards, and all ranks to have copies of plain tensors. So in a universe of N ranks,
+    a tensor in n shards exists N / n times. Each rank adds n / N times the squared norm of its shard, so that one
+    all-reduce over the universe is correct for every placement. All ranks then have identical sums, and agree on
+    whether a step is skipped.
 
     The ranks of `norm_group` hold different parameters, or slices of the same parameters; sums include all these ranks.
     """
@@ -61,7 +62,7 @@ class Shards:
         return self._over_mesh or self._over_group
 
     def tensors(self, packed: Tensor, *, over_group: bool = True) -> Tensor:
-        """Return the squared norms of the unsharded tensors, given in `packed` those of their local shards.
+        """Return the squared norms of the unsharded tensors, computed from those of their local shards in `packed`.
 
         Both have one row for each kind of norm (such as of gradients, of parameters) and one column for each
         parameter, zero without a gradient. The ranks of a `norm_group` must hold slices of the same tensors in the

@@ -41,8 +41,8 @@ def with_margin(triple: tuple[float, float, float], margin: float) -> tuple[floa
 
 # A triple (a, b, c) for each Newton-Schulz step, which maps singular values s to a s + b s^3 + c s^5.
 # "muon" (Jordan et al., 2024): five equal steps map values above 0.01 into [0.68, 1.13]; more do not converge to 1.
-# "polar-express" (Amsel et al., arXiv 2505.16932): the best triple for each step. After eight steps the values are 1 up
-# to float32 rounding.
+# "polar-express" (Amsel et al., arXiv 2505.16932): the best triple for each step. After eight steps, values that were
+# above 0.001 are 1 up to float32 rounding.
 POLAR = {
     "muon": ((3.4445, -4.775, 2.0315),) * 5,
     # the first triple has the margin twice, once for the values that Newton-Schulz starts from

@@ -1,7 +1,7 @@
 """The paper's theorems and corollaries as functions of floats or numpy arrays, without torch.
 
-`bounds` has Theorems 1 to 3 and the bounds of MSGD and LARS; `plans` has the corollaries and Table 1. docs/theory.md
-explains these functions, and the errors in the paper.
+`bounds` has Theorems 1 to 3 and the bounds of momentum SGD (MSGD) and LARS; `plans` has the corollaries and Table 1.
+docs/theory.md explains these functions, and the errors in the paper.
 
 >>> import sngm.theory
 >>> sngm.theory.plan(10**8, "sngm", beta=0.0).batch

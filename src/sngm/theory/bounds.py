@@ -1,4 +1,4 @@
-"""Theorems 1 to 3, the remark on LARS and the bound of MSGD: upper bounds on the mean gradient norm of a run.
+"""Theorems 1 to 3, the remark on LARS and the bound of momentum SGD (MSGD): bounds on a run's mean gradient norm.
 
 All functions take the following arguments, by position or keyword, as floats or arrays that broadcast:
 

@@ -1,4 +1,4 @@
-"""Device functions that process one chunk of one tensor, block by block.
+"""Device functions that process one chunk (the part of a tensor that one program processes), block by block.
 
 A WHOLE chunk is processed without masks; only the last chunk of a tensor needs them.
 """

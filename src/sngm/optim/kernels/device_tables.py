@@ -1,7 +1,7 @@
 """The host side of a step: look up the tensors' addresses, copy them to the device as a table, launch the kernels.
 
-Addresses are looked up at every step. A `Layout` is reused while the addresses of parameters and state, and all shapes
-and dtypes, stay the same.
+Addresses are looked up at every step. A `Layout`, which assigns programs to tensors and has scratch memory, is reused
+while the addresses of parameters and state, and all shapes and dtypes, stay the same.
 """
 
 from __future__ import annotations

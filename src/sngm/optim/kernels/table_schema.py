@@ -2,7 +2,8 @@
 
 # Two int64 tables have one row for each name and one column for each tensor. The addresses are looked up at every step.
 ADDRESSES = ("param", "grad", "buffer", "second_buffer", "count")
-# The fields stay the same as long as the tensors have the same sizes and kinds.
+# The fields stay the same as long as the tensors have the same sizes and kinds. A chunk is the part of a tensor that
+# one program processes; "chunks" is their number, and "index" is the tensor's index among all parameters.
 FIELDS = ("elements", "first_chunk", "chunks", "group", "adapts", "index")
 
 # float64 values of the whole step

@@ -223,7 +223,10 @@ def heavy_ball(
     BUFFERED: tl.constexpr, P: tl.constexpr, WIDE: tl.constexpr, AVERAGES: tl.constexpr, CLAMPS: tl.constexpr,
     STOCHASTIC: tl.constexpr, WHOLE: tl.constexpr, CHUNK: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Update a chunk of v and, unless `averaged`, of w, as in `coefficients`; return the step's squares if AVERAGES."""
+    """Update a chunk of v and, unless `averaged`, of w, by the formulas of `coefficients`.
+
+    If AVERAGES, return the sum of squares of the new v, else 0.
+    """
     direction_square = tl.zeros([BLOCK], WIDE)
     end = CHUNK if WHOLE else tl.minimum(left, CHUNK).to(tl.int32)
     for from_ in range(0, end, BLOCK):
