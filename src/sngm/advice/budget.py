@@ -90,7 +90,7 @@ class Constants(NamedTuple):
                 "gap",
                 self.gap,
                 RULE if measured else GIVEN,
-                "the loss at the start; its least is taken as 0" * measured,
+                "the loss at the start; its minimum is taken as 0" * measured,
             ),
             Fact("sigma", self.sigma, source, highest + most),
             Fact("beta", self.beta, GIVEN, ""),
@@ -135,8 +135,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
 
     A batch is allowed if the bound is at most the target: 1.1 times the lowest bound of any method. If each method had
     its own target, a method that is bad at small batches would seem to allow large batches. The third term of MSGD's
-    bound is divided by the batch size (slip 1 in docs/theory.md), which is valid and gives a lower bound than in the
-    paper.
+    bound is divided by the batch size (slip 1 in docs/theory.md); the bound stays valid and is lower than the paper's.
 
     Args:
         gradients: the budget: the number of single-sample gradients, epochs times samples.
@@ -164,7 +163,7 @@ def budget_curves(gradients: float, constants: Constants) -> list[Curve]:
             if relaxed:
                 tried = [theory.relaxed_best(gap, steps, batches, own, sigma, beta, lam) for lam, own in relaxed]
                 bounds, rates = np.stack([t.bound for t in tried]), np.stack([t.eta for t in tried])
-                # Each pair holds at the measured points and may fail elsewhere, so the lowest bound is the best case.
+                # Take the lowest bound over the pairs: the best case, since a pair may fail where nothing was measured.
                 at = bounds.argmin(axis=0), np.arange(len(batches))
                 found.append(("sngm (relaxed)", "Theorem 2", rates[at], bounds[at]))
     except ValueError as error:

@@ -23,12 +23,12 @@ from .verdict import WITHOUT_NORMALISATION, has_normalisation
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
 COUPLED = (
-    "Adam adds its weight decay to the gradient (coupled); rule and runs are of AdamW's, which is decoupled: search "
-    "around this weight decay, or change to AdamW."
+    "Adam adds its weight decay to the gradient (coupled). The rule and the runs that tested it are for AdamW's, which "
+    "is decoupled: search around this weight decay, or change to AdamW."
 )
 SUMMED = (
     "The loss is a sum over the batch, not a mean: its gradient grows with the batch, and so does the advised weight "
-    "decay. The check below has the recipe of its mean."
+    "decay. The check below has the lr and weight decay that fit the mean."
 )
 Loss = Callable[[nn.Module, Any], Tensor]
 
@@ -47,7 +47,7 @@ def carry_model(
     the advised settings with the user's own.
     """
     given = _settings(optimizer)
-    if steps is None:  # two epochs, the usual length of a task's pilot
+    if steps is None:  # two epochs, the usual length of the short run in `carry_recipe`
         steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
     batch = size_of(first)
@@ -100,8 +100,8 @@ def carry_model(
     warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(
-            f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps: the norm is theirs alone, and may be far "
-            f"from an epoch's. With steps={per_epoch + per_epoch % 2} it is measured as the rule has it."
+            f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
+            f"be far from that over an epoch, which the rule needs: pass steps={per_epoch + per_epoch % 2}."
         )
     notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
     if len(optimizer.param_groups) > 1:
@@ -228,7 +228,7 @@ def _length(of: Any) -> int | None:
 
 
 def _longest_epoch(norms: list[float], per_epoch: int | None) -> tuple[float, str]:
-    """Return the root mean square of the gradient norms of the epoch where it is largest, and its steps in words."""
+    """Return the largest root mean square of an epoch's gradient norms, and the steps of that epoch in words."""
     each = len(norms) if per_epoch is None else min(per_epoch, len(norms))
     start = max(range(0, len(norms) - each + 1, each), key=lambda i: math.hypot(*norms[i : i + each]))
     steps = f"in steps {start + 1} to {start + each}"

@@ -134,7 +134,8 @@ def carry_recipe(
     large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
-    steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs  # raises before the pilot
+    # computed before the pilot, because it raises an error if `to_batch` is too large
+    steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
     norms, epochs, noises = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
@@ -316,8 +317,8 @@ def _warnings(
     cut = "--pilot-steps ended the pilot" if len(epochs) < small.epochs else "the recipe ended"
     if part is not None:
         found.append(
-            f"--pilot-steps ended the pilot after {part} of an epoch's {setup.per_epoch:,} steps: the norm is theirs "
-            "alone, and may be far from an epoch's. Without --pilot-steps it is measured as the rule has it."
+            f"--pilot-steps ended the pilot after {part} of an epoch's {setup.per_epoch:,} steps. The gradient norm "
+            "over these steps may be far from that over an epoch, which the rule needs: leave out --pilot-steps."
         )
     elif len(epochs) == 1:
         found.append(f"{cut.capitalize()} after one epoch: whether its steps are the longest is not known.")

@@ -79,7 +79,7 @@ def _with_interval(noise: Noise) -> str:
 
 
 def lossless_batch(scale: float, batch: int, most: float = math.inf) -> int:
-    """Return the largest ``batch * 2**k`` above neither the gradient noise scale nor `most`; `batch` if there is none.
+    """Return the largest ``batch * 2**k`` that is at most `scale` (the noise scale) and `most`, or else `batch`.
 
     >>> lossless_batch(500, 32), lossless_batch(20, 32), lossless_batch(math.inf, 32, most=1000)
     (256, 32, 512)

@@ -70,8 +70,9 @@ def compare(
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Compare methods across batch sizes. Every method tries the same number of learning rates on a validation split;
-    the best one is trained on the whole training set with every seed and tested. Run the same command again to resume.
+    """Compare methods across batch sizes. Every method tries the same number of learning rates on a validation split,
+    then trains with its best one on the whole training set with every seed, and is tested. Run the same command again
+    to resume.
     """
     from .. import api
     from .. import report as reports

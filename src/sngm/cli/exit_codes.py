@@ -103,7 +103,10 @@ def show_warning_once() -> Callable[..., None]:
 
 
 def check_none_empty(words: list[str]) -> None:
-    """Raise UsageError if an argument is empty. An unset shell variable is empty; an empty path means this folder."""
+    """Raise UsageError if an argument is empty, for example because a shell variable is not set.
+
+    An empty path would mean the current folder.
+    """
     for before, word in pairwise(["sngm", *words]):
         name, equals, value = word.partition("=")
         if not word:

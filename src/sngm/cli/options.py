@@ -70,7 +70,7 @@ def verbs(app: typer.Typer) -> Callable[..., Callable[[Verb], Verb]]:
 def with_flags(function: Verb) -> Verb:
     """Replace each parameter that is annotated with a dataclass by a flag for each of its fields.
 
-    The help of commands with `RecipeOptions`, which have many flags, shows the flags in `PANELS`.
+    The help of commands with `RecipeOptions`, which have many flags, groups the flags into the panels of `PANELS`.
     """
     hints = typing.get_type_hints(function, include_extras=True)
     groups: dict[str, Any] = {name: hint for name, hint in hints.items() if dataclasses.is_dataclass(hint)}

@@ -180,7 +180,7 @@ def show_study(
     splits = load_data(study, options)
     check(cells, options, splits)
     plans: list[dict[str, Any]] = []
-    for i, cell in enumerate(cells):  # the cells of the first method are first
+    for i, cell in enumerate(cells):  # the first method's cells (one per batch) are first
         config = cell.config(cell.grid[0], "full", 0)
         said = {"method": cell.label, "batch": cell.batch, "lrs": list(cell.grid), "first_config": config.as_dict()}
         if study.search:

@@ -1,5 +1,5 @@
-"""Generate pages only from the results folder: results/README.md, a page of runs for each task, the figures, and the
-first table of the project's README."""
+"""Generate from the results folder alone: results/README.md, a page of runs for each task, the figures, and the first
+table of the project's README."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
     where = f"{item.where} of the paper." if item.where else "Not in the paper."
     parts = [f"## {item.name}: {item.title}", f"{where} Task `{item.task}`. {item.about}".strip()]
     if item.apart:
-        parts.append(f"These numbers cannot be held against the paper's: {item.apart}. Its claims are tested on ours.")
+        parts.append(f"These numbers cannot be compared with the paper's: {item.apart}. Its claims are tested on ours.")
     if item.guesses:
         parts.append(f"Guessed: {item.guesses} More in [deviations](../docs/deviations.md).")
     rows = [
@@ -251,7 +251,10 @@ def _row(outcome: Outcome) -> list[str]:
 
 
 def _searched(outcome: Outcome) -> list[str]:
-    """Return the learning rate, weight decay and validation score that a search chose; before, its number of trials."""
+    """Return the learning rate and weight decay that a search chose, and their validation score.
+
+    If it has not chosen yet, return the number of its finished trials instead.
+    """
     if outcome.lr is None:
         return [f"{outcome.trials} of {outcome.planned.item.trials} trials", "", ""]
     return [
@@ -318,7 +321,7 @@ def _repeated(results: Results) -> str:
         commits = [f"`{line.record['commit']}`" for line in (first, again)]
         rows.append([f"`{again.hash}`", f"`{command_of(first.config)}`", *shown, *commits])
     head = ["run", "command", "result", "result again", "commit", "commit again"]
-    where = f"Their lines are in `<task>/{REPEATED}`. The earliest runs have no date: of those either may be the first."
+    where = f"Their lines are in `<task>/{REPEATED}`. The oldest runs have no date, so either of two may be the first."
     return f"## Runs made again\n\n{where}\n\n{_table(head, rows)}"
 
 

@@ -1,8 +1,8 @@
 """The runs planned for each table of the paper, read from experiments.toml, and their expected time.
 
-Every method gets three learning rates, a factor of two apart, around one that is known to work. If the lowest or
-highest of them is the best, the grid is extended, by the same rule for all methods. Learning rates are chosen on
-validation data with one seed.
+In most experiments, every method gets three learning rates, a factor of two apart, around one that is known to work.
+The grid is extended if the lowest or highest of them is the best. The rule is the same for all methods of an
+experiment. Learning rates are chosen on validation data with one seed.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ class Row:
     paper: str | None = None
     """The row of the paper's table to compare with; None if the paper has no such row."""
     grows: bool = False
-    """Whether the weight decay of batch 128 is multiplied by sqrt(batch / 128), as `sngm advise` recommends."""
+    """Whether the task's weight decay is multiplied by sqrt(batch / 128), as `sngm advise` recommends."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     method_settings: Mapping[str, Any] = field(default_factory=dict)
     task_settings: Mapping[str, Any] = field(default_factory=dict)
     seconds: Rates | None = None
-    """Seconds per epoch, if they differ from those of the item."""
+    """Seconds per epoch, by batch, if they differ from `Item.seconds`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -244,7 +244,7 @@ def rounded(value: float | None) -> float | None:
 
 
 def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
-    """Add runs to the files of their tasks; return how many were new, and how many of these repeat an earlier run.
+    """Add runs to the files of their tasks; return how many were new, and how many repeats this adds.
 
     Of runs with the same config, the one that started first is the result, and the others are repeats.
     """
@@ -264,7 +264,10 @@ def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
 
 
 def _check_data(lines: Iterable[Line]) -> None:
-    """Raise UsageError if two runs of the same task, part and files used different data."""
+    """Raise UsageError if two runs used different data although their task, part and task setting `files` are equal.
+
+    The part is "select" for trial runs, which hold out validation data, and "full" for the other runs.
+    """
     seen: dict[tuple[str, str, str], Line] = {}
     for line in lines:
         other = seen.setdefault((line.config.task, line.config.part, str(line.config.task_settings.get("files"))), line)

@@ -50,9 +50,9 @@ def along(
     """Train with `config` (the pilot), and measure noise and curvature at `points` equally spaced steps.
 
     The steps are the same as in ``sngm train``; no run folder is written. Every step also records the norm of each
-    tensor's gradient after clipping, divided by ``task.scale``, so that all values are those of the mean loss. If the
-    loss becomes NaN or infinite, the pilot ends at the next point; the result has the status "diverged" and contains
-    the earlier points.
+    tensor's gradient after clipping, divided by ``task.scale``, the factor by which a task multiplies the mean loss. So
+    all values are those of the mean loss. If the loss becomes NaN or infinite, the pilot ends at the next point; the
+    result has the status "diverged" and contains the earlier points.
 
     Args:
         config: config of the run, from :func:`sngm.training.resolve`.
@@ -241,7 +241,7 @@ class Norms:
         self.rates: list[float] = []
 
     def take(self, loss: Tensor, lr: float) -> None:
-        """Record loss, learning rate and norms after a step; EXTRAP-SGD leaves no ``p.grad``."""
+        """Record loss, learning rate and norms after a step. Without ``p.grad``, as after EXTRAP-SGD, a norm is 0."""
         self.losses.append(loss.detach().double().clone())
         self.rates.append(lr)
         norms = [self.losses[-1].new_zeros(())] * len(self.params)

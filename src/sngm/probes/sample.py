@@ -37,9 +37,9 @@ class Sample:
     """Fixed groups of samples, and a float64 copy of the model, which is measured on them.
 
     With BatchNorm, a group is the samples that BatchNorm normalises together, because the gradient of a sample depends
-    on its group. Without BatchNorm, the samples are split into 16 groups. The measured function is the mean loss over
-    all groups, with the augmentation of epoch 0 and without weight decay. Dropout masks of a group are the same in
-    every measurement.
+    on its group. Without BatchNorm, there are about 16 groups. The measured function is the mean loss over all
+    groups, with the augmentation of epoch 0 and without weight decay. Dropout masks of a group are the same in every
+    measurement.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def in_words(found: dict[str, Any]) -> str:
-    """Return the result of `sngm.probes.along` or `of_runs` as text: a table, its legend, and for a pilot a summary."""
+    """Return the result of `sngm.probes.along` or `of_runs` as text: a table, a legend and, for `along`, a summary."""
     if found["kind"] == "runs":
         return _table(found["runs"], RUNS) + _legend(RUNS)
     points = [{"samples": found["samples"], **point} for point in found["points"]]
@@ -42,9 +42,9 @@ def _downwards(point: dict[str, Any]) -> bool:
 
 
 NOTES: dict[str, Any] = {
-    "> the iterations ended before it had settled: at least this; take more iterations": _unsettled,
+    "> the iterations ended before |H| had converged: it is at least this; take more iterations": _unsettled,
     "* the eigenvalue is negative: a direction in which the loss bends down": _downwards,
-    "~ more noise than these samples can average away: good for its order at best; take more samples": _rough,
+    "~ above the number of samples: at best the order of magnitude is right; take more samples": _rough,
 }
 SHARED = {
     "loss": lambda p: f"{p['loss']:.4g}",
@@ -85,7 +85,8 @@ def _legend(columns: dict[str, Any]) -> str:
 def _follows(found: dict[str, Any]) -> str:
     """Return a sentence on the batch sizes that the noise scale allows: up to its median over the later half of points.
 
-    A scale above the number of samples only means that the mean gradient of the samples is mostly noise.
+    If this median is above the number of samples, the sentence says "at least" that number: such a scale only means
+    that the mean gradient of the samples is mostly noise.
     """
     points, samples = found["points"], found["samples"]
     scales = [scale for p in points[len(points) // 2 :] if (scale := p["noise_scale"]) == scale]

@@ -29,11 +29,11 @@ VARIABLES = {colour: name for name, colour in re.findall(r"(--\w+):(#\w{6})", CS
 COLOURS = [colour for colour, name in VARIABLES.items() if re.fullmatch(r"--s\d", name)][:7]  # for the light theme
 PAPER = "#ffffff"
 MARKERS = "os^DvP"
-HOVER = "hover: "  # start of the gid of a matplotlib artist; the text of its <title> follows
+HOVER = "hover: "  # prefix of an artist's gid (in SVG, an id); the rest of the gid becomes the element's <title>
 
 
 def inline(figure: Figure) -> dict[str, Any]:
-    """Return a dict of "legend", pairs of label and SVG, and "panels", a list of SVGs. They need the style `CSS`."""
+    """Return a figure as SVGs for a page with the style `CSS`: "legend", pairs (label, SVG), and "panels", a list."""
     from matplotlib.transforms import Bbox
 
     with _matplotlib():
@@ -180,7 +180,7 @@ def _set_limits(axes: Axes, figure: Figure, title: str) -> None:
 
 
 def _draw(axes: Axes, figure: Figure, series: Series, place: float, worst: float | None) -> None:
-    """Draw a series, shifted to the right of its x values by `place` times the distance between series."""
+    """Draw a series, shifted to the right by `place` times `figure.dodge` pixels and cut off at the y value `worst`."""
     from matplotlib.transforms import Affine2D
 
     def draw(points: Sequence[tuple[float, float]], hover: str = "", **settings: Any) -> None:

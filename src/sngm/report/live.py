@@ -35,7 +35,7 @@ class Page:
         self.text = b""
 
     def read(self) -> bytes:
-        """Return the page as it is now."""
+        """Return the page as HTML; if a record has changed since the last call, render it again first."""
         with self.lock:
             now = self._changes()
             if now != self.seen:

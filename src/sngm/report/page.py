@@ -46,12 +46,13 @@ def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
 
     The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg. Every table is a CSV file, and
     report.json holds all tables. If the runs are of several tasks, the name of each file except the page contains the
-    task. All files are computed before the first file is replaced.
+    task. All files in the folder are computed before the first of them is replaced.
 
     Args:
         folder: the folder of the records.
         path: also write the page to this path.
-        answer: the headline of the page. Default: which method is best at the largest batch size.
+        answer: the headline of the page. Default: which method is best at the largest batch size; if there are several
+            tasks, their number.
 
     Returns:
         The path of the page.
@@ -90,7 +91,7 @@ def html(parts: Sequence[Summary], home: str = "", live: bool = False, answer: s
         parts: a summary for each task.
         home: the folder of the records, relative to the folder of the page, for links.
         live: whether the browser loads the page again every few seconds, until all runs of a study have ended.
-        answer: the headline. Default: the headline of the summary.
+        answer: the headline. Default: that of the only summary; if there are several, their number.
     """
     runs = [run for part in parts for run in part.records.runs]
     counts = {"task": len(parts)} if len(parts) > 1 else {}
@@ -155,7 +156,7 @@ def _progress(parts: Sequence[Summary]) -> str:
 
 
 def _tally(values: Iterable[str]) -> str:
-    """Return the distinct values as text, each with its number of runs if there is more than one."""
+    """Return the distinct values as text; if there are several, each is followed by its number of runs."""
     counts = Counter(value or "not recorded" for value in values)
     if len(counts) < 2:
         return next(iter(counts), "not recorded")

@@ -105,7 +105,7 @@ class Study:
     planned: int | None
     """The number of runs of the whole study, if the record has it."""
     ended: bool
-    """Whether no run of the study is left to train; True for older records, which do not say."""
+    """Whether all runs of the study have ended; True for older records, which do not say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +126,7 @@ def read(folder: Path) -> Records:
 
     Raises:
         FileNotFoundError: the folder holds no record.
+        UsageError: none of its records can be read.
     """
     folder = Path(folder)
     has_study = (folder / "study.json").is_file()

@@ -146,7 +146,7 @@ class Summary:
     def leaders(self, batch: int) -> set[str]:
         """Return the best method at a batch size, and those that do not differ significantly from it by Welch's test.
 
-        A method that cannot be tested (a single seed, or all seeds equal) is included only if it is the best.
+        A method that cannot be tested (a single seed, or all seeds equal) is included only if its mean is the best.
         """
         best, *others = self.ranking(batch) or [Cell("", batch)]
         same = [cell for cell in others if cell.mean == best.mean or (welch(best, cell) or 0.0) >= 0.05]
@@ -290,7 +290,7 @@ def summarise_tasks(folder: Path) -> list[Summary]:
 
 def _summarise(records: Records, task: str) -> Summary:
     study, runs = records.study, records.runs
-    if study and study.searched:  # the trials of a method differ in these settings
+    if study and study.searched:  # remove these settings from the labels, so that all trials of a method have one label
         runs = [replace(run, method=without_settings(run.method, study.searched)) for run in runs]
         records = replace(records, runs=runs)
     notes = []

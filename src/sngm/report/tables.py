@@ -111,7 +111,7 @@ def _default(method: str, key: str) -> Any:
 
 
 def rows(summary: Summary) -> list[list[str]]:
-    """Return a header and one row for each method, for a table in a terminal."""
+    """Return the results table as text: a header and one row for each method, with a column for each batch size."""
     header = ["method", *(f"batch {batch}" for batch in summary.batches)]
     return [header] + [
         [method, *(cell_text(summary, summary.cells[method, batch]) for batch in summary.batches)]
@@ -160,7 +160,7 @@ def footnotes(summary: Summary) -> list[str]:
 
 
 def table(summary: Summary, escape: bool = True) -> str:
-    """Return the table in Markdown, with caption and footnotes; for a terminal, set `escape` to False."""
+    """Return the results table in Markdown, with caption and footnotes; for a terminal, set `escape` to False."""
     show = _escape if escape else str
     head, *body = [[show(text) for text in row] for row in rows(summary)]
     lines = [head, ["---"] * len(head), *body]

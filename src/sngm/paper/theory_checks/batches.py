@@ -216,7 +216,7 @@ def numbers(rates: str, ends: dict[str, Interval], found: dict[str, Limits]) -> 
 
 
 def block_bounds(_: int) -> Finding:
-    """Compare the bounds of Theorems 2 and 3 over random constants, as Section 6 does."""
+    """Compare the bounds of Theorems 2 and 3, as Section 6 of the paper does, for random constants."""
     random = np.random.default_rng(6)
     count = 100_000
 

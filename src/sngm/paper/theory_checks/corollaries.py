@@ -114,7 +114,7 @@ def of_order(growths: Sequence[Growth]) -> dict[str, Any]:
 
 
 def corollary_1(seeds: int) -> Finding:
-    """Check Corollary 1 (SNGM at batch sqrt(C), for budgets C) on functions of growing L. Run MSGD at these batches."""
+    """Check Corollary 1 (SNGM at batch sqrt(C), for budgets C) on functions of growing L; run MSGD for comparison."""
     beta = 0.9
     growths, rows, lost = [], [], []
     for problem in map(sharp, SHARPNESS):

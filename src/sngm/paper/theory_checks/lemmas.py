@@ -21,7 +21,8 @@ LEMMA_BETAS = (0.0, 0.5, 0.9, 0.99)
 NOT_EXCEEDED = (
     f"Holds if the limit is nowhere exceeded by more than rounding (a relative {ROUNDING:g}), fails otherwise."
 )
-# Lemma 3's z is a difference of weights divided by 1-β; its rounding error grows with the ratio of weights to steps.
+# Relative tolerance for Lemma 3 in a training run. It is above `ROUNDING`, because the lemma's z is a difference of
+# weights divided by 1-β, and the rounding error of its moves grows with the ratio of the weights to the steps.
 TRAINED_WITHIN = 1e-6
 AT_0 = 1e-6  # LARS counts as stopped at 0 if it ends this close to 0; no run starts this close
 
@@ -257,7 +258,10 @@ def training(_: int) -> Finding:
 
 
 def lars(_: int) -> Finding:
-    """Check on (x+1)^2 / 2 that LARS with phi(z) = z gets stuck at 0, before the minimum -1, and SNGM does not."""
+    """Check on (x+1)^2 / 2 that LARS gets stuck at 0, before the minimum -1, and SNGM does not.
+
+    LARS runs with phi(z) = z: the length of its step is eta |x|, which vanishes at 0.
+    """
     rows: list[list[object]] = []
     stuck, arrived, panel = [], [], []
     starts = (0.1, 1.0, 10.0)
