@@ -86,6 +86,22 @@ def test_clipping_is_found_where_it_matters():
     assert "ok    clipping: none seen" in str(sngm.check(model, optimizer, stepping(model, optimizer)))
 
 
+@pytest.mark.parametrize(
+    ("cls", "settings", "matters"),
+    [
+        (SpectralSNGM, {"weight_decay": 0.1}, False),
+        (SpectralSNGM, {"order": "after"}, True),
+        (NSGDM, {}, True),
+        (LAMB, {}, True),
+    ],
+)
+def test_clipping_matters_unless_each_gradient_is_normalised_before_anything_is_added(cls, settings, matters):
+    model, _ = build()
+    optimizer = cls(model.parameters(), lr=0.1, **settings)
+    clip = stepping(model, optimizer, before=lambda: nn.utils.clip_grad_norm_(model.parameters(), 1e-3))
+    assert ("clipping" in faults(model, optimizer, clip)) is matters
+
+
 def mean(outputs):
     return outputs.square().mean()
 
@@ -100,6 +116,7 @@ ACCUMULATED = {
     "mean": (lambda y: mean(y) / 3, (), None, True),
     "mean by two factors": (lambda y: mean(y) * 1.0 * (1 / 3), (), None, True),
     "mean by a tensor on the left": (lambda y: torch.tensor(1 / 3) * mean(y), (), None, True),
+    "mean by a tensor of bfloat16": (lambda y: torch.tensor(1 / 3).bfloat16() * mean(y), (), None, True),
     "mean by the gradient of backward": (mean, (torch.tensor(1 / 3, dtype=torch.float64),), None, True),
     "mean by divided gradients": (mean, (), divide_gradients, True),
     "mean, cast, of a loss of terms": (lambda y: ((mean(y) + mean(y)) / 3).float(), (), None, True),

@@ -147,6 +147,55 @@ def test_extrap_sgd_looks_ahead_and_steps_as_its_reference_for_every_dtype_and_s
         assert (optimizer.state[p]["momentum_buffer"].double() - u).norm() <= tolerance * u.norm()
 
 
+@pytest.mark.parametrize("maximize", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_extrap_sgd_takes_the_same_step_with_the_gradients_of_all_workers_at_once(dtype, maximize):
+    """A function of stacked parameters, made by torch.func, takes the steps of one closure per worker."""
+    settings = {"lr": 0.05, "inner_lr": 0.1, "weight_decay": 0.03, "nesterov": True, "maximize": maximize}
+    targets = torch.arange(3, dtype=dtype)
+    start = [torch.linspace(-1, 1, 4, dtype=dtype), torch.full((2, 3), 0.5, dtype=dtype), torch.ones(2, dtype=dtype)]
+    ours, theirs = ([torch.nn.Parameter(p.clone()) for p in start] for _ in range(2))
+    ours[2].requires_grad_(False)
+    theirs[2].requires_grad_(False)
+
+    def loss(params, target):
+        return ((params[0] - target) ** 2).sum() + (params[1] * target).sin().sum() * params[0].mean()
+
+    def closure(target):
+        value = loss(theirs, target)
+        value.backward()
+        return value
+
+    def gradients(stacks):
+        found, values = torch.func.vmap(torch.func.grad_and_value(loss))(stacks, targets)
+        return values.mean(), found
+
+    one, other = ExtrapSGD(ours, **settings), ExtrapSGD(theirs, **settings)
+    for _ in range(4):
+        mean = one.step(gradients=gradients, workers=3)
+        wanted = other.step([lambda target=target: closure(target) for target in targets])
+        torch.testing.assert_close(mean, wanted.to(mean))
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=2e-2 if dtype == torch.bfloat16 else 1e-6, atol=1e-9)
+        assert p.grad is None
+
+
+def test_gradients_of_all_workers_at_once_that_make_no_sense_are_refused():
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer = ExtrapSGD([w], lr=0.1, inner_lr=0.1)
+    with pytest.raises(ValueError, match="got neither"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="got both"):
+        optimizer.step([lambda: None], gradients=lambda stacks: (None, stacks), workers=1)
+    with pytest.raises(ValueError, match="workers must be a whole number"):
+        optimizer.step(gradients=lambda stacks: (None, stacks))
+    for wrong in ([], [torch.ones(2)]):
+        with pytest.raises(ValueError, match=r"gradients\(\) must return .* of the shapes \[\(3, 2\)\]"):
+            optimizer.step(gradients=lambda _, wrong=wrong: (0.0, wrong), workers=3)
+    assert optimizer.step(gradients=lambda _: (None, [None]), workers=3) is None
+    assert torch.equal(w.detach(), torch.ones(2))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_extrap_sgd_returns_the_mean_loss_at_the_weights_before_the_step(dtype):
     workers = Workers(dtype)

@@ -83,6 +83,67 @@ def test_convolutions_and_their_gradients_are_those_of_float64(device, channels,
     assert layer.weight.grad.stride() == layer.weight.stride()
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "equal"), [(3, 16, True), (16, 32, False), (32, 16, True), (64, 16, False)]
+)
+def test_a_stack_of_weights_serves_each_part_of_the_samples_with_its_own_copy(device, inputs, outputs, equal):
+    apply, dtype, tolerance = convolution(device)
+    x = draw(6, inputs, 16, 8, device=device, dtype=dtype, grad=inputs > 3)  # 256 pixels in each of three parts
+    layer = Conv3x3(inputs, outputs).to(device, memory_format=LAST)
+    weight = layer.weight.detach()
+    stack = (weight.expand(3, *weight.shape) if equal else torch.stack([weight, -weight, weight * 2])).requires_grad_()
+    layer._parameters["weight"] = stack
+    y = apply(layer, x)
+    grad = draw(*y.shape, device=device, dtype=dtype, grad=False)
+    of_stack, *of_x = torch.autograd.grad(y, [stack, x][: 1 + x.requires_grad], grad)
+    assert all(part.stride() == weight.stride() for part in of_stack)
+    for i, part in enumerate(x.detach().double().chunk(3)):
+        wide, own = part.requires_grad_(), stack[i].detach().to(dtype).double().requires_grad_()
+        wanted = conv2d(wide, own, padding=1)
+        by_hand = torch.autograd.grad(wanted, [own, wide], grad.double().chunk(3)[i])
+        close(y.chunk(3)[i], wanted, tolerance)
+        close(of_stack[i], by_hand[0], 1e-5)
+        for found in of_x:
+            close(found.chunk(3)[i], by_hand[1], tolerance)
+
+
+def test_stacks_that_the_kernels_do_not_know_go_to_torch(device):
+    from sngm.models.kernels.conv import fits
+
+    assert fits(torch.empty(6, 16, 16, 8), torch.zeros(3, 16, 16, 3, 3), (1, 1))
+    assert not fits(torch.empty(6, 16, 8, 8), torch.zeros(3, 16, 16, 3, 3), (1, 1))  # a program would need two copies
+    images = torch.empty(6, 3, 16, 8)
+    assert fits(images, torch.zeros(3, 16, 3, 3, 3), (1, 1))
+    assert not fits(images.requires_grad_(), torch.zeros(3, 16, 3, 3, 3), (1, 1))
+
+
+@pytest.mark.parametrize(("with_shortcut", "relu"), [(False, True), (True, True), (True, False)])
+def test_a_stack_of_norm_parameters_serves_each_part_of_the_groups(device, with_shortcut, relu):
+    x = draw(8, 4, 3, 5, device=device)
+    shortcut = draw(8, 4, 3, 5, device=device, shift=0.5) if with_shortcut else None
+    norm = GhostBatchNorm2d(4).to(device)
+    norm.group = 2
+    stacks = [draw(2, 4, device=device, shift=i) for i in (1, 0)]  # two copies for four groups
+    norm._parameters |= dict(zip(("weight", "bias"), stacks, strict=True))
+    y = norm(x.contiguous(memory_format=LAST), shortcut, relu)
+    assert "Normalise" in y.grad_fn.name()
+    grad = draw(*y.shape, device=device, grad=False)
+    inputs = [x, *stacks, *([] if shortcut is None else [shortcut])]
+    found = torch.autograd.grad(y, inputs, grad)
+    twin = GhostBatchNorm2d(4).to(device).double()
+    halves = []
+    for i in range(2):
+        twin.group = 2
+        twin._parameters |= {name: stack[i].double() for name, stack in zip(("weight", "bias"), stacks, strict=True)}
+        rows = slice(4 * i, 4 * i + 4)
+        halves.append(twin(x[rows].double(), None if shortcut is None else shortcut[rows].double(), relu))
+    wanted = torch.cat(halves)
+    close(y, wanted, 1e-5)
+    for ours, theirs in zip(found, torch.autograd.grad(wanted, inputs, grad.double()), strict=True):
+        close(ours, theirs, 1e-4)
+
+
 def test_what_the_kernels_do_not_know_goes_to_torch(device):
     x = draw(2, 16, 6, 6, device=device)
     assert "Convolve" not in Conv3x3(16, 16).to(device)(x).grad_fn.name()  # float32

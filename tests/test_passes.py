@@ -1,5 +1,6 @@
 """Results do not depend on how steps are computed: passes of many BatchNorm groups, data loaders, compiled steps."""
 
+import copy
 import itertools
 import multiprocessing
 import os
@@ -47,8 +48,10 @@ class Pictures(Task):
     batches = (32,)
     pass_size = 8
 
-    def __init__(self, norm: str = "ghost", dropout: float = 0.0, bad: int = -1, slow: float = 0.0) -> None:
-        self.norm, self.dropout, self.bad, self.slow = norm, dropout, bad, slow
+    def __init__(
+        self, norm: str = "ghost", dropout: float = 0.0, bad: int = -1, slow: float = 0.0, bias: bool = False
+    ) -> None:
+        self.norm, self.dropout, self.bad, self.slow, self.bias = norm, dropout, bad, slow, bias
 
     def data(self) -> Splits:
         return Splits(pictures(64, 1), pictures(32, 2), pictures(32, 3))
@@ -57,7 +60,9 @@ class Pictures(Task):
         norm = NORMS[self.norm]
         return nn.Sequential(
             *(nn.Conv2d(2, 3, 3, bias=False), norm(3), nn.Tanh(), nn.Dropout(self.dropout)),
-            *(nn.Conv2d(3, 3, 2, bias=False), norm(3, momentum=0.3), nn.Flatten(), nn.Linear(3, 2)),
+            nn.Conv2d(3, 3, 2, bias=self.bias),
+            nn.Identity() if self.bias else norm(3, momentum=0.3),
+            *(nn.Flatten(), nn.Linear(3, 2, bias=not self.bias)),
         )
 
     def batch(self, samples, indices: Tensor, *, seed, epoch):
@@ -72,6 +77,13 @@ class Pictures(Task):
 
 class Streaming(Pictures):
     loaders = 2
+
+
+class Penalised(Pictures):
+    """A loss with a penalty on the parameters, which a pass with several copies of them would add up."""
+
+    def loss(self, model: nn.Module, batch) -> Tensor:
+        return super().loss(model, batch) + sum(p.square().sum() for p in model.parameters())
 
 
 def made(folder: Path, wanted, *, stop_at: int | None = None, **how):
@@ -116,10 +128,12 @@ def test_merged_passes_give_what_one_group_after_another_gives(stats, workers, t
     list(zip(["sngm", "lars", "lamb", "adam", "clars", "extrap-sgd"], itertools.cycle(["first", "mean"]))),
 )
 def test_merged_passes_serve_every_method(method, stats, tmp_path):
-    usual = {"method": method, "lr": 0.03, "workers": 2, "running_stats": stats}
-    made(tmp_path / "apart", wanted(norm="batch", **usual))
-    made(tmp_path / "merged", wanted(**usual), pass_size=12)
-    assert_equal_ends(tmp_path / "merged", tmp_path / "apart")
+    usual = {"method": method, "lr": 0.03, "workers": 4, "running_stats": stats}
+    for given, pass_size in (({}, 24), ({"bn_group": 2, "settings": {"bias": True}}, 16)):
+        apart, merged = (tmp_path / f"{kind} {pass_size}" for kind in ("apart", "merged"))
+        made(apart, wanted(norm="batch", **usual, **copy.deepcopy(given)))
+        made(merged, wanted(**usual, **copy.deepcopy(given)), pass_size=pass_size)
+        assert_equal_ends(merged, apart)
 
 
 @pytest.mark.parametrize(
@@ -151,8 +165,16 @@ def test_passes_are_as_large_as_the_task_or_the_user_says():
     assert passes(wanted(workers=4), pass_size=100) == [32]
     assert passes(wanted(workers=4), pass_size=12) == [8, 12, 12]
     assert passes(wanted(workers=4), pass_size=1) == [4] * 8
-    assert passes(wanted("clars", workers=4), pass_size=100) == [4] * 8
-    assert passes(wanted("extrap-sgd", workers=2), pass_size=100) == [16] * 2
+
+
+def test_passes_of_clars_and_extrap_sgd_have_stacks_of_whole_micro_batches_or_workers():
+    assert passes(wanted("clars", workers=4), pass_size=100) == [32]
+    assert passes(wanted("clars", workers=4, bn_group=2), pass_size=11) == [8] * 4
+    assert passes(wanted("clars", workers=4, bn_group=2), pass_size=7) == [2] * 16  # no two micro-batches fit
+    assert passes(wanted("clars", workers=4, task="test_passes:Penalised"), pass_size=100) == [4] * 8
+    assert passes(wanted("extrap-sgd", workers=4), pass_size=100) == [32]
+    assert passes(wanted("extrap-sgd", workers=4), pass_size=27) == [16] * 2
+    assert passes(wanted("extrap-sgd", workers=2), pass_size=20) == [16] * 2
 
 
 @pytest.mark.parametrize("given", [{"norm": "batch"}, {"settings": {"dropout": 0.2}}])
@@ -352,7 +374,7 @@ def test_what_steps_are_made_of_by_default():
     [
         ({"device": torch.device("cpu")}, "this run is on cpu"),
         ({"ranks": 2}, "between 2 processes"),
-        ({"not_on_gpu": "samples are on disk"}, "samples are on disk, where a graph cannot get them"),
+        ({"not_on_gpu": "samples are on disk"}, "samples are on disk; a CUDA graph needs the samples in GPU memory"),
         ({"task": runs.Blobs()}, "sets no pass_size"),
         ({"model": nn.Dropout(0.1)}, "has dropout"),
     ],

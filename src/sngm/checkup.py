@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from . import environment
 from .accumulation import Loss, exact, gradient_size, judge, params_of, read_loss
 from .integrations import unwrap
-from .optim import SNGM
+from .optim import SNGM, SpectralSNGM
 from .optim.sharded_norms import is_dtensor
 
 REMEDY = "pass norm_group, or use sngm.optim.SharedNorm"
@@ -321,10 +321,14 @@ def _state(watch: _Watch) -> Finding:
 
 def _scale_matters(optimizers: list[Any]) -> bool:
     """Return whether clipping, which multiplies the gradient by a factor, may change the update of an optimizer."""
-    groups = [(o, group) for o in optimizers for group in o.param_groups]
-    return any(
-        not isinstance(o, SNGM) or (g["weight_decay"] and g["weight_decay_mode"] == "coupled") for o, g in groups
-    )
+
+    def normalised(optimizer: Any, group: dict[str, Any]) -> bool:  # before anything is added to the gradient
+        if isinstance(optimizer, SpectralSNGM):
+            return bool(group["order"] == "before")
+        coupled = group["weight_decay"] and group["weight_decay_mode"] == "coupled"
+        return isinstance(optimizer, SNGM) and not coupled
+
+    return not all(normalised(optimizer, group) for optimizer in optimizers for group in optimizer.param_groups)
 
 
 def _clipping(watch: _Watch) -> Finding:
@@ -336,7 +340,7 @@ def _clipping(watch: _Watch) -> Finding:
     limit, norm = min(watch.clips, key=lambda clip: clip[0] / clip[1] if clip[1] > 0 else math.inf)
     if not _scale_matters(watch.optimizers):
         return Finding("clipping", True, f"on, at {limit:g}; without effect, because the step is normalised")
-    effect = "shifts the balance with weight decay; turn it off"
+    effect = "shifts the balance with weight decay and with earlier gradients; turn it off"
     if norm <= limit:
         text = f"on, but without effect on this step: the norm {norm:.3g} is below {limit:g}"
         return Finding("clipping", None, f"{text}; where it clips, it {effect}")

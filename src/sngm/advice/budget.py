@@ -224,7 +224,7 @@ def _warnings(constants: Constants, curves: Sequence[Curve]) -> list[str]:
         if over:
             found.append(
                 f"The bound of {lower.method} lies below that of {' and of '.join(over)} at every batch: these bounds "
-                f"give no reason to take {over[0]}, at any batch."
+                f"give no reason to take {' or '.join(over)}, at any batch."
             )
     return found
 

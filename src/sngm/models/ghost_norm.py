@@ -101,8 +101,9 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         if not usable:  # counters that are too small are kept, because a CUDA graph may use their addresses
             usable = [torch.zeros(needed, dtype=torch.int32, device=x.device)]
             self._counters.append(usable[0])
+        gamma, beta = for_groups(self.weight, groups), for_groups(self.bias, groups)
         y: Tensor = Normalise.apply(  # type: ignore[no-untyped-call]
-            x, shortcut, self.weight, self.bias, groups, relu, self.eps, usable[0], running
+            x, shortcut, gamma, beta, groups, relu, self.eps, usable[0], running
         )
         return y
 
@@ -114,10 +115,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         var, mean = torch.var_mean(grouped, dim=(1, 3, 4), correction=0, keepdim=True)
         scale = torch.rsqrt(var + self.eps)
         if self.affine:
-            scale = scale * self.weight.to(wide)[:, None, None]
+            scale = scale * for_groups(self.weight, len(grouped)).to(wide)[..., None, :, None, None]
         y = (grouped - mean) * scale
         if self.affine:
-            y = y + self.bias.to(wide)[:, None, None]
+            y = y + for_groups(self.bias, len(grouped)).to(wide)[..., None, :, None, None]
         if self.track_running_stats:
             self._follow(mean.detach().flatten(1), var.detach().flatten(1), group * x[0, 0].numel())
         return y.flatten(0, 1).to(x.dtype)
@@ -136,6 +137,16 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
             moved = torch.where(weights[:, None] != 0, weights[:, None] * found, 0.0).sum(0)
             running.mul_(keep).add_(moved.to(running.dtype))
         self.num_batches_tracked.add_(batches)
+
+
+def for_groups(parameter: Tensor, groups: int) -> Tensor:
+    """Return a parameter as it is, or a stack of it, of shape (copies, channels), with a row for each group.
+
+    Copy i is the parameter of the i-th of `copies` equal parts of the groups.
+    """
+    if parameter.ndim == 1:
+        return parameter
+    return parameter[:, None].expand(-1, groups // len(parameter), -1).flatten(0, 1)
 
 
 def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:

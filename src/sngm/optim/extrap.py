@@ -19,6 +19,8 @@ from .lars import plain_momentum
 from .norms import upcast
 from .sharded_norms import aligned, local
 
+Gradients = Callable[[list[Tensor]], tuple[Any, Sequence[Tensor | None]]]
+
 
 class ExtrapSGD(LargeBatchOptimizer):
     r"""Momentum SGD on extrapolated worker gradients.
@@ -88,7 +90,12 @@ class ExtrapSGD(LargeBatchOptimizer):
 
     @torch.no_grad()
     def step(  # type: ignore[override]
-        self, closures: Sequence[Callable[[], Any]] = (), group: dist.ProcessGroup | None = None
+        self,
+        closures: Sequence[Callable[[], Any]] = (),
+        group: dist.ProcessGroup | None = None,
+        *,
+        gradients: Gradients | None = None,
+        workers: int = 0,
     ) -> Any:
         """Take one step. Each parameter's `.grad` is restored afterwards.
 
@@ -97,6 +104,12 @@ class ExtrapSGD(LargeBatchOptimizer):
                 `backward`. Each function is called twice.
             group: process group whose ranks all run the same number of workers; gradients are averaged over all
                 workers. A parameter for which no rank has a gradient is not changed.
+            gradients: in place of `closures`, a function that computes the gradients of all workers at once. It is
+                called twice, with a list that has one tensor for each parameter p that requires a gradient, in the
+                order of the groups: the parameter at the point of each worker, of shape ``(workers, *p.shape)``. It
+                returns the mean loss of the workers and a list of the gradients, of the same shapes (None for a
+                parameter without a gradient).
+            workers: number of workers of this rank, if `gradients` is given.
 
         Returns:
             The mean loss of this rank's workers at the parameters before the step, or None if a closure returns None.
@@ -107,9 +120,16 @@ class ExtrapSGD(LargeBatchOptimizer):
             raise TypeError("ExtrapSGD cannot be stepped by a GradScaler: it takes its gradients inside step(closures)")
         if not isinstance(closures, Sequence) or not all(map(callable, closures)):
             raise TypeError(f"closures must be a list of functions, one for each worker, got {closures!r}")
-        if not closures:
-            raise ValueError("step() needs closures=[a function for each worker], got none")
-        losses, sums = self._extrapolated_gradients(closures)
+        if bool(closures) == (gradients is not None):
+            given = "both" if closures else "neither"
+            raise ValueError(f"step() needs closures=[a function for each worker], or gradients=, got {given}")
+        if gradients is None:
+            workers = len(closures)
+            losses, sums = self._extrapolated_gradients(closures)
+        else:
+            if not isinstance(workers, int) or workers < 1:
+                raise ValueError(f"workers must be a whole number >= 1, got {workers!r}")
+            losses, sums = self._extrapolated_at_once(gradients, workers)
         ranks = 1
         if group is not None:
             ranks = dist.get_world_size(group)
@@ -120,13 +140,28 @@ class ExtrapSGD(LargeBatchOptimizer):
                 sums.setdefault(p, torch.zeros_like(p, dtype=state_dtype(p)))
                 dist.all_reduce(local(sums[p]), group=group)
         work = self._gather(sums)
-        work.scale = float(len(closures) * ranks)  # the sum over workers is K times the mean
+        work.scale = float(workers * ranks)  # the sum over workers is K times the mean
         skip = self._skip(work, work.sums([norms.squares(b.grads) for b in work.buckets])[0])
         if skip is not True:
             for bucket in work.buckets:
                 bucket, rule = plain_momentum(bucket, work.scale)
                 heavy_ball(bucket, replace(rule, rate=lr_of(bucket.group), nesterov=bucket.group["nesterov"]), skip)
         return None if any(loss is None for loss in losses) else sum(losses) / len(losses)
+
+    def _extrapolated_at_once(self, gradients: Gradients, workers: int) -> tuple[list[Any], dict[Tensor, Tensor]]:
+        """Return the workers' mean loss at w, and the sum of their gradients at their extrapolated points."""
+        places = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
+        stacks = [p.detach().expand(workers, *p.shape) for p, _ in places]
+        loss, found = _evaluate_at(gradients, stacks)
+        for i, ((p, group), grad) in enumerate(zip(places, found, strict=True)):
+            if grad is not None:
+                stacks[i] = (upcast(p.detach()) + upcast(grad) * _inner_step(group)).to(p.dtype)  # rounds only once
+        _, found = _evaluate_at(gradients, stacks)
+        return [loss], {
+            p: torch.sum(upcast(grad), 0, out=torch.empty_like(p, dtype=state_dtype(p)))
+            for (p, _), grad in zip(places, found, strict=True)
+            if grad is not None
+        }
 
     def _extrapolated_gradients(self, closures: Sequence[Callable[[], Any]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
         """Return the loss of each worker at w, and the sum of the workers' gradients at their extrapolated points."""
@@ -142,8 +177,7 @@ class ExtrapSGD(LargeBatchOptimizer):
                 losses.append(loss.detach() if isinstance(loss, Tensor) else loss)
                 for p, group in places:
                     if p.grad is not None:
-                        inner_lr = lr_of(group, "inner_lr")
-                        ahead = upcast(as_dense(p.grad)) * (inner_lr if group["maximize"] else -inner_lr)
+                        ahead = upcast(as_dense(p.grad)) * _inner_step(group)
                         p.copy_(upcast(p) + ahead)  # rounds only once
                 self.zero_grad()
                 evaluate(closure)
@@ -159,3 +193,19 @@ class ExtrapSGD(LargeBatchOptimizer):
             for p, grad in grads.items():
                 p.grad = grad
         return losses, sums
+
+
+def _inner_step(group: dict[str, Any]) -> float | Tensor:
+    """Return the factor of a worker's gradient in its extrapolation."""
+    inner_lr = lr_of(group, "inner_lr")
+    return inner_lr if group["maximize"] else -inner_lr
+
+
+def _evaluate_at(gradients: Gradients, stacks: list[Tensor]) -> tuple[Any, Sequence[Tensor | None]]:
+    with torch.enable_grad():
+        loss, found = gradients(list(stacks))
+    shapes = [None if grad is None else tuple(grad.shape) for grad in found]
+    wanted = [tuple(stack.shape) for stack in stacks]
+    if len(shapes) != len(wanted) or any(shape not in (None, due) for shape, due in zip(shapes, wanted, strict=True)):
+        raise ValueError(f"gradients() must return the loss and a list of tensors of the shapes {wanted}, got {shapes}")
+    return loss.detach() if isinstance(loss, Tensor) else loss, found

@@ -28,8 +28,8 @@ class NSGDM(LargeBatchOptimizer):
         m_{t+1} = \beta m_t + (1-\beta) d_t, \qquad w_{t+1} = w_t - \eta\, m_{t+1} / \max(\|m_{t+1}\|, \epsilon)
 
     The norm is taken over all parameters that have a gradient, so the norm of every step is :math:`\eta`. The norm of
-    a step of SNGM can be :math:`1/(1-\beta)` times as large, so for momentum 0.9, start with ten times the learning
-    rate of SNGM.
+    a step of SNGM is up to :math:`\eta/(1-\beta)`, less if gradients disagree: for momentum 0.9, start with three times
+    the learning rate of SNGM.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.

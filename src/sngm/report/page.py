@@ -74,7 +74,7 @@ def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
         write_atomically(folder / name, text.encode("utf-8", "replace"))
     if path is None:
         return folder / "report.html"
-    write_atomically(Path(path), html(parts, os.path.relpath(folder, Path(path).parent)).encode())
+    write_atomically(Path(path), html(parts, os.path.relpath(folder, Path(path).parent), answer=answer).encode())
     return Path(path)
 
 

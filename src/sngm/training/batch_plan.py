@@ -18,7 +18,8 @@ class BatchPlan:
     Attributes:
         batch: number of samples of the global batch, over all workers.
         workers: number of data-parallel workers. Each has a contiguous part of the batch.
-        micro: number of samples in a micro-batch.
+        micro: number of samples in a micro-batch. A worker's part of the batch is divided into micro-batches, and each
+            micro-batch into BatchNorm groups.
         bn_group: number of samples that BatchNorm normalises together. A pass (one forward and backward) processes one
             such group, or several if the task sets `pass_size`.
         ranks: number of processes. Each process computes ``workers / ranks`` consecutive workers, one after another.
@@ -105,18 +106,19 @@ class BatchPlan:
         start = worker * self.share
         return [slice(i, i + self.bn_group) for i in range(start, start + self.share, self.bn_group)]
 
-    def merged(self, workers: range, most: int) -> list[slice]:
+    def merged(self, workers: range, most: int, unit: int | None = None) -> list[slice]:
         """Return the passes of these workers as slices of the batch, as few as possible of at most `most` samples.
 
-        Passes consist of whole BatchNorm groups and have nearly equal sizes. A group larger than `most` is one pass.
+        Passes consist of whole units of `unit` samples (default: BatchNorm groups) and have nearly equal sizes. A unit
+        larger than `most` is one pass.
 
         >>> BatchPlan.of(batch=64, workers=2, micro=4).merged(range(2), 24)
         [slice(0, 20, None), slice(20, 40, None), slice(40, 64, None)]
         """
-        start = workers.start * self.share
-        groups = len(workers) * self.share // self.bn_group
-        passes = math.ceil(groups / max(1, most // self.bn_group))
-        ends = [start + self.bn_group * (groups * i // passes) for i in range(passes + 1)]
+        start, unit = workers.start * self.share, unit or self.bn_group
+        units = len(workers) * self.share // unit
+        passes = math.ceil(units / max(1, most // unit))
+        ends = [start + unit * (units * i // passes) for i in range(passes + 1)]
         return [slice(a, b) for a, b in itertools.pairwise(ends)]
 
     def describe(self, normalises: bool = True) -> str:

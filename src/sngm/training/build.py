@@ -33,6 +33,7 @@ from .data_loading import Resident, Streamed, fits, loaders_of
 from .distributed import Processes
 from .evaluate import HeldOut, data_of, in_streams, samples_of, schedule_of, steps_per_epoch
 from .recurrent_state import RecurrentState
+from .stacked_weights import may_stack
 from .step import Stepper, pieces_of, worker_passes_of
 
 RATES = ("lr", "inner_lr")  # schedules scale EXTRAP-SGD's inner_lr too
@@ -104,15 +105,18 @@ def prepare(
     if execution.shard:
         sharding.check(config, optimizer)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)
+    # on a CPU one pass of many copies is not faster than a pass for each
+    asked = execution.pass_size is not None or processes.device.type == "cuda"
+    stacks = asked and not mode.startswith("compiled") and not shards and may_stack(task, model)
     source: Resident | Streamed = Resident(training, processes.device)
     if streams:
-        pieces = pieces_of(worker_passes_of(plan, processes.rank, optimizer, most))
+        pieces = pieces_of(worker_passes_of(plan, processes.rank, optimizer, most, stacks))
         count = loaders_of(task, execution.loaders)
         source = Streamed(task, training, config.seed, pieces, config.batch, processes.device, count)
     state = RecurrentState(task, model, plan, processes.rank)
 
     def stepper_of(plan: BatchPlan) -> Stepper | CapturedStepper:
-        own = worker_passes_of(plan, processes.rank, optimizer, most)
+        own = worker_passes_of(plan, processes.rank, optimizer, most, stacks)
         statistics: GhostStatistics | PerGroupStatistics = PerGroupStatistics(model, plan, config.running_stats)
         if most is not None:
             policy, rank = config.running_stats, processes.rank

@@ -52,7 +52,7 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, not_
     if ranks > 1:
         return f"a graph cannot hold the exchange between {ranks} processes"
     if not_on_gpu:
-        return f"{not_on_gpu}, where a graph cannot get them"
+        return f"{not_on_gpu}; a CUDA graph needs the samples in GPU memory"
     if passes > 1 and draws(task, model):
         source = "the task's loss may draw random numbers (it sets no pass_size)"
         source = source if task.pass_size is None else "the model has dropout, which draws random numbers"

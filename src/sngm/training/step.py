@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -23,34 +24,43 @@ from .distributed import Processes
 from .gradient_sum import GradientSum
 from .recurrent_state import RecurrentState
 from .sharding import is_sharded
+from .stacked_weights import stacked_loss
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerPasses:
-    """Forward-backward passes of `worker`, or of all workers of a process from `worker` on, as slices of the batch."""
+    """Forward-backward passes of `worker`, or of all workers of a process from `worker` on, as slices of the batch.
+
+    If `unit` is given, a pass has a stack of each parameter, with a copy for every `unit` samples.
+    """
 
     worker: int
     passes: list[slice]
+    unit: int | None = None
 
 
 def worker_passes_of(
-    plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None
+    plan: BatchPlan, rank: int, optimizer: torch.optim.Optimizer, most: int | None, stacks: bool = False
 ) -> list[WorkerPasses]:
     """Return the passes of a process in one step. A pass is one forward and backward through the model.
 
     Args:
         plan, rank, optimizer: the batch plan of the run, the rank of this process, and the optimizer.
         most: the most samples in a pass with several BatchNorm groups; None for one group per pass.
+        stacks: whether parameters may be stacks, see `stacked_weights`.
 
-    CLARS needs the gradient of each micro-batch, and EXTRAP-SGD that of each worker: none of CLARS's passes has samples
-    of two micro-batches, and none of EXTRAP-SGD's has samples of two workers.
+    CLARS needs the gradient of each micro-batch, and EXTRAP-SGD that of each worker. Without stacks, none of CLARS's
+    passes has samples of two micro-batches, and none of EXTRAP-SGD's has samples of two workers.
     """
     mine = plan.workers_of(rank)
+    unit = plan.micro if isinstance(optimizer, CLARS) else plan.share if isinstance(optimizer, ExtrapSGD) else None
+    if most is not None and unit is None:
+        return [WorkerPasses(mine.start, plan.merged(mine, most))]
+    if most is not None and unit is not None and stacks and 2 * unit <= min(most, len(mine) * plan.share):
+        return [WorkerPasses(mine.start, plan.merged(mine, most, unit), unit)]
     if most is None or isinstance(optimizer, CLARS):
         return [WorkerPasses(worker, plan.pieces(worker)) for worker in mine]
-    if isinstance(optimizer, ExtrapSGD):
-        return [WorkerPasses(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
-    return [WorkerPasses(mine.start, plan.merged(mine, most))]
+    return [WorkerPasses(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
 
 
 def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
@@ -83,6 +93,8 @@ class Stepper:
             raise UsageError("clars takes the mean of several micro-batches' norms; give it `workers` or `micro`")
         self.device = self.processes.device
         self.params = [p for group in optimizer.param_groups for p in group["params"]]
+        names = {p: name for name, p in self.model.named_parameters()}
+        self.names = [names.get(p, "") for p in self.params]
         self.sharded = is_sharded(self.model)
         # FSDP2 and EXTRAP-SGD sum gradients over ranks themselves
         several = plan.ranks > 1 and not self.sharded and not isinstance(optimizer, ExtrapSGD)
@@ -105,14 +117,24 @@ class Stepper:
             with self.statistics.tracking(own.worker):
                 for i, piece in enumerate(own.passes):
                     size = piece.stop - piece.start
-                    part = self._loss(self.data_source.take(indices[piece]), piece, epoch, (step, own.worker, i))
+                    inputs, key = self.data_source.take(indices[piece]), (step, own.worker, i)
+                    if micro_batches is not None and own.unit is not None:
+                        stacks = [p.detach().expand(size // own.unit, *p.shape) for p in self.params]
+                        part, found = self._stacked_gradients(stacks, inputs, piece, epoch, key)
+                        for k in range(size // own.unit):
+                            grads = [None if grad is None else grad[k] for grad in found]
+                            micro_batches.add(grads, own.unit / self.plan.batch)
+                        loss += part * (size / self.plan.batch)
+                        continue
+                    part = self._loss(inputs, piece, epoch, key)
                     if self.gradient_sum and micro_batches is None and piece == last:
                         self.gradient_sum.begin()
                     whole = self.plan.batch if micro_batches is None else self.plan.micro
                     (part * (size / whole * self.scale)).backward()
                     # the last pass of a micro-batch: every worker's part of the batch is a multiple of micro
                     if micro_batches is not None and piece.stop % self.plan.micro == 0:
-                        micro_batches.add(self.plan.micro / self.plan.batch)
+                        micro_batches.add([p.grad for p in self.params], self.plan.micro / self.plan.batch)
+                        self.optimizer.zero_grad(set_to_none=True)
                     loss += part.detach() * (size / self.plan.batch)
         mean_norms = micro_batches.finish() if micro_batches is not None else None
         self._reduce(loss, mean_norms)
@@ -135,28 +157,65 @@ class Stepper:
         self.statistics.begin()
         seen: dict[int, list[Tensor | Batch]] = {}
 
-        def closure(own: WorkerPasses) -> Tensor:
+        def passes(own: WorkerPasses) -> Iterator[tuple[slice, Tensor | Batch, tuple[int, int, int], bool]]:
+            """Yield the slice, inputs and key of each pass, and whether this is the second computation."""
             second = own.worker in seen
             if not second:
                 seen[own.worker] = [self.data_source.take(indices[piece]) for piece in own.passes]
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
             with self.statistics.tracking(own.worker if second else None):
                 for i, (piece, inputs) in enumerate(zip(own.passes, seen[own.worker], strict=True)):
-                    weight = (piece.stop - piece.start) / self.plan.share
-                    part = self._loss(inputs, piece, epoch, (step, own.worker, i), update_state=second)
-                    (part * (weight * self.scale)).backward()
-                    loss += part.detach() * weight
+                    yield piece, inputs, (step, own.worker, i), second
             if second:
                 seen[own.worker] = []
+
+        def closure(own: WorkerPasses) -> Tensor:
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            for piece, inputs, key, second in passes(own):
+                weight = (piece.stop - piece.start) / self.plan.share
+                part = self._loss(inputs, piece, epoch, key, update_state=second)
+                (part * (weight * self.scale)).backward()
+                loss += part.detach() * weight
             return loss
+
+        def gradients(stacks: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
+            loss = torch.zeros((), dtype=torch.float64, device=self.device)
+            found = []
+            done = 0
+            for piece, inputs, key, second in passes(self.worker_passes[0]):
+                copies = (piece.stop - piece.start) // self.plan.share
+                own = [stack[done : done + copies] for stack in stacks]
+                part, grads = self._stacked_gradients(own, inputs, piece, epoch, key, update_state=second)
+                found.append(grads)
+                loss += part * (copies / workers)
+                done += copies
+            return loss, [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
 
         group = dist.group.WORLD if self.plan.ranks > 1 else None
         assert isinstance(self.optimizer, ExtrapSGD)
-        loss: Tensor = self.optimizer.step([lambda t=own: closure(t) for own in self.worker_passes], group=group)  # type: ignore[misc]
+        if self.worker_passes[0].unit is None:
+            loss: Tensor = self.optimizer.step([lambda t=own: closure(t) for own in self.worker_passes], group=group)  # type: ignore[misc]
+        else:
+            workers = self.plan.workers // self.plan.ranks
+            loss = self.optimizer.step(gradients=gradients, workers=workers, group=group)
         if group is not None:
             dist.all_reduce(loss.div_(self.plan.ranks))
         self.statistics.end()
         return loss
+
+    def _stacked_gradients(
+        self,
+        stacks: list[Tensor],
+        inputs: Tensor | Batch,
+        piece: slice,
+        epoch: int | Tensor,
+        key: tuple[int, int, int],
+        update_state: bool = True,
+    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+        """Return the mean loss of a pass with `stacks` as parameters, and the gradient of each part's mean loss."""
+        stacks = [stack.detach().requires_grad_() for stack in stacks]
+        loss = self._loss(inputs, piece, epoch, key, update_state, dict(zip(self.names, stacks, strict=True)))
+        grads = torch.autograd.grad(loss * (len(stacks[0]) * self.scale), stacks, allow_unused=True)
+        return loss.detach(), grads
 
     def _loss(
         self,
@@ -165,11 +224,12 @@ class Stepper:
         epoch: int | Tensor,
         key: tuple[int, int, int],
         update_state: bool = True,
+        stacks: dict[str, Tensor] | None = None,
     ) -> Tensor:
         """Return the mean loss of a pass over the slice `piece` of the batch, seeded by `key`: (step, worker, pass)."""
         self.statistics.set_pass(piece)
         with self.config.autocast(self.device):
-            loss, after = self._forward(inputs, self.recurrent_state.rows_of(piece), epoch, key)
+            loss, after = self._forward(inputs, self.recurrent_state.rows_of(piece), epoch, key, stacks)
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else repr(loss)
             raise UsageError(f"task {self.config.task}: loss() must return one number, as a tensor, got {got}")
@@ -179,7 +239,12 @@ class Stepper:
         return loss
 
     def _forward(
-        self, inputs: Tensor | Batch, carried: Batch, epoch: int | Tensor, key: tuple[int, int, int]
+        self,
+        inputs: Tensor | Batch,
+        carried: Batch,
+        epoch: int | Tensor,
+        key: tuple[int, int, int],
+        stacks: dict[str, Tensor] | None,
     ) -> tuple[Tensor, Batch]:
         if self.mode.startswith("compiled"):
             self.seed(*key)
@@ -191,7 +256,10 @@ class Stepper:
         if isinstance(inputs, Tensor):
             inputs = self.task.batch(self.data_source.samples, inputs, seed=self.config.seed, epoch=cast(int, epoch))
         self.seed(*key)
-        return self.task.follow(self.model, to_device(inputs, self.device, self.config.dtype), carried)
+        batch = to_device(inputs, self.device, self.config.dtype)
+        if stacks is not None:
+            return stacked_loss(self.task, self.model, stacks, batch), ()
+        return self.task.follow(self.model, batch, carried)
 
     def seed(self, step: int, worker: int, number: int = 0) -> None:
         """Seed the random numbers of a pass. Do nothing in a CUDA graph capture: CapturedStepper seeds each replay."""
@@ -225,20 +293,16 @@ class _MicroBatchGradients:
         self.norms = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
         self.count = 0
 
-    def add(self, weight: float) -> None:
-        found = [i for i, p in enumerate(self.params) if p.grad is not None]
-        grads = [g for p in self.params if (g := p.grad) is not None]
+    def add(self, grads: Sequence[Tensor | None], weight: float) -> None:
+        """Add the gradients of one micro-batch, multiplied by `weight`; None for a parameter without a gradient."""
+        found = {i: grad for i, grad in enumerate(grads) if grad is not None}
         columns = [self.norms.new_zeros(())] * len(self.params)
-        for i, norm in zip(found, torch._foreach_norm(grads, 2, torch.float64), strict=True):
+        for i, norm in zip(found, torch._foreach_norm(list(found.values()), 2, torch.float64), strict=True):
             columns[i] = norm.to(self.norms.device)
         self.norms += torch.stack(columns)  # stacked on the device, without synchronisation
-        torch._foreach_mul_(grads, weight)
-        known = [(self.sums[i], g) for i, g in zip(found, grads, strict=True) if i in self.sums]
-        if known:
-            torch._foreach_add_(*map(list, zip(*known, strict=True)))
-        self.sums |= {i: g for i, g in zip(found, grads, strict=True) if i not in self.sums}
-        for p in self.params:
-            p.grad = None
+        for i in found.keys() - self.sums.keys():
+            self.sums[i] = torch.zeros_like(self.params[i])
+        torch._foreach_add_([self.sums[i] for i in found], list(found.values()), alpha=weight)
         self.count += 1
 
     def finish(self) -> Tensor:

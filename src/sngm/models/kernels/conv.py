@@ -3,6 +3,9 @@
 Activations are channels_last. A program applies all nine taps (filter positions) to some pixels, so that it reads
 neighbouring pixels from the cache. The gradient of the weights is summed over parts of the pixels, then over the parts,
 in a fixed order.
+
+A weight may also be a stack of shape (copies, *shape). Then copy i is the weight of the i-th of `copies` equal parts of
+the samples, which have `per_copy` pixels each.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -35,11 +38,12 @@ def neighbours(
 
 @triton.jit
 def convolve(
-    x, w, y, pixels, by_out, by_in, by_row, by_column,
+    x, w, y, pixels, per_copy, by_copy, by_out, by_in, by_row, by_column,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
     """Compute the outputs of BLOCK pixels; with BACK, the gradient of the input: a convolution with reversed taps."""
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w += tl.program_id(0) * BLOCK // per_copy * by_copy
     i, o = tl.arange(0, CIN)[:, None], tl.arange(0, COUT)[None, :]
     total = tl.zeros((BLOCK, COUT), tl.float32)
     for tap in tl.static_range(9):
@@ -53,27 +57,36 @@ def convolve(
 
 
 @triton.jit
+def pixels_of(part, parts, each, per_copy):
+    """Return the first pixel of a part, and the pixel after its last. Each copy of the weight has `parts` parts."""
+    first = part // parts * per_copy
+    begin = first + part % parts * each
+    return begin, tl.minimum(begin + each, first + per_copy)
+
+
+@triton.jit
 def correlate(
-    x, grad, partial, pixels, each,
+    x, grad, partial, parts, each, per_copy,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
     ROWS: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient of the weights over one part of the pixels, for one row of taps (ROWS = 1) or for all three."""
     part = tl.program_id(0) // (3 // ROWS)
     down = tl.program_id(0) % 3 - 1 if ROWS == 1 else -1
+    begin, end = pixels_of(part, parts, each, per_copy)
     k, o = tl.arange(0, K), tl.arange(0, COUT)
     first = tl.zeros((K, COUT), tl.float32)
     second = tl.zeros((K, COUT), tl.float32)
     third = tl.zeros((K, COUT), tl.float32)
-    for start in range(part * each, tl.minimum(part * each + each, pixels), BLOCK):
+    for start in range(begin, end, BLOCK):
         p = start + tl.arange(0, BLOCK)
-        g = tl.load(grad + p[:, None] * COUT + o[None, :], mask=(p < pixels)[:, None], other=0.0)
-        a = neighbours(x, p, pixels, down, -1, H, W, CIN, K, 3)
+        g = tl.load(grad + p[:, None] * COUT + o[None, :], mask=(p < end)[:, None], other=0.0)
+        a = neighbours(x, p, end, down, -1, H, W, CIN, K, 3)
         first = tl.dot(tl.trans(a), g, first)
         if ROWS == 3:
-            a = neighbours(x, p, pixels, 0, -1, H, W, CIN, K, 3)
+            a = neighbours(x, p, end, 0, -1, H, W, CIN, K, 3)
             second = tl.dot(tl.trans(a), g, second)
-            a = neighbours(x, p, pixels, 1, -1, H, W, CIN, K, 3)
+            a = neighbours(x, p, end, 1, -1, H, W, CIN, K, 3)
             third = tl.dot(tl.trans(a), g, third)
     size = 3 * CIN * COUT
     at = partial + (part * 3 + down + 1) * size + k[:, None] * COUT + o[None, :]
@@ -86,7 +99,7 @@ def correlate(
 
 @triton.jit
 def add_parts(
-    partial, out, parts, by_out, by_in, by_row, by_column,
+    partial, out, parts, by_copy, by_out, by_in, by_row, by_column,
     CIN: tl.constexpr, COUT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Add up the sums of all parts of the pixels, and write the result in the memory layout of the weights.
@@ -95,6 +108,8 @@ def add_parts(
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     size = 9 * CIN * COUT
+    partial += tl.program_id(1) * parts * size
+    out += tl.program_id(1) * by_copy
     known = column < size
     total = tl.zeros((BLOCK, COLUMNS), tl.float32)
     for start in range(0, parts, BLOCK):
@@ -118,11 +133,12 @@ def taps_of(x, p, pixels, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: 
 
 @triton.jit
 def convolve_few(
-    x, w, y, pixels, by_out, by_in, by_row, by_column,
+    x, w, y, pixels, per_copy, by_copy, by_out, by_in, by_row, by_column,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the same as `convolve`, for images (inputs of few channels)."""
     p = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w += tl.program_id(0) * BLOCK // per_copy * by_copy
     k, o = tl.arange(0, K), tl.arange(0, COUT)
     a = taps_of(x, p, pixels, H, W, CIN, K)
     at = k // (3 * CIN) * by_row + k // CIN % 3 * by_column + k % CIN * by_in
@@ -133,32 +149,36 @@ def convolve_few(
 
 @triton.jit
 def correlate_few(
-    x, grad, partial, pixels, each,
+    x, grad, partial, parts, each, per_copy,
     H: tl.constexpr, W: tl.constexpr, CIN: tl.constexpr, COUT: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Compute the same as `correlate`, for images (inputs of few channels) and all taps at once."""
     part = tl.program_id(0)
+    begin, end = pixels_of(part, parts, each, per_copy)
     k, o = tl.arange(0, K), tl.arange(0, COUT)
     total = tl.zeros((K, COUT), tl.float32)
-    for start in range(part * each, tl.minimum(part * each + each, pixels), BLOCK):
+    for start in range(begin, end, BLOCK):
         p = start + tl.arange(0, BLOCK)
-        g = tl.load(grad + p[:, None] * COUT + o[None, :], mask=(p < pixels)[:, None], other=0.0)
-        total = tl.dot(tl.trans(taps_of(x, p, pixels, H, W, CIN, K)), g, total)
+        g = tl.load(grad + p[:, None] * COUT + o[None, :], mask=(p < end)[:, None], other=0.0)
+        total = tl.dot(tl.trans(taps_of(x, p, end, H, W, CIN, K)), g, total)
     at = partial + (part * 9 * CIN + k)[:, None] * COUT + o[None, :]
     tl.store(at, total, mask=(k < 9 * CIN)[:, None])
 
 
-FORWARD = {16: (256, 4), 32: (128, 4)}  # channels -> pixels per program, warps
 WEIGHTS = {16: (64, 4, 3), 32: (64, 4, 1), 64: (64, 4, 1)}  # channels -> pixels at once, warps, rows of taps
 PROGRAMS = 528  # programs for the gradient of the weights: four per multiprocessor of a large GPU
 MANY = 1 << 18  # with 32 channels, cuDNN is faster from this number of pixels on; with 64 channels, it always is
 
 
 def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
-    """Return whether the kernels support a convolution of this input with this weight."""
-    outputs, inputs, *kernel = weight.shape
+    """Return whether the kernels support a convolution of this input with this weight, or stack of weights."""
+    outputs, inputs, *kernel = weight.shape[-4:]
     known = outputs in CHANNELS and (inputs in CHANNELS or inputs <= 3)
     few_enough = x.numel() // inputs * max(inputs, outputs) < LARGEST
+    if weight.ndim == 5:
+        # a program of `convolve` reads one copy of the weight, and cuDNN computes the gradient of an image with one
+        most = max(map(_forward_size, (inputs, outputs)))
+        known &= x.numel() // inputs // len(weight) % most == 0 and (inputs in CHANNELS or not x.requires_grad)
     return known and few_enough and kernel == [3, 3] and stride == (1, 1) and weight.dtype == torch.float32
 
 
@@ -166,12 +186,12 @@ def forward(x: Tensor, weight: Tensor, by_library: bool) -> Tensor:
     """Return the convolution of channels_last activations, with padding 1; by cuDNN if `by_library`."""
     if by_library:
         return torch.conv2d(x, weight.to(x.dtype), padding=1)
-    return _convolve(x, weight, len(weight), back=False)
+    return _convolve(x, weight, weight.shape[-4], back=False)
 
 
 def gradient_of_input(grad: Tensor, x: Tensor, weight: Tensor, by_library: bool) -> Tensor:
     """Return the gradient of the input `x`."""
-    inputs = weight.shape[1]
+    inputs = weight.shape[-3]
     if by_library or inputs not in CHANNELS:  # the gradient of an image is rarely needed
         sizes = [1, 1], [1, 1], [1, 1], False, [0, 0], 1  # stride, padding, dilation, not transposed, groups
         weight = weight.to(grad.dtype)
@@ -180,37 +200,47 @@ def gradient_of_input(grad: Tensor, x: Tensor, weight: Tensor, by_library: bool)
 
 
 def gradient_of_weight(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
-    """Return the gradient of the weights, in float32."""
-    pixels, outputs, inputs = grad.numel() // grad.shape[1], len(weight), weight.shape[1]
+    """Return the gradient of the weight, or of each copy in a stack of weights, in float32."""
+    outputs, inputs = weight.shape[-4:-2]
+    one, copies = (weight, 1) if weight.ndim == 4 else (weight[0], len(weight))
+    per_copy = grad.numel() // outputs // copies
     few = inputs not in CHANNELS
     block, warps, rows = (128, 4, 3) if few else WEIGHTS[inputs]
-    parts = min(triton.cdiv(pixels, block), PROGRAMS * rows // 3)
-    each = triton.cdiv(triton.cdiv(pixels, parts), block) * block
-    parts = triton.cdiv(pixels, each)
-    partial = torch.empty((parts, weight.numel()), dtype=torch.float32, device=x.device)
+    parts = min(triton.cdiv(per_copy, block), max(1, PROGRAMS * rows // 3 // copies))
+    each = triton.cdiv(triton.cdiv(per_copy, parts), block) * block
+    parts = triton.cdiv(per_copy, each)
+    partial = torch.empty((copies * parts, one.numel()), dtype=torch.float32, device=x.device)
     how = {"K": _columns(9 if few else 3, inputs), "BLOCK": block, **ONE_ROUNDING}
     if not few:
         how |= {"ROWS": rows, "num_warps": warps, "num_stages": 3 if inputs < 64 else 2}
-    (correlate_few if few else correlate)[(parts * 3 // rows,)](
-        x, grad, partial, pixels, each, **_sizes(x, outputs), **how
+    (correlate_few if few else correlate)[(copies * parts * 3 // rows,)](
+        x, grad, partial, parts, each, per_copy, **_sizes(x, outputs), **how
     )
-    out = torch.empty_like(weight)
-    grid = (triton.cdiv(weight.numel(), 32),)
-    add_parts[grid](partial, out, parts, *out.stride(), CIN=inputs, COUT=outputs, COLUMNS=32, BLOCK=32, **ONE_ROUNDING)
-    return out
+    strides = one.numel(), *torch.empty_like(one).stride()  # each copy in the memory layout of the weight
+    out = weight.new_empty_strided((copies, *one.shape), strides)
+    grid = triton.cdiv(one.numel(), 32), copies
+    add_parts[grid](partial, out, parts, *strides, CIN=inputs, COUT=outputs, COLUMNS=32, BLOCK=32, **ONE_ROUNDING)
+    return out.view_as(weight) if weight.ndim == 5 else out[0]
 
 
 def _convolve(x: Tensor, weight: Tensor, outputs: int, back: bool) -> Tensor:
     pixels, inputs = x.numel() // x.shape[1], x.shape[1]
     shape = (len(x), outputs, *x.shape[2:])
     y = torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
+    strides = (0, *weight.stride())[-5:]  # by copy, and of one copy
+    per_copy = pixels if weight.ndim == 4 else pixels // len(weight)
     few = inputs not in CHANNELS
-    block, warps = (128, 4) if few else FORWARD.get(inputs, (128, 4))
-    how = {"K": _columns(9, inputs)} if few else {"BACK": back, "num_warps": warps}
+    block = _forward_size(inputs)
+    how = {"K": _columns(9, inputs)} if few else {"BACK": back}
     (convolve_few if few else convolve)[(triton.cdiv(pixels, block),)](
-        x, weight, y, pixels, *weight.stride(), **_sizes(x, outputs), BLOCK=block, **how, **ONE_ROUNDING
+        x, weight, y, pixels, per_copy, *strides, **_sizes(x, outputs), BLOCK=block, **how, **ONE_ROUNDING
     )
     return y
+
+
+def _forward_size(channels: int) -> int:
+    """Return the number of pixels that a program of `convolve` computes from inputs of this many channels."""
+    return 256 if channels == 16 else 128
 
 
 def _sizes(x: Tensor, outputs: int) -> dict[str, int]:
@@ -226,8 +256,8 @@ class Convolve(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        channels, pixels = max(weight.shape[:2]), x.numel() // x.shape[1]
-        by_library = channels == 64 or (channels == 32 and pixels >= MANY)
+        channels, pixels = max(weight.shape[-4:-2]), x.numel() // x.shape[1]
+        by_library = weight.ndim == 4 and (channels == 64 or (channels == 32 and pixels >= MANY))
         used = weight.to(x.dtype) if by_library else weight
         ctx.save_for_backward(x, used)
         ctx.by_library, ctx.weight = by_library, weight  # the weight is used only for its memory layout

@@ -2,7 +2,8 @@
 
 An activation is (groups, rows, channels) in memory; a row is one pixel of one image. In each direction, the first
 launch sums over parts of the rows, in a fixed order, and its last program computes the sums over all groups; the second
-launch is elementwise.
+launch is elementwise. Gamma and beta have the shape (channels), or (groups, channels): then `by_group` is the number of
+channels, else 0.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -99,7 +100,7 @@ def sum_rows(
 
 @triton.jit
 def normalise(
-    x, shortcut, y, saved, gamma, beta, rows,
+    x, shortcut, y, saved, gamma, beta, by_group, rows,
     C: tl.constexpr, CB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr,
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
@@ -107,7 +108,8 @@ def normalise(
     group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
-    slope, shift = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
+    own = group * by_group + c
+    slope, shift = tl.load(gamma + own).to(tl.float32), tl.load(beta + own).to(tl.float32)
     base = group.to(tl.int64) * rows * C
     begin, end = rows_of(tile, TILES, rows)
     for start in range(begin, end, BLOCK):
@@ -124,18 +126,20 @@ def normalise(
 
 @triton.jit
 def sum_gradients(
-    grad, x, y, passed, partial, sums, counters, saved, gamma, beta, grad_gamma, grad_beta, rows, groups,
+    grad, x, y, passed, partial, sums, counters, saved, gamma, beta, by_group, grad_gamma, grad_beta,
+    rows, groups,
     C: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Sum the gradient before the ReLU, and its product with the normalised input, over each group and all groups.
 
-    The sums over all groups are the gradients of the parameters.
+    The sums over all groups are the gradients of the parameters, unless each group has its own parameters.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
-    slope, shift = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
+    own = group * by_group + c
+    slope, shift = tl.load(gamma + own).to(tl.float32), tl.load(beta + own).to(tl.float32)
     base = group.to(tl.int64) * rows * C
     begin, end = rows_of(part, PARTS, rows)
     one, two = tl.zeros((BLOCK, CB), tl.float32), tl.zeros((BLOCK, CB), tl.float32)
@@ -177,14 +181,15 @@ def sum_gradients(
 
 @triton.jit
 def differentiate(
-    grad, x, out, sums, saved, gamma, beta, rows,
+    grad, x, out, sums, saved, gamma, beta, by_group, rows,
     C: tl.constexpr, CB: tl.constexpr, TILES: tl.constexpr, BLOCK: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     """Compute the gradient of the input."""
     group, tile = tl.program_id(0) // TILES, tl.program_id(0) % TILES
     c = tl.program_id(1) * CB + tl.arange(0, CB)
     mean, scale = tl.load(saved + group * 3 * C + c), tl.load(saved + group * 3 * C + C + c)
-    slope, shift = tl.load(gamma + c).to(tl.float32), tl.load(beta + c).to(tl.float32)
+    own = group * by_group + c
+    slope, shift = tl.load(gamma + own).to(tl.float32), tl.load(beta + own).to(tl.float32)
     one, two = tl.load(sums + group * 2 * C + c) / rows, tl.load(sums + group * 2 * C + C + c) / rows
     base = group.to(tl.int64) * rows * C
     begin, end = rows_of(tile, TILES, rows)
@@ -226,6 +231,11 @@ def power_below(n: int) -> int:
     return 1 << (n.bit_length() - 1)
 
 
+def by_group(gamma: Tensor) -> int:
+    """Return the stride from the parameters of one group to those of the next."""
+    return gamma.shape[1] if gamma.ndim == 2 else 0
+
+
 class Normalise(torch.autograd.Function):
     """The forward pass of `GhostBatchNorm2d` in training, and its gradients, on channels_last activations.
 
@@ -248,7 +258,7 @@ class Normalise(torch.autograd.Function):
             PARTS=plan.parts, FOLLOW=running is not None, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         normalise[groups * plan.tiles, plan.columns](
-            x, x if shortcut is None else shortcut, y, saved, gamma, beta, plan.rows,
+            x, x if shortcut is None else shortcut, y, saved, gamma, beta, by_group(gamma), plan.rows,
             TILES=plan.tiles, SHORTCUT=shortcut is not None, RELU=relu, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         ctx.save_for_backward(x, y if relu and shortcut is not None else None, saved, gamma, beta, counters)
@@ -263,15 +273,17 @@ class Normalise(torch.autograd.Function):
         grad = grad.contiguous(memory_format=torch.channels_last)
         partial = x.new_empty(plan.groups * plan.parts, 2, x.shape[1], dtype=torch.float32)
         sums = x.new_empty(plan.groups, 2, x.shape[1], dtype=torch.float32)
-        out, grad_gamma, grad_beta = torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(beta)
+        out, grad_gamma, grad_beta = torch.empty_like(x), gamma.new_empty(x.shape[1]), beta.new_empty(x.shape[1])
         passed = torch.empty_like(x) if ctx.shortcut and ctx.relu else grad
         sum_gradients[plan.groups * plan.parts, plan.columns](
-            grad, x, x if y is None else y, passed, partial, sums, counters, saved, gamma, beta, grad_gamma, grad_beta,
-            plan.rows, plan.groups,
+            grad, x, x if y is None else y, passed, partial, sums, counters, saved, gamma, beta, by_group(gamma),
+            grad_gamma, grad_beta, plan.rows, plan.groups,
             PARTS=plan.parts, SHORTCUT=ctx.shortcut, RELU=ctx.relu, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
         differentiate[plan.groups * plan.tiles, plan.columns](
-            passed, x, out, sums, saved, gamma, beta, plan.rows,
+            passed, x, out, sums, saved, gamma, beta, by_group(gamma), plan.rows,
             TILES=plan.tiles, RELU=ctx.relu and not ctx.shortcut, **plan.shape, **ONE_ROUNDING,
         )  # fmt: skip
+        if gamma.ndim == 2:
+            grad_beta, grad_gamma = sums.unbind(1)
         return out, passed if ctx.shortcut else None, grad_gamma, grad_beta, None, None, None, None, None
