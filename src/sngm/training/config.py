@@ -59,7 +59,7 @@ class RunConfig:
         running_stats: keep BatchNorm's running statistics of the "first" worker, as DDP does, or their "mean" over all
             workers.
         precision: dtype of weights and arithmetic. "bfloat16" is autocast: convolutions and matrix products are in
-            bfloat16; weights, norms and optimizer state are in float32.
+            bfloat16; weights and optimizer state are in float32, and gradient norms are computed in float32 or better.
         decay_on: apply weight decay to "weights" (not to biases and normalisation layers) or to "all" parameters.
         bias_lr: learning rate of biases and normalisation layers with LARS and CLARS: "scaled" for
             ``trust_coefficient * lr``, or "full" for ``lr``, as in the LARS code that the SNGM paper compared with.
