@@ -384,8 +384,8 @@ def page(record: dict[str, Any]) -> str:
         lines.append("")
     if profiles := [parts[1] for parts in split if parts[0] == "profile"]:
         lines += [
-            "Where the time of an eager step of 256 pictures goes, in ms. Busy: all kernels, also those of tests, of",
-            "256 pictures after every 2,048; wall: from one step to the next, without tests and profiler:",
+            'Where the time of an eager step of 256 pictures goes, in ms. "Busy": sum of all kernels, also those of',
+            'tests, of 256 pictures after every 2,048. "Wall": the time from step to step, without tests and profiler:',
             "",
             "| | " + " | ".join(profiles) + " |",
         ]

@@ -154,7 +154,11 @@ def page(record: dict[str, Any]) -> str:
     for batch in batches:
         lines.append("| " + " | ".join([batch, *(cell(found.get(f"{kind}/{batch}")) for kind in kinds)]) + " |")
     if profiles := [key.split("/")[1] for key in found if key.startswith("profile/")]:
-        lines += ["", "Where the time of a captured step goes, in ms. Busy: all kernels; wall: from step to step:", ""]
+        lines += [
+            "",
+            'Where the time of a captured step goes, in ms. "Busy": the sum of all kernels; "wall": from step to step:',
+            "",
+        ]
         lines += [
             "| | " + " | ".join(f"batch {batch}" for batch in profiles) + " |",
             "|---" * (len(profiles) + 1) + "|",

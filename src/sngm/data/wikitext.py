@@ -220,7 +220,7 @@ class Text(Tensors):
         self.bptt = bptt
 
     def in_streams(self, batch: int) -> Windows:
-        """Return the samples of an epoch with this batch size."""
+        """Cut the text into `batch` parallel streams, and return the windows of an epoch in reading order."""
         return Windows(streams(self.tensors[0], batch), self.bptt)
 
 

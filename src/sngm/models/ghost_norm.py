@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import batch_norm
 
 from ..triton_support import kernels_support
 
@@ -45,10 +46,15 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         """Normalise `x`, add `shortcut` if given, and apply a ReLU if `relu`."""
         if self.training and self._has_kernels(x):
             return self._by_kernels(x, shortcut, relu)
-        y = self._normalise(x) if self.training else super().forward(x)
+        if not self.training:
+            y = super().forward(x)
+        elif x.device.type == "cpu" and self._as_torch(x) and not torch.compiler.is_compiling():
+            y = self._by_torch(x)
+        else:
+            y = self._normalise(x)
         if shortcut is not None:
-            y = y + shortcut
-        return y.relu() if relu else y
+            y = y.add_(shortcut) if y.dtype == shortcut.dtype else y + shortcut
+        return y.relu_() if relu else y
 
     def _groups(self, x: Tensor) -> int:
         group = self.group or len(x)
@@ -107,6 +113,31 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         )
         return y
 
+    def _as_torch(self, x: Tensor) -> bool:
+        return x.dtype in (torch.float32, torch.float64) and (not self.affine or self.weight.dtype == x.dtype)
+
+    def _by_torch(self, x: Tensor) -> Tensor:
+        """Normalise each group by torch's BatchNorm, which is the fastest way on a CPU."""
+        groups = self._groups(x)
+        statistics: Any = [(None, None)] * groups
+        if self.track_running_stats:  # with momentum 1, torch's running statistics are those of the group
+            means, variances = x.new_zeros(2, groups, x.shape[1])
+            statistics = list(zip(means, variances, strict=True))
+        weights, biases = (
+            [p] * groups if p is None or p.ndim == 1 else list(for_groups(p, groups)) for p in (self.weight, self.bias)
+        )
+        y = torch.cat(
+            [
+                batch_norm(part, mean, variance, weight, bias, True, 1.0, self.eps)
+                for part, (mean, variance), weight, bias in zip(
+                    torch.split(x, len(x) // groups), statistics, weights, biases, strict=True
+                )
+            ]
+        )
+        if self.track_running_stats:
+            self._follow(means, variances)
+        return y
+
     def _normalise(self, x: Tensor) -> Tensor:
         group = len(x) // self._groups(x)
         wide = x.dtype if x.dtype == torch.float64 else torch.float32
@@ -120,19 +151,19 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
         if self.affine:
             y = y + for_groups(self.bias, len(grouped)).to(wide)[..., None, :, None, None]
         if self.track_running_stats:
-            self._follow(mean.detach().flatten(1), var.detach().flatten(1), group * x[0, 0].numel())
+            count = group * x[0, 0].numel()
+            self._follow(mean.detach().flatten(1), var.detach().flatten(1) * (count / (count - 1)))
         return y.flatten(0, 1).to(x.dtype)
 
     @torch.no_grad()
-    def _follow(self, means: Tensor, variances: Tensor, count: int) -> None:
-        """Update the running statistics with the statistics of the groups, using unbiased variances."""
+    def _follow(self, means: Tensor, variances: Tensor) -> None:
+        """Update the running statistics with the means and unbiased variances of the groups."""
         assert self.running_mean is not None
         assert self.running_var is not None
         assert self.num_batches_tracked is not None
         weights, keep, batches = self._counts(len(means), means.device)
         weights = weights.to(means)
-        unbiased = variances * (count / max(count - 1, 1))
-        for running, found in ((self.running_mean, means), (self.running_var, unbiased)):
+        for running, found in ((self.running_mean, means), (self.running_var, variances)):
             # a group of weight 0 may hold NaN
             moved = torch.where(weights[:, None] != 0, weights[:, None] * found, 0.0).sum(0)
             running.mul_(keep).add_(moved.to(running.dtype))
@@ -140,9 +171,10 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
 
 
 def for_groups(parameter: Tensor, groups: int) -> Tensor:
-    """Return a parameter as it is, or a stack of it, of shape (copies, channels), with a row for each group.
+    """Return a parameter of shape (channels,) unchanged, and expand a stack of copies to one row for each group.
 
-    Copy i is the parameter of the i-th of `copies` equal parts of the groups.
+    A stack has shape (copies, channels), the result (groups, channels). Copy i is repeated for the groups in the i-th
+    of `copies` equal parts of the groups.
     """
     if parameter.ndim == 1:
         return parameter
