@@ -166,13 +166,17 @@ def test_extrap_sgd_takes_the_same_step_with_the_gradients_of_all_workers_at_onc
         value.backward()
         return value
 
-    def gradients(stacks):
-        found, values = torch.func.vmap(torch.func.grad_and_value(loss))(stacks, targets)
-        return values.mean(), found
+    def of(workers):
+        def gradients(points):
+            found, values = torch.func.vmap(torch.func.grad_and_value(loss))(points, targets[workers])
+            return values.mean(), found
 
+        return gradients
+
+    pairs = [(of(slice(2)), 2), (of(slice(2, 3)), 1)]
     one, other = ExtrapSGD(ours, **settings), ExtrapSGD(theirs, **settings)
     for _ in range(4):
-        mean = one.step(gradients=gradients, workers=3)
+        mean = one.step(gradients=pairs)
         wanted = other.step([lambda target=target: closure(target) for target in targets])
         torch.testing.assert_close(mean, wanted.to(mean))
     for p, q in zip(ours, theirs, strict=True):
@@ -180,20 +184,37 @@ def test_extrap_sgd_takes_the_same_step_with_the_gradients_of_all_workers_at_onc
         assert p.grad is None
 
 
-def test_gradients_of_all_workers_at_once_that_make_no_sense_are_refused():
+def test_gradients_of_several_workers_that_make_no_sense_are_refused():
     w = torch.nn.Parameter(torch.ones(2))
     optimizer = ExtrapSGD([w], lr=0.1, inner_lr=0.1)
+
+    def same(points):
+        return None, points
+
     with pytest.raises(ValueError, match="got neither"):
         optimizer.step()
     with pytest.raises(ValueError, match="got both"):
-        optimizer.step([lambda: None], gradients=lambda stacks: (None, stacks), workers=1)
-    with pytest.raises(ValueError, match="workers must be a whole number"):
-        optimizer.step(gradients=lambda stacks: (None, stacks))
-    for wrong in ([], [torch.ones(2)]):
-        with pytest.raises(ValueError, match=r"gradients\(\) must return .* of the shapes \[\(3, 2\)\]"):
-            optimizer.step(gradients=lambda _, wrong=wrong: (0.0, wrong), workers=3)
-    assert optimizer.step(gradients=lambda _: (None, [None]), workers=3) is None
+        optimizer.step([lambda: None], gradients=[(same, 1)])
+    with pytest.raises(TypeError, match="gradients must be a list of pairs"):
+        optimizer.step(gradients=same)
+    with pytest.raises(ValueError, match=r"the number of workers must be >= 1, got \[2, 0\]"):
+        optimizer.step(gradients=[(same, 2), (same, 0)])
+    for wrong in ([], [torch.ones(2)], iter([])):
+        with pytest.raises(ValueError, match=r"of the shapes \[\(3, 2\)\]"):
+            optimizer.step(gradients=[(lambda _, wrong=wrong: (0.0, wrong), 3)])
+    assert optimizer.step(gradients=[(lambda _: (None, [None]), 3)]) is None
     assert torch.equal(w.detach(), torch.ones(2))
+
+
+def test_the_loss_is_that_of_the_first_computation_even_if_the_function_reuses_its_tensor():
+    w = torch.nn.Parameter(torch.ones(2))
+    kept = torch.zeros(())
+
+    def gradients(points):
+        (found,) = torch.autograd.grad(points[0].requires_grad_().square().sum(), points)
+        return kept.copy_(points[0].detach().square().sum()), [found]
+
+    assert ExtrapSGD([w], lr=0.1, inner_lr=0.1).step(gradients=[(gradients, 1)]) == 2.0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

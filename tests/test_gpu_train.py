@@ -13,6 +13,7 @@ from torch import nn
 
 from sngm.data.hashing import random_bits
 from sngm.errors import Failed, Interrupted
+from sngm.models.conv import Conv3x3
 from sngm.models.ghost_norm import GhostBatchNorm2d
 from sngm.tasks import Splits, Task, Tensors
 from sngm.training import Options, checkpoint, resolve, rng, train
@@ -115,6 +116,18 @@ class Streaming(Squares):
     loaders = 2
 
 
+class Stacks(Squares):
+    """A net for whose layers there are kernels, with and without stacks of weights."""
+
+    stacks = True
+
+    def model(self):
+        return nn.Sequential(
+            *(Conv3x3(3, 16), GhostBatchNorm2d(16), nn.ReLU(), Conv3x3(16, 16), GhostBatchNorm2d(16), nn.ReLU()),
+            *(Conv3x3(16, 32, stride=2), GhostBatchNorm2d(32), nn.ReLU(), nn.Flatten(), nn.Linear(512, 2)),
+        )
+
+
 def wanted(method="sngm", task=SQUARES, **given):
     usual = {"lr": {**METHODS, "lars": 3.0}[method], "batch": 128, "workers": 2, "micro": 16, "epochs": 3}
     return resolve(task, method, **{**usual, "precision": "float32", **given})
@@ -146,6 +159,15 @@ def test_captured_steps_train_as_eager_ones(method, stats, precision, tmp_path):
         found = made(tmp_path / step, config, step=step)
         assert found["timing"]["step"] == step
     assert_near_ends(tmp_path / "captured", tmp_path / "eager", TOLERANCE[precision])
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("method", ["clars", "extrap-sgd"])
+def test_stacked_passes_train_as_separate_ones(method, precision, tmp_path):
+    config = wanted(method, "test_gpu_train:Stacks", workers=8, precision=precision)
+    made(tmp_path / "stacked", config)
+    made(tmp_path / "separate", config, pass_size=16)
+    assert_near_ends(tmp_path / "stacked", tmp_path / "separate", 1e-3 if precision == "float32" else 5e-2)
 
 
 def test_steps_are_captured_by_default_where_the_task_allows_it(tmp_path):

@@ -118,13 +118,18 @@ def test_stacks_that_the_kernels_do_not_know_go_to_torch(device):
     assert not fits(images.requires_grad_(), torch.zeros(3, 16, 3, 3, 3), (1, 1))
 
 
-@pytest.mark.parametrize(("with_shortcut", "relu"), [(False, True), (True, True), (True, False)])
-def test_a_stack_of_norm_parameters_serves_each_part_of_the_groups(device, with_shortcut, relu):
+@pytest.mark.parametrize(
+    ("with_shortcut", "relu", "group", "equal"),
+    [(False, True, 2, True), (True, True, 4, True), (True, False, 2, False)],
+)
+def test_a_stack_of_norm_parameters_serves_each_part_of_the_groups(device, with_shortcut, relu, group, equal):
     x = draw(8, 4, 3, 5, device=device)
     shortcut = draw(8, 4, 3, 5, device=device, shift=0.5) if with_shortcut else None
     norm = GhostBatchNorm2d(4).to(device)
-    norm.group = 2
-    stacks = [draw(2, 4, device=device, shift=i) for i in (1, 0)]  # two copies for four groups
+    norm.group = group
+    stacks = [draw(2, 4, device=device, shift=i) for i in (1, 0)]  # two copies, for two or four groups
+    if equal:  # one copy, expanded: as in a step of CLARS, and in the first computation of EXTRAP-SGD
+        stacks = [stack.detach()[:1].expand(2, 4).requires_grad_() for stack in stacks]
     norm._parameters |= dict(zip(("weight", "bias"), stacks, strict=True))
     y = norm(x.contiguous(memory_format=LAST), shortcut, relu)
     assert "Normalise" in y.grad_fn.name()
@@ -134,7 +139,7 @@ def test_a_stack_of_norm_parameters_serves_each_part_of_the_groups(device, with_
     twin = GhostBatchNorm2d(4).to(device).double()
     halves = []
     for i in range(2):
-        twin.group = 2
+        twin.group = group
         twin._parameters |= {name: stack[i].double() for name, stack in zip(("weight", "bias"), stacks, strict=True)}
         rows = slice(4 * i, 4 * i + 4)
         halves.append(twin(x[rows].double(), None if shortcut is None else shortcut[rows].double(), relu))

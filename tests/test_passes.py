@@ -47,6 +47,7 @@ class Pictures(Task):
     epochs = 2
     batches = (32,)
     pass_size = 8
+    stacks = True
 
     def __init__(
         self, norm: str = "ghost", dropout: float = 0.0, bad: int = -1, slow: float = 0.0, bias: bool = False
@@ -129,7 +130,9 @@ def test_merged_passes_give_what_one_group_after_another_gives(stats, workers, t
 )
 def test_merged_passes_serve_every_method(method, stats, tmp_path):
     usual = {"method": method, "lr": 0.03, "workers": 4, "running_stats": stats}
-    for given, pass_size in (({}, 24), ({"bn_group": 2, "settings": {"bias": True}}, 16)):
+    clip = None if method == "extrap-sgd" else 0.3
+    for given, pass_size in (({}, 24), ({"bn_group": 2, "settings": {"bias": True}, "clip": clip}, 16)):
+        given |= {"batch": 48, "last_batch": "keep"}  # 64 samples: a batch of 48 and one of 16
         apart, merged = (tmp_path / f"{kind} {pass_size}" for kind in ("apart", "merged"))
         made(apart, wanted(norm="batch", **usual, **copy.deepcopy(given)))
         made(merged, wanted(**usual, **copy.deepcopy(given)), pass_size=pass_size)
@@ -149,7 +152,7 @@ def test_two_processes_merge_their_parts_and_equal_one(method, stats, tmp_path):
     usual = ["train", TASK, "--method", method, "--lr", 0.05, "--batch", 32, "--workers", 4, "--micro", 4, "--device"]
     usual += ["cpu", "--precision", "float64", "--running-stats", stats, "--out"]
     assert sngm(shlex.join(map(str, [*usual, tmp_path / "1"]))).code == 0
-    codes = runs.ranks(2, *usual, tmp_path / "2", log=tmp_path / "log")
+    codes = runs.ranks(2, *usual, tmp_path / "2", "--pass-size", 8, log=tmp_path / "log")
     assert codes == [0, 0], [path.read_text() for path in tmp_path.glob("log.*")]
     assert_near_end(tmp_path / "2", tmp_path / "1", 1e-10)
 
@@ -172,6 +175,7 @@ def test_passes_of_clars_and_extrap_sgd_have_stacks_of_whole_micro_batches_or_wo
     assert passes(wanted("clars", workers=4, bn_group=2), pass_size=11) == [8] * 4
     assert passes(wanted("clars", workers=4, bn_group=2), pass_size=7) == [2] * 16  # no two micro-batches fit
     assert passes(wanted("clars", workers=4, task="test_passes:Penalised"), pass_size=100) == [4] * 8
+    assert passes(wanted("clars", workers=4)) == [4] * 8  # on a CPU only if the user asks for large passes
     assert passes(wanted("extrap-sgd", workers=4), pass_size=100) == [32]
     assert passes(wanted("extrap-sgd", workers=4), pass_size=27) == [16] * 2
     assert passes(wanted("extrap-sgd", workers=2), pass_size=20) == [16] * 2

@@ -14,7 +14,7 @@ from .optim.sharded_norms import local
 
 # operations that leave a loss and its gradient unchanged, except perhaps the sign
 NEUTRAL = ("AliasBackward0", "CloneBackward0", "NegBackward0", "SqueezeBackward0", "ToCopyBackward0", "ViewBackward0")
-TOLERANCE = 4e-3  # allowed relative error of a factor, because the factor may be rounded to float16
+TOLERANCE = 4e-3  # allowed relative error of a factor, because the factor may be rounded to bfloat16
 
 
 class Loss(NamedTuple):

@@ -176,9 +176,7 @@ def for_groups(parameter: Tensor, groups: int) -> Tensor:
     A stack has shape (copies, channels), the result (groups, channels). Copy i is repeated for the groups in the i-th
     of `copies` equal parts of the groups.
     """
-    if parameter.ndim == 1:
-        return parameter
-    return parameter[:, None].expand(-1, groups // len(parameter), -1).flatten(0, 1)
+    return parameter if parameter.ndim == 1 else parameter.repeat_interleave(groups // len(parameter), 0)
 
 
 def one_after_another(groups: int, momentum: float) -> tuple[Tensor, float]:

@@ -94,8 +94,7 @@ class ExtrapSGD(LargeBatchOptimizer):
         closures: Sequence[Callable[[], Any]] = (),
         group: dist.ProcessGroup | None = None,
         *,
-        gradients: Gradients | None = None,
-        workers: int = 0,
+        gradients: Sequence[tuple[Gradients, int]] = (),
     ) -> Any:
         """Take one step. Each parameter's `.grad` is restored afterwards.
 
@@ -104,12 +103,11 @@ class ExtrapSGD(LargeBatchOptimizer):
                 `backward`. Each function is called twice.
             group: process group whose ranks all run the same number of workers; gradients are averaged over all
                 workers. A parameter for which no rank has a gradient is not changed.
-            gradients: in place of `closures`, a function that computes the gradients of all workers at once. It is
-                called twice, with a list that has one tensor for each parameter p that requires a gradient, in the
-                order of the groups: the parameter at the point of each worker, of shape ``(workers, *p.shape)``. It
-                returns the mean loss of the workers and a list of the gradients, of the same shapes (None for a
-                parameter without a gradient).
-            workers: number of workers of this rank, if `gradients` is given.
+            gradients: in place of `closures`, pairs of a function that computes the gradients of several workers at
+                once, and the number of these workers. The function is called twice, with a list that has one tensor for
+                each parameter p that requires a gradient, in the order of the groups: the parameter at the point of
+                each worker, of shape ``(workers, *p.shape)``. It returns the mean loss of the workers and a list of the
+                gradients, of the same shapes (None for a parameter without a gradient). DTensors are not supported.
 
         Returns:
             The mean loss of this rank's workers at the parameters before the step, or None if a closure returns None.
@@ -120,16 +118,12 @@ class ExtrapSGD(LargeBatchOptimizer):
             raise TypeError("ExtrapSGD cannot be stepped by a GradScaler: it takes its gradients inside step(closures)")
         if not isinstance(closures, Sequence) or not all(map(callable, closures)):
             raise TypeError(f"closures must be a list of functions, one for each worker, got {closures!r}")
-        if bool(closures) == (gradients is not None):
+        if bool(closures) == bool(gradients):
             given = "both" if closures else "neither"
             raise ValueError(f"step() needs closures=[a function for each worker], or gradients=, got {given}")
-        if gradients is None:
-            workers = len(closures)
-            losses, sums = self._extrapolated_gradients(closures)
-        else:
-            if not isinstance(workers, int) or workers < 1:
-                raise ValueError(f"workers must be a whole number >= 1, got {workers!r}")
-            losses, sums = self._extrapolated_at_once(gradients, workers)
+        _check_gradients(gradients)
+        workers = len(closures) + sum(count for _, count in gradients)
+        losses, sums = self._gradients_at_once(gradients) if gradients else self._extrapolated_gradients(closures)
         ranks = 1
         if group is not None:
             ranks = dist.get_world_size(group)
@@ -148,20 +142,24 @@ class ExtrapSGD(LargeBatchOptimizer):
                 heavy_ball(bucket, replace(rule, rate=lr_of(bucket.group), nesterov=bucket.group["nesterov"]), skip)
         return None if any(loss is None for loss in losses) else sum(losses) / len(losses)
 
-    def _extrapolated_at_once(self, gradients: Gradients, workers: int) -> tuple[list[Any], dict[Tensor, Tensor]]:
-        """Return the workers' mean loss at w, and the sum of their gradients at their extrapolated points."""
+    def _gradients_at_once(self, gradients: Sequence[tuple[Gradients, int]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
+        """Return each worker's loss at w, and the sum of the workers' gradients at their extrapolated points."""
         places = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
-        stacks = [p.detach().expand(workers, *p.shape) for p, _ in places]
-        loss, found = _evaluate_at(gradients, stacks)
-        for i, ((p, group), grad) in enumerate(zip(places, found, strict=True)):
-            if grad is not None:
-                stacks[i] = (upcast(p.detach()) + upcast(grad) * _inner_step(group)).to(p.dtype)  # rounds only once
-        _, found = _evaluate_at(gradients, stacks)
-        return [loss], {
-            p: torch.sum(upcast(grad), 0, out=torch.empty_like(p, dtype=state_dtype(p)))
-            for (p, _), grad in zip(places, found, strict=True)
-            if grad is not None
-        }
+        losses: list[Any] = []
+        sums: dict[Tensor, Tensor] = {}
+        for function, workers in gradients:
+            points = [p.detach().expand(workers, *p.shape) for p, _ in places]
+            loss, found = _evaluate_at(function, points)
+            losses += [loss] * workers
+            for i, ((p, group), grad) in enumerate(zip(places, found, strict=True)):
+                if grad is not None:
+                    points[i] = (upcast(p.detach()) + upcast(grad) * _inner_step(group)).to(p.dtype)  # rounds only once
+            del found
+            for (p, _), grad in zip(places, _evaluate_at(function, points)[1], strict=True):
+                if grad is not None:
+                    total = torch.sum(upcast(grad), 0, out=torch.empty_like(p, dtype=state_dtype(p)))
+                    sums[p] = sums[p].add_(total) if p in sums else total
+        return losses, sums
 
     def _extrapolated_gradients(self, closures: Sequence[Callable[[], Any]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
         """Return the loss of each worker at w, and the sum of the workers' gradients at their extrapolated points."""
@@ -201,11 +199,20 @@ def _inner_step(group: dict[str, Any]) -> float | Tensor:
     return inner_lr if group["maximize"] else -inner_lr
 
 
-def _evaluate_at(gradients: Gradients, stacks: list[Tensor]) -> tuple[Any, Sequence[Tensor | None]]:
+def _check_gradients(gradients: Any) -> None:
+    pairs = isinstance(gradients, Sequence) and all(isinstance(one, tuple) and len(one) == 2 for one in gradients)
+    if not pairs or not all(callable(function) and isinstance(workers, int) for function, workers in gradients):
+        raise TypeError(f"gradients must be a list of pairs (function, number of workers), got {gradients!r}")
+    if any(workers < 1 for _, workers in gradients):
+        raise ValueError(f"gradients: the number of workers must be >= 1, got {[workers for _, workers in gradients]}")
+
+
+def _evaluate_at(gradients: Gradients, points: list[Tensor]) -> tuple[Any, Sequence[Tensor | None]]:
+    """Return the loss and the gradients at these points, as the user's function computes them."""
     with torch.enable_grad():
-        loss, found = gradients(list(stacks))
-    shapes = [None if grad is None else tuple(grad.shape) for grad in found]
-    wanted = [tuple(stack.shape) for stack in stacks]
+        loss, found = gradients(list(points))
+    found = [grad if grad is None else as_dense(grad) for grad in found]
+    shapes, wanted = [None if grad is None else tuple(grad.shape) for grad in found], [tuple(p.shape) for p in points]
     if len(shapes) != len(wanted) or any(shape not in (None, due) for shape, due in zip(shapes, wanted, strict=True)):
-        raise ValueError(f"gradients() must return the loss and a list of tensors of the shapes {wanted}, got {shapes}")
-    return loss.detach() if isinstance(loss, Tensor) else loss, found
+        raise ValueError(f"gradients must return the loss and a list of tensors of the shapes {wanted}, got {shapes}")
+    return loss.detach().clone() if isinstance(loss, Tensor) else loss, found

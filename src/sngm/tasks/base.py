@@ -81,6 +81,10 @@ class Task:
             the loss draws no random numbers, and GhostBatchNorm2d is the only layer in which samples of a batch affect
             each other. A pass then holds several BatchNorm groups, and steps may be captured as a CUDA graph.
         pass_size_on_cpu: the limit of `pass_size` on a CPU, where larger passes are no faster and take gigabytes.
+        stacks: whether a pass on a GPU may have a copy of each parameter for each micro-batch (CLARS) or worker
+            (EXTRAP-SGD), which saves passes. Set it only if the model's parameters belong to nn.Linear, nn.Conv2d,
+            Conv3x3 and GhostBatchNorm2d, nothing else reads them, all activations have the samples first, and neither
+            gradient hooks nor activation checkpointing are used.
         loaders: number of processes that prepare batches ahead of time, if this is slow; 0 for none.
         step: how steps run on a GPU: "eager", "compiled", "captured", "compiled+captured", or "auto".
     """
@@ -105,6 +109,7 @@ class Task:
     precision_on_gpu: ClassVar[str] = "float32"
     pass_size: ClassVar[int | None] = None
     pass_size_on_cpu: ClassVar[int] = 512
+    stacks: ClassVar[bool] = False
     loaders: ClassVar[int] = 0
     step: ClassVar[str] = "auto"
     dataset: ClassVar[str | None] = None

@@ -33,6 +33,7 @@ class Cifar10(Task):
     holdout = 0.1
     precision_on_gpu = "bfloat16"
     pass_size = 4096
+    stacks = True
 
     def __init__(self, augment: bool = True) -> None:
         self.augment = augment

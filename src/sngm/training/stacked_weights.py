@@ -7,9 +7,10 @@ micro-batches, EXTRAP-SGD those of workers. On a GPU, one large pass takes less 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from itertools import repeat
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,27 +28,18 @@ LAYERS = {nn.Linear, nn.Conv2d, Conv3x3, GhostBatchNorm2d}
 def may_stack(task: Task, model: nn.Module) -> bool:
     """Return whether the parameters of this model may be stacks.
 
-    All layers with parameters must be of the types in `LAYERS`, and all parameters must need gradients. The loss must
-    be that of `Task`: a loss of the user's may have a term for the parameters, which copies would add up.
+    The task must set `stacks` and have no loss of its own, all layers with parameters must be of the types in `LAYERS`,
+    and all parameters must require gradients.
     """
+    usual = task.stacks and type(task).loss is Task.loss and type(task).follow is Task.follow
     owners = [m for m in model.modules() if next(m.parameters(recurse=False), None) is not None]
-    usual = type(task).loss is Task.loss and type(task).follow is Task.follow
     return usual and all(type(m) in LAYERS for m in owners) and all(p.requires_grad for p in model.parameters())
 
 
 def stacked_loss(task: Task, model: nn.Module, stacks: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """Return the mean loss of a batch with `stacks`, by the names of the parameters, in place of the parameters."""
     with _CopyForEachPart():
-        return functional_call(_Loss(task, model), {f"model.{name}": s for name, s in stacks.items()}, (batch,))  # type: ignore[no-any-return]
-
-
-class _Loss(nn.Module):
-    def __init__(self, task: Task, model: nn.Module) -> None:
-        super().__init__()
-        self.task, self.model = task, model
-
-    def forward(self, batch: Batch) -> Tensor:
-        return self.task.loss(self.model, batch)
+        return task.loss(cast(nn.Module, functools.partial(functional_call, model, dict(stacks))), batch)
 
 
 class _CopyForEachPart(TorchFunctionMode):
@@ -56,10 +48,11 @@ class _CopyForEachPart(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if func is linear and args[1].ndim == 3:
-            return _linear(*args, **kwargs or {})
-        if func is torch.conv2d and args[1].ndim == 5:
-            return _conv2d(*args, **kwargs or {})
+        weight = args[1] if len(args) > 1 else None
+        if func is linear and isinstance(weight, Tensor) and weight.ndim == 3:
+            func = _linear
+        elif func is torch.conv2d and isinstance(weight, Tensor) and weight.ndim == 5:
+            func = _conv2d
         return func(*args, **kwargs or {})
 
 

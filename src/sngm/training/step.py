@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import cast
 
 import torch
@@ -31,12 +32,18 @@ from .stacked_weights import stacked_loss
 class WorkerPasses:
     """Forward-backward passes of `worker`, or of all workers of a process from `worker` on, as slices of the batch.
 
-    If `unit` is given, a pass has a stack of each parameter, with a copy for every `unit` samples.
+    If `unit` is given, there is one pass, with a stack of each parameter: a copy for every `unit` samples.
     """
 
     worker: int
     passes: list[slice]
     unit: int | None = None
+
+    @property
+    def copies(self) -> int:
+        """The number of copies of each parameter in the only pass."""
+        (only,) = self.passes
+        return 1 if self.unit is None else (only.stop - only.start) // self.unit
 
 
 def worker_passes_of(
@@ -57,7 +64,7 @@ def worker_passes_of(
     if most is not None and unit is None:
         return [WorkerPasses(mine.start, plan.merged(mine, most))]
     if most is not None and unit is not None and stacks and 2 * unit <= min(most, len(mine) * plan.share):
-        return [WorkerPasses(mine.start, plan.merged(mine, most, unit), unit)]
+        return [WorkerPasses(piece.start // plan.share, [piece], unit) for piece in plan.merged(mine, most, unit)]
     if most is None or isinstance(optimizer, CLARS):
         return [WorkerPasses(worker, plan.pieces(worker)) for worker in mine]
     return [WorkerPasses(worker, plan.merged(range(worker, worker + 1), most)) for worker in mine]
@@ -119,11 +126,9 @@ class Stepper:
                     size = piece.stop - piece.start
                     inputs, key = self.data_source.take(indices[piece]), (step, own.worker, i)
                     if micro_batches is not None and own.unit is not None:
-                        stacks = [p.detach().expand(size // own.unit, *p.shape) for p in self.params]
-                        part, found = self._stacked_gradients(stacks, inputs, piece, epoch, key)
-                        for k in range(size // own.unit):
-                            grads = [None if grad is None else grad[k] for grad in found]
-                            micro_batches.add(grads, own.unit / self.plan.batch)
+                        stacks = [p.expand(own.copies, *p.shape) for p in self.params]
+                        part, found = self._stacked_gradients(stacks, epoch, inputs, piece, key)
+                        micro_batches.add([g if g is None else g.unbind() for g in found], own.unit / self.plan.batch)
                         loss += part * (size / self.plan.batch)
                         continue
                     part = self._loss(inputs, piece, epoch, key)
@@ -133,7 +138,8 @@ class Stepper:
                     (part * (size / whole * self.scale)).backward()
                     # the last pass of a micro-batch: every worker's part of the batch is a multiple of micro
                     if micro_batches is not None and piece.stop % self.plan.micro == 0:
-                        micro_batches.add([p.grad for p in self.params], self.plan.micro / self.plan.batch)
+                        grads = [p.grad if p.grad is None else [p.grad] for p in self.params]
+                        micro_batches.add(grads, self.plan.micro / self.plan.batch)
                         self.optimizer.zero_grad(set_to_none=True)
                     loss += part.detach() * (size / self.plan.batch)
         mean_norms = micro_batches.finish() if micro_batches is not None else None
@@ -157,46 +163,35 @@ class Stepper:
         self.statistics.begin()
         seen: dict[int, list[Tensor | Batch]] = {}
 
-        def passes(own: WorkerPasses) -> Iterator[tuple[slice, Tensor | Batch, tuple[int, int, int], bool]]:
-            """Yield the slice, inputs and key of each pass, and whether this is the second computation."""
+        def passes(own: WorkerPasses) -> Iterator[tuple[Tensor | Batch, slice, tuple[int, int, int], bool]]:
+            """Yield the inputs, slice and key of each pass, and whether this is the second computation."""
             second = own.worker in seen
             if not second:
                 seen[own.worker] = [self.data_source.take(indices[piece]) for piece in own.passes]
             with self.statistics.tracking(own.worker if second else None):
                 for i, (piece, inputs) in enumerate(zip(own.passes, seen[own.worker], strict=True)):
-                    yield piece, inputs, (step, own.worker, i), second
+                    yield inputs, piece, (step, own.worker, i), second
             if second:
                 seen[own.worker] = []
 
         def closure(own: WorkerPasses) -> Tensor:
             loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            for piece, inputs, key, second in passes(own):
+            for inputs, piece, key, second in passes(own):
                 weight = (piece.stop - piece.start) / self.plan.share
                 part = self._loss(inputs, piece, epoch, key, update_state=second)
                 (part * (weight * self.scale)).backward()
                 loss += part.detach() * weight
             return loss
 
-        def gradients(stacks: list[Tensor]) -> tuple[Tensor, list[Tensor | None]]:
-            loss = torch.zeros((), dtype=torch.float64, device=self.device)
-            found = []
-            done = 0
-            for piece, inputs, key, second in passes(self.worker_passes[0]):
-                copies = (piece.stop - piece.start) // self.plan.share
-                own = [stack[done : done + copies] for stack in stacks]
-                part, grads = self._stacked_gradients(own, inputs, piece, epoch, key, update_state=second)
-                found.append(grads)
-                loss += part * (copies / workers)
-                done += copies
-            return loss, [None if parts[0] is None else torch.cat(parts) for parts in zip(*found, strict=True)]
+        def gradients(own: WorkerPasses, stacks: list[Tensor]) -> tuple[Tensor, Sequence[Tensor | None]]:
+            (found,) = [self._stacked_gradients(stacks, epoch, *one) for one in passes(own)]
+            return found
 
         group = dist.group.WORLD if self.plan.ranks > 1 else None
         assert isinstance(self.optimizer, ExtrapSGD)
-        if self.worker_passes[0].unit is None:
-            loss: Tensor = self.optimizer.step([lambda t=own: closure(t) for own in self.worker_passes], group=group)  # type: ignore[misc]
-        else:
-            workers = self.plan.workers // self.plan.ranks
-            loss = self.optimizer.step(gradients=gradients, workers=workers, group=group)
+        closures = [partial(closure, own) for own in self.worker_passes if own.unit is None]
+        stacked = [(partial(gradients, own), own.copies) for own in self.worker_passes if own.unit is not None]
+        loss: Tensor = self.optimizer.step(closures, group, gradients=stacked)
         if group is not None:
             dist.all_reduce(loss.div_(self.plan.ranks))
         self.statistics.end()
@@ -205,17 +200,16 @@ class Stepper:
     def _stacked_gradients(
         self,
         stacks: list[Tensor],
+        epoch: int | Tensor,
         inputs: Tensor | Batch,
         piece: slice,
-        epoch: int | Tensor,
         key: tuple[int, int, int],
         update_state: bool = True,
-    ) -> tuple[Tensor, tuple[Tensor | None, ...]]:
+    ) -> tuple[Tensor, Sequence[Tensor | None]]:
         """Return the mean loss of a pass with `stacks` as parameters, and the gradient of each part's mean loss."""
         stacks = [stack.detach().requires_grad_() for stack in stacks]
         loss = self._loss(inputs, piece, epoch, key, update_state, dict(zip(self.names, stacks, strict=True)))
-        grads = torch.autograd.grad(loss * (len(stacks[0]) * self.scale), stacks, allow_unused=True)
-        return loss.detach(), grads
+        return loss.detach(), torch.autograd.grad(loss * (len(stacks[0]) * self.scale), stacks, allow_unused=True)
 
     def _loss(
         self,
@@ -293,17 +287,25 @@ class _MicroBatchGradients:
         self.norms = torch.zeros(len(params), dtype=torch.float64, device=params[0].device)
         self.count = 0
 
-    def add(self, grads: Sequence[Tensor | None], weight: float) -> None:
-        """Add the gradients of one micro-batch, multiplied by `weight`; None for a parameter without a gradient."""
-        found = {i: grad for i, grad in enumerate(grads) if grad is not None}
+    def add(self, grads: Sequence[Sequence[Tensor] | None], weight: float) -> None:
+        """Add the gradients of micro-batches, each multiplied by `weight`.
+
+        `grads` has, for each parameter, a gradient of each micro-batch, or None if it has no gradient.
+        """
+        found = {i: list(parts) for i, parts in enumerate(grads) if parts is not None}
+        count = len(next(iter(found.values())))
+        norms = torch._foreach_norm([grad for parts in found.values() for grad in parts], 2, torch.float64)
+        # stacked on the device, without synchronisation
+        sums = torch.stack([norm.to(self.norms.device) for norm in norms]).view(-1, count).sum(1)
         columns = [self.norms.new_zeros(())] * len(self.params)
-        for i, norm in zip(found, torch._foreach_norm(list(found.values()), 2, torch.float64), strict=True):
-            columns[i] = norm.to(self.norms.device)
-        self.norms += torch.stack(columns)  # stacked on the device, without synchronisation
+        for i, norm in zip(found, sums.unbind(), strict=True):
+            columns[i] = norm
+        self.norms += torch.stack(columns)
         for i in found.keys() - self.sums.keys():
-            self.sums[i] = torch.zeros_like(self.params[i])
-        torch._foreach_add_([self.sums[i] for i in found], list(found.values()), alpha=weight)
-        self.count += 1
+            self.sums[i] = torch.zeros_like(found[i][0])
+        for own in zip(*found.values(), strict=True):
+            torch._foreach_add_([self.sums[i] for i in found], own, alpha=weight)
+        self.count += count
 
     def finish(self) -> Tensor:
         """Set each ``p.grad`` to the mean gradient; return the mean gradient norm of each parameter."""

@@ -179,6 +179,7 @@ def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
         # a program of `convolve` reads one copy of the weight, and cuDNN computes the gradient of an image with one
         most = max(map(_forward_size, (inputs, outputs)))
         known &= x.numel() // inputs // len(weight) % most == 0 and (inputs in CHANNELS or not x.requires_grad)
+        known &= weight.numel() < LARGEST and len(weight) < 1 << 16  # the limit of a grid's second dimension
     return known and few_enough and kernel == [3, 3] and stride == (1, 1) and weight.dtype == torch.float32
 
 
@@ -220,7 +221,7 @@ def gradient_of_weight(x: Tensor, grad: Tensor, weight: Tensor) -> Tensor:
     out = weight.new_empty_strided((copies, *one.shape), strides)
     grid = triton.cdiv(one.numel(), 32), copies
     add_parts[grid](partial, out, parts, *strides, CIN=inputs, COUT=outputs, COLUMNS=32, BLOCK=32, **ONE_ROUNDING)
-    return out.view_as(weight) if weight.ndim == 5 else out[0]
+    return out if weight.ndim == 5 else out[0]
 
 
 def _convolve(x: Tensor, weight: Tensor, outputs: int, back: bool) -> Tensor:
