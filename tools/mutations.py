@@ -37,7 +37,7 @@ FAULTS = [
     ("optim/rounding.py", "chance.to(torch.int32)) & -0x10000", "0x8000) & -0x10000", "rounding"),
     ("training/step.py", "(part * (size / whole * self.scale)).backward()", "(part * (self.scale / len(own.passes))).backward()", "train passes"),
     ("training/step.py", "loss * (len(stacks[0]) * self.scale)", "loss * self.scale", "passes"),
-    ("models/ghost_norm.py", "parameter[:, None].expand(-1, groups // len(parameter), -1)", "parameter[None].expand(groups // len(parameter), -1, -1)", "passes"),
+    ("models/ghost_norm.py", "parameter.repeat_interleave(groups // len(parameter), 0)", "parameter.repeat(groups // len(parameter), 1)", "passes"),
     ("training/step.py", " and piece.stop % self.plan.micro == 0:", ":", "train"),
     ("training/step.py", "(clip / (norm + 1e-6)).clamp(max=1.0)", "(clip / (norm + 1e-6))", "train passes"),
     ("training/batch_plan.py", "start = worker * self.share", "start = worker * self.bn_group", "batch_plan train"),
