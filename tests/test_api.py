@@ -459,6 +459,39 @@ def test_a_metric_may_not_take_the_name_of_the_loss():
         task(metric=loss)
 
 
+def mae(outputs, target):
+    return (outputs.argmax(1) - target).abs().float().mean()
+
+
+def test_the_direction_of_a_metric_must_be_said_and_is_kept_with_each_run(tmp_path):
+    with pytest.raises(TypeError, match="pass higher_is_better=True or False with the metric mae"):
+        task(metric=mae)
+    with pytest.raises(TypeError, match="higher_is_better must be True or False, got 'no'"):
+        task(metric=mae, higher_is_better="no")
+    own = task(metric=mae, higher_is_better=False)
+    study = sngm.compare(own, methods=["sngm", "msgd"], batches=[20], lrs=[1e-6, 0.3], seeds=1, out=tmp_path, **QUIET)
+    scores = {run.record["label"]: run.result["test_mae"] for run in study.runs if "test_mae" in run.result}
+    assert study.best().mean == min(scores.values()) < max(scores.values())
+    assert sngm.load_study(tmp_path / "runs").best()[:2] == study.best()[:2]  # without the record of the study
+    page = study.report().read_text()
+    assert "made in a Python session" in page
+    assert "sngm train linear" not in page
+
+
+def test_a_loss_of_one_element_is_a_number_and_a_model_without_parameters_is_refused():
+    def loss(outputs, target):
+        return nn.functional.cross_entropy(outputs, target)[None]
+
+    assert sngm.train(task(loss=loss), lr=0.1, batch=20, **QUIET).result["test_loss"] > 0
+    frozen = sngm.Task.from_torch(lambda: nn.Linear(4, 2).requires_grad_(False), TRAIN, TEST)
+    with pytest.raises(UsageError, match="no parameter of the model requires a gradient"):
+        sngm.train(frozen, lr=0.1, batch=20, **QUIET)
+    with pytest.raises(UsageError, match="`out` is empty"):
+        sngm.train(task(), lr=0.1, batch=20, out="", **QUIET)
+    with pytest.raises(UsageError, match="`lrs` must hold numbers > 0, got None"):
+        sngm.compare(task(), methods=["sngm"], lrs=[0.1, None], **QUIET)
+
+
 SCRIPT = """
 import torch, sngm
 from torch import nn

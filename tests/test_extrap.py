@@ -199,6 +199,8 @@ def test_gradients_of_several_workers_that_make_no_sense_are_refused():
         optimizer.step(gradients=same)
     with pytest.raises(ValueError, match=r"the number of workers must be >= 1, got \[2, 0\]"):
         optimizer.step(gradients=[(same, 2), (same, 0)])
+    with pytest.raises(ValueError, match="must return the loss and a list of gradients, got 1"):
+        optimizer.step(gradients=[(lambda _: 1, 3)])
     for wrong in ([], [torch.ones(2)], iter([])):
         with pytest.raises(ValueError, match=r"of the shapes \[\(3, 2\)\]"):
             optimizer.step(gradients=[(lambda _, wrong=wrong: (0.0, wrong), 3)])

@@ -14,7 +14,7 @@ from .environment import ranks
 from .errors import Failed, Interrupted, UsageError
 from .files import check_writable, short_hash
 from .optim import registry
-from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, plain, takes
+from .options import Cluster, Execution, RecipeOptions, RunOptions, as_dict, at_least, plain, takes, typed
 from .parsing import parse_call
 from .progress import interrupt_on_signal, note, step_progress, stop_on_signal
 from .results import Folder, Run, Study
@@ -109,7 +109,7 @@ def train(
         sngm.errors.Interrupted: the run was stopped by Ctrl-C; the same call resumes it.
     """
     config = plan_run(task, method, settings, runoptions, recipeoptions, execution.device)
-    folder = default_folder(config) if out is None else Path(out)
+    folder = default_folder(config) if out is None else _folder(out)
     options = Options(**as_dict(execution), restart=restart, checkpoint_every=checkpoint_every, track=track)
     return run_config(config, folder, options, progress)
 
@@ -131,6 +131,7 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
             package.
         data_dir: the folder that holds the datasets, for a task whose model depends on the data.
     """
+    folder = typed("folder", folder, Folder)
     if task is not None:
         tasks.name_of(task)
     if not (Path(folder) / "run.json").exists():
@@ -163,6 +164,8 @@ def plan_study(
             raise TypeError(f"{name} must be a list, got {values!r}")
         if values is not None and not values:
             raise UsageError(f"`{name}` is empty; give at least one, or leave it out")
+    if any(lr is None for grid in grids.values() for lr in grid or ()):
+        raise UsageError("`lrs` must hold numbers > 0, got None")
     for batch in batches or ():
         if not at_least(batch, 1):
             raise UsageError(f"`batches` must hold whole numbers >= 1, got {batch!r}")
@@ -187,6 +190,12 @@ def plan_study(
         method_settings=of_methods, task_settings={**own_of_task, **of_task}, settings=given,
         search={} if search is None else check_search(search, trials), trials=trials,
     )  # fmt: skip
+
+
+def _folder(out: Folder) -> Path:
+    if not str(out):
+        raise UsageError("`out` is empty; name a folder, or leave it out")
+    return Path(out)
 
 
 def study_folder(config: StudyConfig) -> Path:
@@ -243,7 +252,7 @@ def compare(
         sngm.errors.Interrupted: the study was stopped by Ctrl-C; the same call resumes it.
     """
     config = plan_study(task, methods, batches, lrs, seeds, settings, recipeoptions, execution, cluster, search, trials)
-    folder = study_folder(config) if out is None else Path(out)
+    folder = study_folder(config) if out is None else _folder(out)
     options = Options(**as_dict(execution), track=track)
     study, failed = run_study(config, folder, options, jobs=jobs, progress=progress, cluster=cluster)
     if failed:
@@ -283,4 +292,4 @@ def failure(failed: Failures) -> Failed:
 
 def load_study(folder: Folder) -> Study:
     """Load a study from its folder."""
-    return Study(folder)
+    return Study(typed("folder", folder, Folder))

@@ -93,7 +93,7 @@ class Study:
 
     def table(self) -> str:
         """Return the results as a Markdown table, with mean and 95 % interval over seeds."""
-        return report.table(self.summary)
+        return report.table(self.summary, escape=False)
 
     def answer(self) -> str:
         """Return sentences: which method is best at the largest batch size, and how significant the difference is."""

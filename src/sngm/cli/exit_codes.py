@@ -160,6 +160,8 @@ def run_verb(app: typer.Typer) -> None:
     except (FileExistsError, NotADirectoryError) as error:
         leave(USAGE, f"{error.filename} is not a folder; name another with --out")
     except OSError as error:
+        if error.errno is None:  # raised by the user's code, not by the operating system
+            fail(error)
         if error.errno == errno.ENAMETOOLONG:
             leave(USAGE, f"{error.strerror}: {str(error.filename)[:80]}...; give a shorter one")
         where = f": {error.filename}" if error.filename else ""

@@ -210,7 +210,10 @@ def _check_gradients(gradients: Any) -> None:
 def _evaluate_at(gradients: Gradients, points: list[Tensor]) -> tuple[Any, Sequence[Tensor | None]]:
     """Return the loss and the gradients at these points, as the user's function computes them."""
     with torch.enable_grad():
-        loss, found = gradients(list(points))
+        result: Any = gradients(list(points))
+    if not isinstance(result, tuple) or len(result) != 2:
+        raise ValueError(f"gradients must return the loss and a list of gradients, got {result!r}")
+    loss, found = result
     found = [grad if grad is None else as_dense(grad) for grad in found]
     shapes, wanted = [None if grad is None else tuple(grad.shape) for grad in found], [tuple(p.shape) for p in points]
     if len(shapes) != len(wanted) or any(shape not in (None, due) for shape, due in zip(shapes, wanted, strict=True)):

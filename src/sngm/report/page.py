@@ -50,7 +50,7 @@ def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
 
     Args:
         folder: the folder of the records.
-        path: also write the page to this path.
+        path: also write the page to this path; its folder is created.
         answer: the headline of the page. Default: which method is best at the largest batch size; if there are several
             tasks, their number.
 
@@ -74,6 +74,7 @@ def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
         write_atomically(folder / name, text.encode("utf-8", "replace"))
     if path is None:
         return folder / "report.html"
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     write_atomically(Path(path), html(parts, os.path.relpath(folder, Path(path).parent), answer=answer).encode())
     return Path(path)
 

@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from ..errors import UsageError
 from ..files import metrics_changed, read_record
-from ..options import RecipeOptions, RunOptions
+from ..options import RecipeOptions, RunOptions, short
 from ..parsing import format_call, set_flags, sorted_label
 
 
@@ -38,6 +38,8 @@ class Run:
     hash: str
     metric: str
     """The name of the task's metric; empty in records of older versions."""
+    higher_is_better: bool
+    """Whether higher values of the metric are better; in records of older versions, judged by its name."""
     result: dict[str, float]
     result_of: str
     curve: list[dict[str, float]]
@@ -141,24 +143,25 @@ def read(folder: Path) -> Records:
         if below := sorted({*folder.glob("*/study.json"), *folder.glob("*/*/study.json")}):
             expected = f"name one of the studies in it: {', '.join(str(path.parent) for path in below[:5])}"
         raise FileNotFoundError(f"{folder} {why}: {expected}")
-    study, runs, unreadable = None, [], []
+    study, runs, unreadable, reasons = None, [], [], []
     if has_study:
         try:
-            study = _study(read_record(folder / "study.json"))
-        except BROKEN:
+            study = _study(_record(folder / "study.json"))
+        except BROKEN as error:
             unreadable.append("study.json")
+            reasons.append(_reason(folder / "study.json", error))
     for place in places:
         try:
             run, whole = _run(place, folder)
             runs.append(run)
             if not whole:
                 unreadable.append(f"{run.name}/metrics.jsonl")
-        except BROKEN:
+        except BROKEN as error:
             unreadable.append(clean(place.resolve().name))
+            reasons.append(_reason(place / "run.json", error))
     if not study and not runs:
         raise UsageError(
-            f"{folder}: none of its records could be read: {', '.join(unreadable)}; the command that made them writes "
-            "them again"
+            f"cannot read {'the record' if len(reasons) == 1 else f'any of {len(reasons)} records'}: {reasons[0]}"
         )
     return Records(folder, study, runs, unreadable)
 
@@ -173,9 +176,25 @@ def clean(value: object) -> str:
     return "".join(" " if ord(c) < 32 or 127 <= ord(c) < 160 or c in "\ufffe\uffff" else c for c in text)
 
 
+def _record(file: Path) -> dict[str, Any]:
+    record = read_record(file)
+    if record.get("format", 1) != 1:
+        raise UsageError(
+            f"{file}: format must be 1, got {short(record['format'])}; open it with the version of sngm that wrote it"
+        )
+    return record
+
+
+def _reason(file: Path, error: Exception) -> str:
+    """Return why a record could not be read, with the name of its file."""
+    if isinstance(error, UsageError):
+        return str(error)
+    return f"{file} is not a valid record: {short(error)}; the command that made it writes it again"
+
+
 def _run(place: Path, folder: Path) -> tuple[Run, bool]:
     """Return a run, and True unless its metrics.jsonl was changed after the run ended; a changed file is not read."""
-    record = read_record(place / "run.json")
+    record = _record(place / "run.json")
     whole = not metrics_changed(place, record)
     config = record["config"]
     timing = _numbers(record.get("timing") or {})
@@ -193,6 +212,7 @@ def _run(place: Path, folder: Path) -> tuple[Run, bool]:
         epochs=_count(config.get("epochs")),
         hash=clean(record.get("hash") or ""),
         metric=clean(record.get("metric") or ""),
+        higher_is_better=bool(record.get("higher_is_better", higher_is_better(clean(record.get("metric") or "")))),
         result=_numbers(record.get("result") or {}),
         result_of=clean(record.get("result_of") or "last"),
         curve=_curve(place / "metrics.jsonl") if whole else [],
@@ -203,7 +223,7 @@ def _run(place: Path, folder: Path) -> tuple[Run, bool]:
         command=clean(record.get("command") or "") or None,
         link=quote(os.fsencode(place.relative_to(folder).as_posix() + "/")),
         settings={clean(k): v if isinstance(v, float) else clean(v) for k, v in own.items() if v is not None},
-        again=clean(_again(config)),
+        again=clean(_again(config, record.get("command"))),
         parameters=_count(record.get("parameters")),
         training_seconds=timing.get("training_seconds"),
         peak_memory=timing.get("peak_memory"),
@@ -215,13 +235,17 @@ def _run(place: Path, folder: Path) -> tuple[Run, bool]:
 FLAGS = ("method", *(field.name for group in (RunOptions, RecipeOptions) for field in fields(group)))
 
 
-def _again(config: Mapping[str, Any]) -> str:
-    """Return the command that trains a run of this config.
+def _again(config: Mapping[str, Any], command: str | None = None) -> str:
+    """Return the command that trains a run of this config; `command` made it, if its task was made in Python.
 
     >>> _again({"task": "digits", "method": "sngm", "lr": 0.1, "clip": None, "method_settings": {"momentum": 0.8}})
     'sngm train digits --method sngm --lr 0.1 --clip inf --set momentum=0.8'
     """
-    words = ["sngm", "train", str(config["task"])]
+    task = str(config["task"])
+    if config.get("task_source") and (":" not in task or task.startswith("__main__:")):
+        script = command if command and command.startswith("python ") and "ipykernel" not in command else ""
+        return script or "(made in a Python session)"
+    words = ["sngm", "train", task]
     for name in FLAGS:
         if name == "clip" and config.get("clip", 0.0) is None:
             words += ["--clip", "inf"]

@@ -295,7 +295,8 @@ def _summarise(records: Records, task: str) -> Summary:
         records = replace(records, runs=runs)
     notes = []
     metric = study.metric if study else _metric(runs)
-    better = study.higher_is_better if study else higher_is_better(metric)
+    known = [study.higher_is_better] if study else [run.higher_is_better for run in runs if run.metric == metric]
+    better = known[0] if known else higher_is_better(metric)
     epochs = study.epochs if study else None
     of_task = [run for run in runs if run.task == task]
     ours = [run for run in of_task if not epochs or run.epochs in (None, epochs) or run.part == "select"]

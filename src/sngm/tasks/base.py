@@ -153,8 +153,8 @@ class Task:
                 (`holdout`).
             loss: function of (outputs, target) that returns the mean over the batch.
             metric: "accuracy", "loss", or a function of (outputs, target) that returns a value per sample or the mean
-                of these values. The function's name is the name of the score. If lower values are better, pass
-                ``higher_is_better=False``.
+                of these values. The function's name is the name of the score. With a function, pass
+                ``higher_is_better=True`` or ``False`` too.
             name: name of the task, for folders and tables. Default: the name of `model_fn`.
             defaults: attributes of the task, such as ``epochs=20, batches=(64, 1024), loaders=4``.
 

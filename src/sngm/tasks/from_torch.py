@@ -173,13 +173,17 @@ def make(
         measure, metric = metric, getattr(metric, "__name__", type(metric).__name__)
         if metric == "loss":
             raise ValueError("metric must have another name than loss, which is the name of the loss")
+        if "higher_is_better" not in defaults:
+            raise TypeError(f"pass higher_is_better=True or False with the metric {metric}, or runs cannot be compared")
     elif metric not in ("accuracy", "loss"):
         raise ValueError(f"metric must be 'accuracy', 'loss' or a function of (outputs, target), got {metric!r}")
     known = [key for key in vars(Task) if not key.startswith("_") and not callable(getattr(Task, key))]
     for key in defaults:
         if key not in known:
             raise TypeError(f"Task.from_torch() has no argument {key!r}; defaults of a task are {', '.join(known)}")
-    defaults.setdefault("higher_is_better", metric != "loss")
+    better = defaults.setdefault("higher_is_better", metric != "loss")
+    if not isinstance(better, bool):
+        raise TypeError(f"higher_is_better must be True or False, got {better!r}")
     for part, dataset in data.items():
         as_samples(part, dataset)
     title = name or getattr(model_fn, "__name__", type(model_fn).__name__).strip("<>")

@@ -209,6 +209,10 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
             of a CUDA graph reads the current values. Checkpoints are the same with and without it.
     """
     settings = dict(config.method_settings)
+    if not any(p.requires_grad for p in model.parameters()):
+        raise UsageError(
+            f"task {config.task}: no parameter of the model requires a gradient, so nothing can be trained"
+        )
     try:
         groups = decay_groups(model, settings.get("weight_decay", 0.0), embeddings=_for_embeddings(config))
         if config.decay_on == "all":

@@ -193,7 +193,7 @@ def _run(
     scored = ScoredModel(config, setup)
     if packed is not None:
         scored.load(packed.get("averages", []))
-    record = describe(config, model, processes, setup.data, task.metric)
+    record = describe(config, model, processes, setup.data, task)
     if before:
         record |= resumed_fields(before, record)
     journal = Journal(config, folder, record, state, options) if processes.first else None

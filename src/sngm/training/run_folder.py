@@ -23,6 +23,7 @@ import sngm
 
 from ..errors import BrokenRecord, UsageError
 from ..files import finite, metrics_changed, metrics_digest, read_record, write_atomically, write_record
+from ..tasks import Task
 from . import checkpoint
 from .config import RunConfig, completed
 from .distributed import Processes
@@ -163,7 +164,7 @@ def differences(old: dict[str, Any], new: dict[str, Any], prefix: str = "") -> l
 
 
 def describe(
-    config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any], metric: str
+    config: RunConfig, model: nn.Module, processes: Processes, data: dict[str, Any], task: Task
 ) -> dict[str, Any]:
     """Return the record that a run has at its start."""
     return {
@@ -175,7 +176,8 @@ def describe(
         "parameters": sum(p.numel() for p in model.parameters()),
         "processes": processes.ranks,
         "data": data,
-        "metric": metric,
+        "metric": task.metric,
+        "higher_is_better": task.higher_is_better,
         "result": {},
         "timing": {},
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -220,7 +222,8 @@ def command() -> str:
     import shlex
 
     name = Path(sys.argv[0]).name
-    return shlex.join(["sngm" if name in ("sngm", "__main__.py") else name, *sys.argv[1:]])
+    program = ["sngm"] if name in ("sngm", "__main__.py") else ["python", name] if name.endswith(".py") else [name]
+    return shlex.join([*program, *sys.argv[1:]])
 
 
 @functools.cache

@@ -230,7 +230,7 @@ class Stepper:
         self.processes.heartbeat.advance()
         if update_state:
             self.recurrent_state.update(piece, after)
-        return loss
+        return loss.reshape(())
 
     def _forward(
         self,
