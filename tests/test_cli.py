@@ -297,6 +297,12 @@ def test_what_there_is_comes_whole_as_json_and_as_text(verb, complete):
     assert not said.out.startswith(("{", "["))
 
 
+def test_a_method_without_its_library_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "timm.optim", None)  # importing it raises ImportError
+    monkeypatch.setattr(registry, "is_installed", lambda name: name != "muon")
+    assert "\nmuon: needs: pip install timm\n" in sngm("methods").out
+
+
 def test_doctor_checks_one_step_of_a_script(tmp_path):
     script = tmp_path / "own.py"
     script.write_text(
@@ -536,8 +542,17 @@ def test_a_broken_record_is_named(text):
     Path("run/run.json").write_text(text)
     refused(sngm(f"train digits {QUICK} --out run"), "run/run.json")
     refused(sngm("eval run"), "run/run.json")
-    refused(sngm("report run"), "none of its records could be read")
+    refused(sngm("report run"), "cannot read the record: run/run.json ")
     assert Path("run/run.json").read_text() == text
+
+
+@pytest.mark.parametrize("name", ["run.json", "study.json", "one/run.json"])
+def test_a_record_of_another_format_is_named_once_with_the_reason(name):
+    Path("made/one").mkdir(parents=True)
+    Path("made", name).write_text('{"format": 99}')
+    done = sngm("report made")
+    refused(done, f"made/{name}: format must be 1, got 99; open it with the version of sngm that wrote it")
+    assert done.err.count("made") == 1
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"study": 3}'])
@@ -667,16 +682,23 @@ def test_missing_data_has_its_own_exit_code():
 
 
 @pytest.mark.slow
-def test_a_loss_that_fails_shows_its_own_traceback():
-    task = write(OWN_TASK.replace('return self.scores(model, batch)["loss"].mean()', "return 1 / 0  # my line"))
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("return 1 / 0", "ZeroDivisionError: division by zero"),
+        ("raise OSError('no sample 3')", "OSError: no sample 3"),  # not the operating system's
+    ],
+)
+def test_a_loss_that_fails_shows_its_own_traceback(line, told):
+    task = write(OWN_TASK.replace('return self.scores(model, batch)["loss"].mean()', f"{line}  # my line"))
     shown = finish(start(f"train {task} --out run"))
     assert (shown.code, shown.out) == (1, "")
     first, *_ = shown.err[shown.err.index("  File") :].splitlines()
     assert first.endswith("in train")  # the traceback starts at the command's function
     assert "own.py" in shown.err
-    assert "return 1 / 0  # my line" in shown.err
-    assert shown.err.strip().endswith("ZeroDivisionError: division by zero")
-    assert "division by zero" in json.loads(Path("run/run.json").read_text())["error"]
+    assert f"{line}  # my line" in shown.err
+    assert shown.err.strip().endswith(told)
+    assert told.partition(": ")[2] in json.loads(Path("run/run.json").read_text())["error"]
 
 
 def test_a_trace_may_go_through_code_of_no_module():
