@@ -324,6 +324,34 @@ def test_adam_with_coupled_weight_decay_is_noted_and_stays_adam():
         assert not any("(coupled)" in note for note in found["notes"])
 
 
+def test_further_settings_of_the_optimizer_are_kept_or_named():
+    settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "amsgrad": True, "foreach": False}
+    adamw = advise_model(*own_loop(lambda params: torch.optim.AdamW(params, **settings)), steps=4)
+    for line in adamw["diff"][:2]:
+        assert line.endswith("betas=(0.9, 0.95), eps=1e-06, amsgrad=True, foreach=False)")
+    assert "The check below trains without betas, eps, amsgrad, which `from_adamw` does not take." in adamw["notes"]
+    settings = {"momentum": 0.9, "foreach": True}
+    damped = advise_model(*own_loop(lambda params: torch.optim.SGD(params, 0.01, dampening=0.1, **settings)), steps=4)
+    plain = advise_model(*own_loop(lambda params: torch.optim.SGD(params, 0.009, **settings)), steps=4)
+    assert "lr=0.01, momentum=0.9, weight_decay=0, dampening=0.1, foreach=True)" in damped["diff"][0]
+    assert damped["diff"][1].endswith("momentum=0.9, weight_decay=0)")
+    assert damped["lr"] == pytest.approx(plain["lr"], rel=0.02), "only the first step differs"
+    assert damped["check"] == plain["check"]
+    assert any("lr * (1 - dampening) = 0.009" in note for note in damped["notes"])
+    nesterov = advise_model(
+        *own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, nesterov=True)), steps=4
+    )
+    assert "The check below trains without nesterov, which `from_sgd` does not take." in nesterov["notes"]
+
+
+def test_a_loader_without_a_batch_size_is_read_if_its_items_are_batches():
+    model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, lr=0.01))
+    data = torch.utils.data
+    sampler = data.BatchSampler(data.SequentialSampler(loader.dataset), 32, drop_last=True)
+    own = data.DataLoader(loader.dataset, batch_size=None, sampler=sampler)
+    assert advise_model(model, loss_fn, own, sgd, steps=4)["batch"] == 64
+
+
 class Pair(NamedTuple):
     x: torch.Tensor
     y: torch.Tensor
@@ -374,6 +402,7 @@ def test_batches_are_moved_with_their_types():
         ({"loader": iter([])}, "`loader` can be read only once; pass the DataLoader itself"),
         ({"loader": ["text"]}, "a batch must hold tensors, in a tuple, a list or a dict, got str"),
         ({"loader": []}, "`loader` has no batches"),
+        ({"loader": torch.utils.data.DataLoader(range(9), batch_size=None)}, "give the DataLoader a `batch_size`"),
         ({"to_batch": 8}, "at least the batch of the loader, 32"),
         ({"to_batch": 64.0}, "`to_batch` must be a whole number of at least 1, got 64.0"),
         ({"to_batch": 513}, "`to_batch` must be at most the 512 samples of the loader's dataset, got 513"),

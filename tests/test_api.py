@@ -82,6 +82,13 @@ def test_the_same_call_loads_the_finished_run():
     assert sngm.load_run(str(first.folder)).result == first.result
 
 
+@pytest.mark.parametrize("folder", [None, 3])
+def test_a_folder_that_is_no_path_is_named(folder):
+    for load in (sngm.load_run, sngm.load_study):
+        with pytest.raises(UsageError, match=f"`folder` must be a string or a path, got {folder}"):
+            load(folder)
+
+
 def test_another_model_is_another_run():
     first = sngm.train(task(), lr=0.1, batch=20, **QUIET)
     wide = sngm.Task.from_torch(lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)), TRAIN, TEST, name="linear")
@@ -220,6 +227,7 @@ def test_compare_takes_names_classes_and_functions(monkeypatch):
     assert "<th>batch 20</th>" in study._repr_html_()
     assert study.report("page.html") == Path("page.html")
     assert "</html>" in Path("page.html").read_text()
+    assert study.report("new/folder/page.html").is_file()
     with pytest.raises(ValueError, match="batch must be one of 20"):
         study.best(batch=21)
     before = {run.folder: run.result for run in study.runs}

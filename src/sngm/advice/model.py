@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -24,12 +25,15 @@ MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
 COUPLED = (
     "Adam adds its weight decay to the gradient (coupled). The rule and the runs that tested it are for AdamW's, which "
-    "is decoupled: search around this weight decay, or change to AdamW."
+    "is decoupled: search around this weight decay, or change to AdamW, which the check below trains."
 )
 SUMMED = (
     "The loss is a sum over the batch, not a mean: its gradient grows with the batch, and so does the advised weight "
     "decay. The check below has the lr and weight decay that fit the mean."
 )
+DAMPED = "SNGM has no dampening: the advice is for SGD with lr * (1 - dampening) = {:g}, the same after the first step."
+CARRIED = {"lr", "dampening", "decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable"}
+"""Arguments of the user's optimizer that the check needs not repeat: the same steps are taken without them."""
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -91,11 +95,16 @@ def carry_model(
     if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so no learning rate can be computed")
     check_trains([max(losses[:10]), *losses[10:]])  # a trained model may have a first loss near 0 by chance
+    own_class, extra = _class(optimizer), _extra(optimizer)
     recipe = Recipe(**given, batch=batch)
+    notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
+    if extra.get("dampening") and recipe.momentum:  # without momentum, SGD ignores it
+        extra["lr"] = recipe.lr  # for the line of the user's own optimizer
+        recipe = dataclasses.replace(recipe, lr=recipe.lr * (1 - extra["dampening"]))
+        notes.append(DAMPED.format(recipe.lr))
     per_epoch = _length(loader)
     longest, which = _longest_epoch(lengths, per_epoch)
     sums = to_batch / batch if scaled else 1.0
-    own_class, extra = _class(optimizer), _extra(optimizer)
     _, found = convert(recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra)
     warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
@@ -103,7 +112,6 @@ def carry_model(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
             f"be far from that over an epoch, which the rule needs: pass steps={per_epoch + per_epoch % 2}."
         )
-    notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
     if len(optimizer.param_groups) > 1:
         notes.append(
             "These are the settings of the first parameter group: change those of the others by the same factors."
@@ -114,15 +122,11 @@ def carry_model(
     if scaled:
         notes.append(SUMMED)
         of_mean = dataclasses.replace(recipe, lr=recipe.lr * batch, weight_decay=given["weight_decay"] / batch)
-    about = {
-        "format": 1,
-        "kind": "recipe",
-        "norms": lengths,
-        "warnings": warnings,
-        "notes": notes,
-    }
+    about = {"format": 1, "kind": "recipe", "norms": lengths, "warnings": warnings, "notes": notes}
     name = "from_sgd" if recipe.method == "msgd" else "from_adamw"
     keys = ["lr", "batch", "weight_decay", *["momentum"] * (recipe.method == "msgd")]
+    if lost := [key for key in extra if key not in CARRIED]:
+        notes.append(f"The check below trains without {', '.join(lost)}, which `{name}` does not take.")
     own_recipe = ", ".join(f"{key}={getattr(of_mean, key):g}" for key in keys)
     task = "task = sngm.Task.from_torch(build_model, train_dataset, test_dataset, epochs=...)"
     check = f"{task}\nsngm.advise(task, {name}=dict({own_recipe}), to_batch={to_batch}, verify=True)"
@@ -137,6 +141,17 @@ def _first_batch(model: nn.Module, loss_fn: Loss, loader: Iterable[Any], to_batc
         raise UsageError(f"`loss_fn` must be a function (model, batch) -> loss, got {type(loss_fn).__name__}")
     if not isinstance(loader, Iterable):  # for example a map-style Dataset
         raise UsageError(f"`loader` must be a DataLoader or another iterable of batches, got {type(loader).__name__}")
+    data = torch.utils.data
+    if (
+        isinstance(loader, data.DataLoader)
+        and loader.batch_sampler is None
+        and not isinstance(loader.dataset, data.IterableDataset)
+        and not isinstance(loader.sampler, data.BatchSampler)
+    ):
+        raise UsageError(
+            "`loader` has batch_size=None, so each item is one sample: give the DataLoader a `batch_size`; if the "
+            "items of its dataset are batches, pass a list of them"
+        )
     if not at_least(steps, 2):  # half of the steps precede each measurement of the noise
         raise UsageError(f"`steps` must be a whole number of at least 2, got {steps!r}")
     if to_batch is not None and not at_least(to_batch, 1):
@@ -188,8 +203,11 @@ def _class(optimizer: torch.optim.Optimizer) -> str:
 
 
 def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the non-default arguments of SGD, Adam or AdamW that the advised optimizer has too."""
-    group, defaults = optimizer.param_groups[0], {"betas": (0.9, 0.999), "nesterov": False}
+    """Return the non-default arguments of SGD, Adam or AdamW that `_settings` does not return."""
+    group, adam = optimizer.param_groups[0], torch.optim.AdamW  # AdamW may be a subclass of Adam
+    own = next(cls for cls in (torch.optim.SGD, adam, torch.optim.Adam) if isinstance(optimizer, cls))
+    known = {"params", "lr", "weight_decay", "momentum"}
+    defaults = {name: p.default for name, p in inspect.signature(own).parameters.items() if name not in known}
     return {name: group[name] for name, default in defaults.items() if group.get(name, default) != default}
 
 

@@ -35,6 +35,7 @@ GROWING = 1.05  # steps still grow if they are longer by this factor than in the
 MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
 TOO_LONG = 5  # a recipe does not train if a step is longer than the norm of the weights times this
 FEW_STEPS = 200  # with fewer steps, BatchNorm's running statistics may be far from those of the last weights
+NOT_OF_SNGM = ("dampening", "differentiable", "foreach", "fused")  # SGD's arguments that SNGM lacks or defines anew
 NOISE_SAMPLES = 1024  # the fewest samples to measure the noise scale on, after each epoch of the pilot
 Record = dict[str, Any]
 
@@ -197,7 +198,8 @@ def convert(
         samples: number of training samples.
         sums: factor by which the loss grows with the batch if the loss is a sum over the batch, else 1.
         own_class: the class of the recipe's optimizer, such as "torch.optim.Adam", if it is not the method's own.
-        extra: further arguments of the optimizer, which do not change with the batch.
+        extra: further arguments of the recipe's optimizer; the advised one has those that its class takes. "lr" is that
+            of the recipe's optimizer, if it differs from `recipe.lr`.
     """
     decay = recipe.weight_decay or 0.0
     growth = f"sqrt({to_batch} / {recipe.batch})"
@@ -215,7 +217,10 @@ def convert(
         new_method, new_class = recipe.method, own_class
         del old_arguments["momentum"]
     old = Settings(recipe.method, recipe.batch, old_arguments, own_class)
-    new = Settings(new_method, to_batch, {**old_arguments, **carried._asdict()}, new_class)
+    new_arguments = {**old_arguments, **carried._asdict()}
+    if new_method == "sngm":
+        new_arguments = {name: value for name, value in new_arguments.items() if name not in NOT_OF_SNGM}
+    new = Settings(new_method, to_batch, new_arguments, new_class)
     found = conclude(old, new, noises, has_normalisation(model), samples)
     facts = [
         *measured,

@@ -35,14 +35,17 @@ def methods(as_json: JSON = False) -> None:
     """List the methods (optimizers) with their settings and defaults."""
     import inspect
 
-    from ..optim import registry
+    from ..optim import external, registry
 
     found: list[dict[str, Any]] = []
     for name in registry.names():
         try:
             method = registry.find(name)
-        except ValueError as error:  # the library of the method is not installed
-            found.append({"name": name, "class": str(registry.METHODS[name].build), "missing": str(error)})
+        except ValueError as error:  # the library of the method is not installed, or has no such class
+            build = str(registry.METHODS[name].build)
+            package = external.INSTALL[build.partition(":")[0].partition(".")[0]]
+            missing = str(error) if registry.is_installed(name) else f"needs: pip install {package}"
+            found.append({"name": name, "class": build, "missing": missing})
             continue
         defaults = {
             key: method.settings.get(key, None if p.default is p.empty else p.default)
