@@ -1053,7 +1053,7 @@ def test_an_interrupted_step_spoils_none_after_it(rule, monkeypatch, tables):
     measure, calls = tables.kernels.measure, []
 
     class Interrupted:
-        arg_names = measure.arg_names
+        arg_names, __name__ = measure.arg_names, measure.__name__
 
         def __getitem__(self, grid):
             calls.append(grid)

@@ -27,6 +27,33 @@ def poorer_torch(monkeypatch):
     importlib.reload(torch_internals)
 
 
+class Sub(torch.Tensor):
+    pass
+
+
+OTHERS = {
+    "type": torch.zeros(2, 3).as_subclass(Sub),
+    "dtype": torch.zeros(2, 3, dtype=torch.int32),
+    "device": torch.zeros(2, 3, device="meta"),
+    "dimensions": torch.zeros(1, 2, 3),
+    "shape": torch.zeros(3, 2),
+    "strides": torch.zeros(3, 2).t(),
+    "negated lazily": torch._neg_view(torch.zeros(2, 3)),
+    "zeros without memory": torch._efficientzerotensor((2, 3)),
+    "requires_grad": torch.zeros(2, 3, requires_grad=True),
+}
+
+
+@pytest.mark.parametrize("other", OTHERS.values(), ids=list(OTHERS))
+@pytest.mark.parametrize("guards", [True, False], ids=["torch's guards", "fallback"])
+def test_tensors_with_other_metadata_are_noticed(guards, other, monkeypatch):
+    if not guards:
+        monkeypatch.setattr(torch_internals, "tensor_guards", None)
+    same = torch_internals.same_metadata([torch.zeros(4), torch.zeros(2, 3)])
+    assert same(torch.ones(4), torch.ones(2, 3))
+    assert not same(torch.ones(4), other)
+
+
 def trained(cls):
     """Return the parameters after three steps, and the number of calls of a hook."""
     torch.manual_seed(0)

@@ -5,10 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
+
+try:
+    from torch._C._dynamo import guards as tensor_guards
+except ImportError:
+    tensor_guards = None  # type: ignore[assignment]
 
 # fused CPU kernels of torch.optim.SGD and Adam; if None, foreach is used
 fused_sgd_: Any = getattr(torch, "_fused_sgd_", None)
@@ -26,3 +33,22 @@ profiler_enabled: Any = getattr(torch.autograd, "_profiler_enabled", _always)
 GLOBAL_HOOKS: tuple[Any, ...] = tuple(
     getattr(torch_optimizer, name, [None]) for name in ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 )
+
+
+def same_metadata(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """Return a function that says whether its arguments have the metadata of `tensors`.
+
+    Metadata are the type, dtype, device, shape, strides, and whether values are negated or conjugated lazily.
+    """
+    guards: Any = getattr(tensor_guards, "TensorGuards", None)
+    if guards is not None:  # one call for all tensors, in an eighth of the time
+        sizes, strides = ([list(ask(t)) for t in tensors] for ask in (Tensor.size, Tensor.stride))
+        check: Callable[..., bool] = guards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return check
+    expected = list(map(_metadata, tensors))
+    return lambda *found: list(map(_metadata, found)) == expected
+
+
+def _metadata(t: Tensor) -> tuple[Any, ...]:
+    lazy = t.is_neg(), t.is_conj(), t._is_zerotensor()
+    return type(t), t.dtype, t.device, t.size(), t.stride(), t.requires_grad, lazy

@@ -1,7 +1,7 @@
 """The host side of a step: look up the tensors' addresses, copy them to the device as a table, launch the kernels.
 
 Addresses are looked up at every step. A `Layout`, which assigns programs to tensors and has scratch memory, is reused
-while the addresses of parameters and state, and all shapes and dtypes, stay the same.
+while the addresses of parameters and state, and the shapes, strides and dtypes of all tensors, stay the same.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import chain, compress, groupby
-from operator import attrgetter, itemgetter, or_
+from operator import itemgetter, or_
 from typing import Any
 
 import numpy as np
@@ -23,11 +23,13 @@ from torch import Tensor
 
 from ..buckets import Bucket, Work
 from ..sharded_norms import Shards, is_dtensor, local
+from ..torch_internals import same_metadata
 from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
 from .table_schema import FIELDS, SETTINGS, SQUARES, VARIANTS
 
-Rows = list[list[int]]
+Columns = list[list[Any]]  # parameters, gradients, then each kind of state
+Rows = list[list[int]]  # their addresses
 BLOCK = 1024  # number of elements that a program processes at a time
 WIDEST_LOAD = 16  # bytes; tensors that do not start at a multiple of this are launched separately
 OF_GRAD, OF_PARAM, OF_DIRECTION = range(len(SQUARES))
@@ -59,6 +61,9 @@ class KernelStep:
     captured: bool  # whether the step is captured in a CUDA graph
     held: list[Any] = field(default_factory=list)  # memory that the graph uses when it is replayed
 
+    def __post_init__(self) -> None:
+        self.has = [grad is not None for grad in self.grads]
+
 
 def take_step(
     step: KernelStep, layout: Layout | None, gather: Callable[[], Work], adapts: Callable[[Bucket], list[bool]]
@@ -74,12 +79,13 @@ def take_step(
     Raises:
         Unsupported: a tensor is not dense or has no storage.
     """
-    rows, facts = look_up(step)
-    if layout is None or facts is None or facts != layout.facts:
+    columns = local_columns(step)
+    rows = [] if columns is None else addresses(columns)
+    if layout is None or columns is None or not layout.fits(step, columns, rows):
         with torch.no_grad():
             layout = Layout(step, gather(), adapts)
-        rows, again = layout.rows, look_up(step)  # again, because missing state has been created
-        layout.facts = again[1] if again[0] == rows else None  # if the rows differ, some gradients had to be copied
+        layout.remember(step, local_columns(step))  # looked up again, because missing state has been created
+        rows = layout.rows
     values = {
         "words": send(step, rows if layout.order is None else [[row[i] for i in layout.order] for row in rows]),
         "norm": step.grad_norm,
@@ -91,48 +97,41 @@ def take_step(
     with torch.cuda.device(step.home) if on_other else contextlib.nullcontext():
         launch(step, values, layout)
     # torch's own in-place operations do this too, so that autograd rejects graphs from before the step
-    torch.autograd.graph.increment_version(list(compress(step.params, [grad is not None for grad in step.grads])))
+    torch.autograd.graph.increment_version(list(compress(step.params, step.has)))
     step.held += [values, layout.copies]
     layout.copies = []
     return layout
 
 
-def look_up(step: KernelStep) -> tuple[Rows, Any]:
-    """Return the addresses of the tensors (parameters, gradients, then each kind of state), and facts about them.
+def local_columns(step: KernelStep) -> Columns | None:
+    """Return the tensors that have a gradient: parameters, gradients, then each kind of state; shards of DTensors.
 
-    A layout can be reused while the facts stay equal. They are None if the optimizer's `_gather` must prepare the
-    tensors first, for example create state or densify gradients.
+    Return None if the optimizer's `_gather` must prepare them first: create state, or redistribute gradients.
     """
     params, states, grads = step.params, step.states, step.grads
-    has = [grad is not None for grad in grads]
-    if not all(has):
-        params, states, grads = (list(compress(column, has)) for column in (params, states, grads))
+    if not all(step.has):
+        params, states, grads = (list(compress(column, step.has)) for column in (params, states, grads))
+    if any(keys != step.keys[0] for keys in step.keys):
+        return None
     try:
         state = [list(map(itemgetter(key), states)) for key in step.keys[0]]
-        if step.shards.sharded:
-            pairs = [pair for pair in zip(params, grads, strict=True) if is_dtensor(pair[0])]
-            if any(p.placements != getattr(grad, "placements", None) for p, grad in pairs):
-                return [], None  # `_gather` redistributes these gradients
-            params, grads = list(map(local, params)), list(map(local, grads))
-            state = [list(map(local, column)) for column in state]
-        columns = [params, grads, *state]
-        rows = [list(map(Tensor.data_ptr, column)) for column in columns]
-        numels = [list(map(Tensor.numel, column)) for column in columns]
-        dense = all(all(map(Tensor.is_contiguous, column)) for column in columns)
-        strides = None if dense else [list(map(Tensor.stride, column)) for column in columns]
-        dtypes = [list(map(attrgetter("dtype"), column)) for column in columns]
-    except (KeyError, RuntimeError, TypeError, AttributeError):  # missing state, not a tensor, or no memory
-        return [], None
-    # a lazily negated gradient of one element may have the same strides as any other gradient
-    lazy = any(grad.is_neg() for grad, n in zip(grads, numels[0], strict=True) if n == 1)
-    if lazy or {*map(type, grads)} != {Tensor} or len({*step.keys}) > 1 or any(d.is_complex for d in {*dtypes[0]}):
-        return [], None
-    if not all(rows[1]) and any(n and not at for at, n in zip(rows[1], numels[1], strict=True)):
-        return [], None  # a gradient without memory, such as one of zeros that autograd does not store
-    aligned = reduce(or_, rows[1]) % WIDEST_LOAD == 0 or [at % WIDEST_LOAD == 0 for at in rows[1]]
-    groups = has, step.lengths, step.keys, step.adapt, step.shards
-    shapes, devices = list(map(Tensor.size, grads)), list(map(Tensor.get_device, grads))
-    return rows, [groups, rows[0], rows[2:], numels, dtypes, strides, shapes, devices, aligned]
+    except KeyError:
+        return None
+    columns = [params, grads, *state]
+    if step.shards.sharded:
+        pairs = [pair for pair in zip(params, grads, strict=True) if is_dtensor(pair[0])]
+        if any(p.placements != getattr(grad, "placements", None) for p, grad in pairs):
+            return None
+        columns = [list(map(local, column)) for column in columns]
+    return columns
+
+
+def addresses(columns: Columns) -> Rows:
+    """Return the address of each tensor; 0 if it has no memory."""
+    try:
+        return [list(map(Tensor.data_ptr, column)) for column in columns]
+    except (RuntimeError, TypeError):  # a tensor subclass that wraps other tensors, or not a tensor
+        return [[0] * len(column) for column in columns]
 
 
 class Layout:
@@ -141,7 +140,8 @@ class Layout:
     def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
         if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
             raise Unsupported("the parameters are on several devices, or on one without kernels")
-        self.facts: Any = None  # as returned by `look_up`
+        self.facts: Any = None  # what `fits` compares, with `same_metadata`
+        self.same_metadata: Callable[..., bool] | None = None  # None if the layout is for one step only
         self.copies: list[Tensor] = []  # copies of gradients, needed until the step is taken
         self.launches: dict[Any, Any] = {}  # compiled kernels with their arguments
         found = []  # of each tensor: index, kind (all tensors of a launch have the same), addresses, size, group, adapt
@@ -201,6 +201,28 @@ class Layout:
             "CHUNK": chunk,
             "BLOCK": BLOCK,
         }
+
+    def remember(self, step: KernelStep, columns: Columns | None) -> None:
+        """Let `fits` accept steps like this one, unless gradients were copied or converted for it."""
+        if columns is not None and {*map(type, columns[1])} == {Tensor} and addresses(columns) == self.rows:
+            self.facts = facts(step, self.rows)
+            self.same_metadata = same_metadata(list(chain.from_iterable(columns)))
+
+    def fits(self, step: KernelStep, columns: Columns, rows: Rows) -> bool:
+        """Return whether a step can use this layout: everything is as remembered except addresses of gradients."""
+        return (
+            self.same_metadata is not None
+            and self.facts == facts(step, rows)
+            and self.same_metadata(*chain.from_iterable(columns))
+        )
+
+
+def facts(step: KernelStep, rows: Rows) -> tuple[Any, ...]:
+    """Return what must not change between two steps with the same layout, except the metadata of tensors."""
+    params, grads, *state = rows
+    aligned = reduce(or_, grads) % WIDEST_LOAD == 0 or [at % WIDEST_LOAD == 0 for at in grads]
+    without_memory = grads.count(0)  # empty ones, or one of zeros that autograd does not store
+    return step.has, step.lengths, step.keys, step.adapt, step.shards, params, state, aligned, without_memory
 
 
 def address(tensor: Tensor) -> int:
@@ -278,7 +300,7 @@ def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
 
     def run(kernel: Any) -> None:
         # Triton's own look-up by the types of all arguments takes three times as long as the launch
-        key = kernel, step.grad_norm.dtype, *fixed.values()
+        key = kernel.__name__, step.grad_norm.dtype, *fixed.values()
         if key in layout.launches:
             for runner, arguments, changing in layout.launches[key]:
                 for i, name in changing:
