@@ -270,7 +270,8 @@ def _effort(lines: list[Line]) -> list[str]:
         return ["", ""]
     config, samples = lines[0].config, lines[0].record["data"]["training"]["samples"]
     seconds = fmean(line.record["timing"]["seconds"] for line in lines)
-    return [str(samples // config.batch * config.epochs), f"{seconds:.1f}"]
+    per_epoch = samples // config.batch + (config.last_batch == "keep" and samples % config.batch > 0)
+    return [str(per_epoch * config.epochs), f"{seconds:.1f}"]
 
 
 def _by_batch(outcomes: list[Outcome]) -> list[Outcome]:

@@ -73,6 +73,8 @@ class Item:
     """Number of trials in a search over `Row.ranges`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the runs of all rows."""
+    keep_last: Sequence[int] = ()
+    """Batches at which the last samples of an epoch are kept as a smaller batch, for all rows."""
     needs: str = ""
     """What the user must provide, such as a dataset."""
     apart: str = ""
@@ -127,6 +129,9 @@ class Planned:
             rates = tuple(float(f"{rate:.3g}") for rate in grid)
         if row.grows:
             method += f"(weight_decay={usual['weight_decay'] * math.sqrt(self.batch / 128):.3g})"
+        settings = {"precision": usual["precision_on_gpu"], **item.settings, **row.settings}  # on CPUs too
+        if self.batch in item.keep_last:
+            settings["last_batch"] = "keep"
         return StudyConfig(
             task=item.task,
             methods=(method,),
@@ -136,7 +141,7 @@ class Planned:
             lrs=rates,
             method_settings=dict(row.method_settings),
             task_settings=dict(row.task_settings),
-            settings={"precision": usual["precision_on_gpu"], **item.settings, **row.settings},  # on CPUs too
+            settings=settings,
             extend=item.extend,
             search=at_batch(row.ranges, self.batch),
             trials=item.trials,
