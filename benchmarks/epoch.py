@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import re
 import statistics
 import sys
 import time
@@ -36,7 +37,7 @@ from sngm.tasks.cifar import MEAN, STD
 
 EXAMPLES = """examples:
   python benchmarks/epoch.py --data-dir .data --out build/bench            all of it, some ten minutes on one GPU
-  python benchmarks/epoch.py --batches 1024 --modes captured --only cifar  one number
+  python benchmarks/epoch.py --batches 1024 --only mode/1024/captured       one number
   python benchmarks/epoch.py --write-docs build/bench/epoch.json           put results into docs/speed.md
 """
 HERE = Path(__file__).resolve()
@@ -275,27 +276,24 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
             return resnet20(batch, epochs=3)
 
     of = functools.partial
-    if args.only != "pictures":
-        yield "bandwidth", of(copy_bandwidth, torch.device("cuda"))
+    yield "bandwidth", of(copy_bandwidth, torch.device("cuda"))
+    for batch in args.batches:
+        yield f"mode/{batch}/captured", of(resnet20, batch)
+        yield f"plain/{batch}", of(plain, batch, False)
+        yield f"resident/{batch}", of(plain, batch, True)
+        yield f"torchs/{batch}", of(torchs, batch)
+    yield "convolutions", convolutions
+    for method in args.methods:
         for batch in args.batches:
-            yield f"mode/{batch}/captured", of(resnet20, batch)
-            yield f"plain/{batch}", of(plain, batch, False)
-            yield f"resident/{batch}", of(plain, batch, True)
-            yield f"torchs/{batch}", of(torchs, batch)
-        yield "convolutions", convolutions
-        for method in args.methods:
-            for batch in args.batches:
-                yield f"method/{batch}/{method}", of(resnet20, batch, method, "auto", 3)
-    if args.only != "cifar":
-        for mode in args.modes:
-            for name in ("resnet50", "vit_b16"):
-                yield f"pictures/{name}/{mode}", of(pictures, name, mode)
+            yield f"method/{batch}/{method}", of(resnet20, batch, method, "auto", 3)
+    for mode in args.modes:
         for name in ("resnet50", "vit_b16"):
-            yield f"profile/{name}", of(profile, name)
-    if args.only != "pictures":
-        for mode in args.modes:
-            for batch in args.batches:
-                yield f"mode/{batch}/{mode}", of(resnet20, batch, step=mode)
+            yield f"pictures/{name}/{mode}", of(pictures, name, mode)
+    for name in ("resnet50", "vit_b16"):
+        yield f"profile/{name}", of(profile, name)
+    for mode in args.modes:
+        for batch in args.batches:
+            yield f"mode/{batch}/{mode}", of(resnet20, batch, step=mode)
 
 
 def pictures(name: str, mode: str) -> dict[str, Any]:
@@ -353,6 +351,7 @@ def page(record: dict[str, Any]) -> str:
         heads = [*modes, "captured, torch's operations", "plain loop", "plain loop, images on the GPU"]
         keys = [*(f"mode/{{}}/{mode}" for mode in modes), "torchs/{}", "plain/{}", "resident/{}"]
         lines += table(found, batches, heads, keys)
+    if "bandwidth" in found:
         bound = 50_000 * CONV_OUTPUTS * 2 * PASSES / found["bandwidth"]
         lines += [f"Bound: {PASSES} passes over {CONV_OUTPUTS:,} outputs of bfloat16 a picture at the measured "
                   f"{found['bandwidth'] / 1e12:.2f} TB/s are {bound:.3f} s.", ""]  # fmt: skip
@@ -425,7 +424,7 @@ def main() -> None:
     parser.add_argument("--modes", **words, default=list(MODES), help="step modes, by commas")
     parser.add_argument("--methods", **words, default=list(METHODS), help="methods beside SNGM, by commas")
     parser.add_argument("--epochs", type=int, default=6, help="of each run; the first is not counted")
-    parser.add_argument("--only", choices=("cifar", "pictures"), help="one part of it")
+    parser.add_argument("--only", type=re.compile, default="", help="measure cells whose names match: mode|method")
     parser.add_argument("--out", type=Path, help="folder for epoch.json; what is in it is not measured again")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/speed.md, run nothing")
@@ -437,7 +436,8 @@ def main() -> None:
     unknown = set(args.modes) - set(MODES)
     if unknown or args.epochs < 2:
         parser.error(f"modes are {', '.join(MODES)}, got {', '.join(unknown)}" if unknown else "--epochs: at least 2")
-    record = take(cells(args), args.out and args.out / "epoch.json")
+    chosen = ((name, work) for name, work in cells(args) if re.search(args.only, name))
+    record = take(chosen, args.out and args.out / "epoch.json")
     print(page(record))
     if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):
         sys.exit(1)
