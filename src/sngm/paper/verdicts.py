@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from statistics import NormalDist, fmean, variance
 
 from ..report.stats import contrast, difference, half_width
 from ..training.config import RunConfig
@@ -17,6 +18,7 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 HOLDS, CONTRADICTED, OPEN = "holds", "contradicted", "open"
 SEEDS = 3  # the fewest seeds for a verdict
 LEVEL = 0.05  # significance level of Welch's test
+MOST_SEEDS = 100  # if more are needed, the difference is too small to matter
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,13 +212,34 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
             return OPEN, f"{gap}, no spread"
         (apart, half), allowed = found, tolerance(metric, fmean(b))
         verdict = HOLDS if abs(apart) + half < allowed else CONTRADICTED if abs(apart) - half > allowed else OPEN
-        return verdict, f"{gap} ± {text_of(half, metric)}"
+        more = f", {seeds_to_decide(a, b, allowed)}" if verdict == OPEN else ""
+        return verdict, f"{gap} ± {text_of(half, metric)}{more}"
     p = contrast((1, a), (-1, b))
     if p is None:
         return OPEN, gap
+    if p >= LEVEL:
+        return OPEN, f"{gap}, p = {p:.2g}, {seeds_to_decide(a, b)}"
     higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
-    verdict = OPEN if p >= LEVEL else HOLDS if (fmean(a) > fmean(b)) == higher else CONTRADICTED
-    return verdict, f"{gap}, p = {p:.2g}"
+    return (HOLDS if (fmean(a) > fmean(b)) == higher else CONTRADICTED), f"{gap}, p = {p:.2g}"
+
+
+def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0) -> str:
+    """Return in words how many seeds of each would show a difference like that of `a` and `b` with 80 % probability.
+
+    If `allowed` is given, the question is whether the difference is below or above it.
+
+    >>> seeds_to_decide([0.91, 0.92, 0.93], [0.90, 0.91, 0.92])
+    'about 16 seeds to decide'
+    >>> seeds_to_decide([0.91, 0.92, 0.93], [0.911, 0.921, 0.931])
+    'more than 100 seeds to decide'
+    """
+    distance = abs(abs(fmean(a) - fmean(b)) - allowed)
+    spread = math.sqrt(variance(a) + variance(b))
+    # quantiles of the normal distribution, for the significance level and for the probability to find the difference
+    needed = (NormalDist().inv_cdf(1 - LEVEL / 2) + NormalDist().inv_cdf(0.8)) * spread
+    if needed > distance * math.sqrt(MOST_SEEDS):
+        return f"more than {MOST_SEEDS} seeds to decide"
+    return f"about {max(math.ceil((needed / distance) ** 2), len(a) + 1, len(b) + 1)} seeds to decide"
 
 
 def text_of(value: float | None, metric: str, signed: bool = False) -> str:
