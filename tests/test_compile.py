@@ -127,6 +127,24 @@ def test_a_compiled_step_has_the_numbers_of_an_eager_one(case, dtype, device):
     follow(case, dtype, device)
 
 
+@pytest.mark.parametrize("case", ["SNGM coupled global", "NSGDM", "LAMB clipped"])
+def test_no_foreach_call_of_a_compiled_step_has_a_one_element_tensor_beside_others(case):
+    """On a GPU, inductor's kernel for such a call can read a coefficient before it is written."""
+    sizes = []
+
+    def look(graph, _):
+        calls = [node.args[0] for node in graph.graph.nodes if "_foreach_" in str(node.target)]
+        sizes.extend([tensor.meta["example_value"].numel() for tensor in tensors] for tensors in calls)
+        return graph
+
+    params, optimizer = build(case, torch.float32, "cpu")
+    for p in params:
+        p.grad = torch.ones_like(p)
+    torch.compile(optimizer.step, backend=look, fullgraph=True)()
+    assert [1] in sizes
+    assert not [found for found in sizes if 1 in found and len(found) > 1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("case", "dtype"), list(zip(CASES, itertools.cycle(TOLERANCE))))

@@ -302,7 +302,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         """
         checks.rates(self.param_groups)
         self._check_parameters([p for group in self.param_groups for p in group["params"]])
-        buckets: dict[tuple[int, torch.device, torch.dtype], Bucket] = {}
+        buckets: dict[tuple[Any, ...], Bucket] = {}
         index = -1
         eager = not torch.compiler.is_compiling()
         for position, group in enumerate(self.param_groups):
@@ -313,10 +313,13 @@ class LargeBatchOptimizer(StatefulOptimizer):
                 if grad is None:
                     continue
                 checks.gradient(grad, p.shape, p.device)
+                # Inductor may compute a coefficient in the part of a foreach kernel that updates a one-element tensor,
+                # while the parts of other tensors already read it. So compiled steps take such tensors one by one.
+                alone = index if not eager and local(p).numel() == 1 else None
                 kind = position, p.device, p.dtype
-                bucket = buckets.get(kind)
+                bucket = buckets.get((*kind, alone))
                 if bucket is None:
-                    bucket = buckets[kind] = Bucket(group, *kind, buffers={key: [] for key in keys})
+                    bucket = buckets[(*kind, alone)] = Bucket(group, *kind, buffers={key: [] for key in keys})
                 self._add_to(bucket, p, grad, index)
         parts = list(buckets.values())
         for bucket in parts:

@@ -144,7 +144,12 @@ class LAMB(LargeBatchOptimizer):
             grads = [g * factor for g in grads]
         if isinstance(skip, Tensor):  # after the multiplication, because the factor may be NaN too
             grads = [g.masked_fill(skip.to(bucket.device), 0.0) for g in grads]
-            torch._foreach_add_(bucket.counts, [(~skip).to(bucket.device, torch.float32)] * len(grads))
+            taken = (~skip).to(bucket.device, torch.float32)
+            if torch.compiler.is_compiling():  # see `_gather`: a count has one element
+                for count in bucket.counts:
+                    count += taken
+            else:
+                torch._foreach_add_(bucket.counts, [taken] * len(grads))
         else:
             torch._foreach_add_(bucket.counts, 1.0)
             if bucket.fused and _fused_serves(bucket, grads):
