@@ -65,6 +65,48 @@ def test_train_returns_result_history_and_model():
     assert "<table>" in run._repr_html_()
 
 
+def test_changed_or_lost_metrics_are_told():
+    folder = sngm.train(task(), lr=0.1, **QUIET).folder
+    metrics = folder / "metrics.jsonl"
+    whole = metrics.read_text()
+    metrics.write_text(whole.replace("test_accuracy", "test_accurate"))
+    with pytest.warns(UserWarning, match=r"metrics.jsonl was lost, or changed after it was written"):
+        assert "test_accurate" in sngm.load_run(folder).history[0]
+    metrics.unlink()
+    with pytest.warns(UserWarning, match=r"metrics.jsonl was lost, or changed"):
+        assert sngm.load_run(folder).history == []
+    metrics.write_text(whole + "x{")
+    with pytest.warns(UserWarning, match="was lost"), pytest.raises(UsageError, match=r"metrics.jsonl is broken"):
+        print(sngm.load_run(folder).history)
+
+
+def test_a_diverged_run_says_why():
+    inputs, labels = TRAIN.tensors
+    bad = TensorDataset(torch.full_like(inputs, torch.nan), labels)
+    with pytest.warns(UserWarning, match="the run diverged: the loss is NaN or infinite; lower the learning rate, or"):
+        assert (
+            sngm.train(sngm.Task.from_torch(linear, bad, TEST, epochs=1, batches=(20,)), lr=0.1, **QUIET).result == {}
+        )
+    with pytest.warns(UserWarning, match="the run diverged: test_loss is NaN or infinite"):
+        sngm.train(sngm.Task.from_torch(linear, TRAIN, bad, epochs=1, batches=(20,)), lr=0.1, **QUIET)
+
+
+def test_targets_may_be_class_probabilities():
+    inputs, labels = TRAIN.tensors
+    soft = TensorDataset(inputs, torch.nn.functional.one_hot(labels).float())
+    by_number, by_probability = (
+        sngm.train(sngm.Task.from_torch(linear, data, data, epochs=2, batches=(20,)), lr=0.1, **QUIET).result
+        for data in (TRAIN, soft)
+    )
+    assert by_probability == pytest.approx(by_number)
+
+
+def test_the_folder_of_a_study_is_no_run(tmp_path):
+    (tmp_path / "study.json").write_text("{}")
+    with pytest.raises(UsageError, match=r"holds no run .* it holds a study, whose runs are in .*runs"):
+        sngm.load_run(tmp_path)
+
+
 def test_train_is_the_command_line(tmp_path):
     ours = sngm.train("digits", "sngm(momentum=0.8)", lr=0.1, batch=512, epochs=1, settings={"width": 2}, **QUIET)
     words = "train digits --method 'sngm(momentum=0.8)' --lr 0.1 --batch 512 --epochs 1 --set width=2 --device cpu"
@@ -453,10 +495,15 @@ def test_an_optimizer_function_that_misses_parameters_or_the_rate_is_named():
 def test_the_held_out_part_is_part_of_a_task():
     names = {tasks.name_of(task(holdout=holdout))[0] for holdout in (0.2, 0.3)}
     assert len(names) == 2
-    with pytest.raises(UsageError, match="give it a validation set, or a `holdout` above 0"):
+    with pytest.raises(UsageError, match="choosing learning rates needs a validation set, or a `holdout` above 0"):
         sngm.train(task(holdout=0), part="select", **QUIET)
-    with pytest.raises(UsageError, match="holdout must be a number from 0 to 1, got 2"):
+    with pytest.raises(UsageError, match="holdout must be a number >= 0 and < 1, got 2"):
         sngm.train(task(holdout=2), **QUIET)
+
+
+def test_the_direction_of_a_known_metric_cannot_be_wrong():
+    with pytest.raises(ValueError, match="higher_is_better=True is wrong for the metric loss"):
+        task(metric="loss", higher_is_better=True)
 
 
 def test_a_metric_may_not_take_the_name_of_the_loss():

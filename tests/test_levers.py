@@ -147,6 +147,7 @@ def test_a_task_with_a_loss_of_its_own_has_no_label_smoothing(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "own.py").write_text(OWN_TASK)
     refused(sngm("train own.py:Line --label-smoothing 0.1 --dry-run"), "label-smoothing", "has none")
+    refused(sngm("train imagenet-resnet50 --label-smoothing 0.1 --dry-run"), "use its setting smoothing")
 
 
 def test_schedule_free_is_scored_at_its_averaged_weights(tmp_path):
@@ -198,6 +199,9 @@ def test_a_last_batch_that_cannot_be_kept_is_told():
     with pytest.warns(UserWarning, match="the last 2 samples of an epoch"):
         setup = prepare(config(batch=639, workers=3, last_batch="keep"), ONE)
     assert setup.rest == 0
+    with pytest.warns(UserWarning, match="30 of the last 280 samples of an epoch"):
+        setup = prepare(config(batch=500, workers=1, micro=250, last_batch="keep"), ONE)
+    assert setup.rest == 250
 
 
 @pytest.mark.slow

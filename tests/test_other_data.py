@@ -75,3 +75,6 @@ def test_fingerprints_are_of_the_values():
     samples = Tensors(torch.arange(1000).reshape(500, 2), torch.zeros(500, dtype=torch.bfloat16))
     assert samples.fingerprint() == samples.to("cpu").fingerprint()
     assert samples.fingerprint() != Tensors(torch.arange(1000).reshape(500, 2), torch.ones(500)).fingerprint()
+    changed = torch.arange(1000).reshape(500, 2)
+    changed[-1] = 0
+    assert samples.fingerprint() != Tensors(changed, torch.zeros(500, dtype=torch.bfloat16)).fingerprint()

@@ -18,10 +18,10 @@ TOLERANCE = 4e-3  # allowed relative error of a factor, because the factor may b
 
 
 class Loss(NamedTuple):
-    """A loss, written as the constant `factor` (NaN if not known) times a second factor, which `kind` describes."""
+    """A loss as a product: a constant, `factor` (NaN if not known), times a term, which `kind` describes."""
 
     factor: float
-    kind: str  # "mean" or "sum" if the second factor is a mean or sum over samples, else "other"
+    kind: str  # "mean" or "sum" if the term is a mean or sum over samples, else "other"
 
 
 UNKNOWN = Loss(math.nan, "other")

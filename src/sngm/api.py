@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +24,7 @@ from .study.display import study_progress
 from .study.grid import split_settings
 from .study.search import check_search
 from .tasks import Task
-from .training import Options, RunConfig, resolve
+from .training import Options, RunConfig, RunFolder, resolve
 from .training import train as run_training
 from .training.config import usual_precision
 from .training.distributed import choose_device
@@ -111,7 +112,10 @@ def train(
     config = plan_run(task, method, settings, runoptions, recipeoptions, execution.device)
     folder = default_folder(config) if out is None else _folder(out)
     options = Options(**as_dict(execution), restart=restart, checkpoint_every=checkpoint_every, track=track)
-    return run_config(config, folder, options, progress)
+    run = run_config(config, folder, options, progress)
+    if run.status == "diverged":
+        warnings.warn(f"the run diverged: {run.record.get('error', 'the loss is NaN or infinite')}", stacklevel=3)
+    return run
 
 
 def run_config(config: RunConfig, folder: Path, options: Options, progress: bool) -> Run:
@@ -134,8 +138,7 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
     folder = typed("folder", folder, Folder)
     if task is not None:
         tasks.name_of(task)
-    if not (Path(folder) / "run.json").exists():
-        raise UsageError(f"{folder} holds no run (no run.json)")
+    RunFolder(Path(folder)).check_exists()
     return Run(folder, data_dir=None if data_dir is None else Path(data_dir))
 
 

@@ -77,8 +77,8 @@ def check(model: nn.Module, optimizer: Any, step_fn: Callable[[], Any]) -> Check
 
     It reports the following mistakes: the norm covers only a part of the gradient, the norm differs between ranks, the
     optimizer has state of parameters that were replaced, clipping changes the step, gradients are summed instead of
-    averaged over micro-batches, a scheduler changes the momentum, or a parameter is in no optimizer. It also reports
-    how the step was computed. Call it on all ranks. The step changes the model.
+    averaged over micro-batches, a scheduler changes the momentum, or a parameter with a gradient is in no optimizer. It
+    also reports how the step was computed. Call it on all ranks. The step changes the model.
 
     Args:
         model: the model, as your code trains it.

@@ -19,7 +19,7 @@ class BrokenRecord(UsageError):
 
 
 class DataMissing(FileNotFoundError):
-    """A dataset was not found."""
+    """A dataset is missing, incomplete or broken."""
 
 
 class DataWarning(UserWarning):

@@ -53,12 +53,11 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read a record and check its digest. Records of older versions have no digest.
 
     Raises:
-        UsageError: the file is JSON, but not an object.
-        BrokenRecord: the file is not JSON, or does not match its digest.
+        BrokenRecord: the file is not a JSON object, or does not match its digest.
     """
     record = read_json(path)
     if not isinstance(record, dict):
-        raise UsageError(
+        raise BrokenRecord(
             f"{path} must contain a JSON object written by sngm, got {type(record).__name__}; choose another folder"
         )
     if record.pop("digest", None) not in (None, digest(record)):

@@ -36,7 +36,7 @@ class RunOptions:
     """Options that decide what one run computes; None stands for the task's default."""
 
     lr: float | None = option("Learning rate. Default: the middle one of the task's learning rates.")
-    batch: int | None = option("Global batch, over all workers. Default: the task's smallest.")
+    batch: int | None = option("Global batch, over all workers. Default: the first of the task's batches.")
     seed: int = option("Seed of initial weights, sample order, augmentation and dropout.", 0)
     part: str = option(
         "full: train on the whole training set and score the test set. select: score a validation set, and do not use "
@@ -56,8 +56,8 @@ class RecipeOptions:
     )
     bn_group: int | None = option("Samples that BatchNorm normalises together. Default: the micro-batch.")
     last_batch: str | None = option(
-        "What an epoch does with the samples that fill no whole batch: 'drop' them, or 'keep' them as a smaller last "
-        "batch, in whole micro-batches. Default: drop."
+        "What an epoch does with the samples that fill no whole batch: 'drop' them, or 'keep' those that fill "
+        "micro-batches of every worker, as a smaller last batch. Default: drop."
     )
     running_stats: str | None = option(
         "BatchNorm running statistics: of the first worker, as in DDP ('first'), or averaged over workers ('mean'). "
@@ -79,14 +79,14 @@ class RecipeOptions:
         "(lr). Default: the task's."
     )
     ema: float | None = option(
-        "Score an exponential moving average of the weights, which keeps this share of itself in each step, such as "
-        "0.99. BatchNorm statistics are then estimated again (`bn_samples`). Default: off."
+        "Score an exponential moving average of the weights, which keeps this share (> 0 and < 1) of itself in each "
+        "step, such as 0.99. BatchNorm statistics are then estimated again (`bn_samples`). Default: off."
     )
     bn_samples: int | None = option(
-        "Before each test, estimate BatchNorm statistics again on this many training samples. Default: off; 10000 with "
-        "`ema` and with schedule-free."
+        "Before each test, estimate BatchNorm statistics again on about this many training samples (whole BatchNorm "
+        "groups, at most one epoch). Default: off; 10000 with `ema` and with schedule-free."
     )
-    label_smoothing: float | None = option("Label smoothing of cross-entropy, from 0 to 1. Default: 0.")
+    label_smoothing: float | None = option("Label smoothing of cross-entropy, >= 0 and < 1. Default: 0.")
     precision: str | None = option(
         "float32, float64 or bfloat16 (autocast). Default: the task's on a GPU, float32 on a CPU."
     )
@@ -200,7 +200,7 @@ class ProbeOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BudgetOptions:
-    """A budget of gradients and the constants of a problem, for advice without a task."""
+    """A budget of gradients; for advice without a task, also the constants of the problem."""
 
     gradients: float | None = option(
         "Budget in per-sample gradients: epochs * samples. For text, a sample is a window of bptt words: epochs * "

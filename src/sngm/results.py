@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import html
 import json
+import warnings
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,6 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from . import report
+from .errors import UsageError
+from .files import metrics_changed
 from .progress import in_words
 from .training import RunConfig, RunFolder, load_model
 from .training.validation import config_of
@@ -44,11 +47,19 @@ class Run:
     @property
     def history(self) -> list[dict[str, Any]]:
         """The metrics of each epoch, as a list of dicts."""
+        file = self.folder / "metrics.jsonl"
+        if metrics_changed(self.folder, self.record):
+            warnings.warn(
+                f"{file} was lost, or changed after it was written; the command that made the run restores it from the "
+                "checkpoint",
+                stacklevel=2,
+            )
         try:
-            lines = (self.folder / "metrics.jsonl").read_text("utf-8").splitlines()
+            return [json.loads(line) for line in file.read_text("utf-8").splitlines()]
         except FileNotFoundError:
             return []
-        return [json.loads(line) for line in lines]
+        except ValueError as error:
+            raise UsageError(f"{file} is broken: {error}") from error
 
     @functools.cached_property
     def model(self) -> nn.Module:

@@ -69,14 +69,15 @@ class Constants(NamedTuple):
                 )
             if not found["L_settled"]:
                 doubts.append(
-                    "L may be far too small: the probe's products ended before the Hessian's norm had settled. Rates "
-                    "and bounds that follow from it promise nothing; probe with more iterations."
+                    "L may be far too small: the Hessian-vector products ended before its norm had converged. Learning "
+                    "rates and bounds computed from it are not reliable; probe with more iterations."
                 )
             start, samples = first["gradient_norm"], found["training_samples"]
             return cls(first["loss"], sigma, beta, found["L"], pairs, start, flat_L, samples, tuple(doubts))
         except (KeyError, IndexError, TypeError, AttributeError):
             raise UsageError(
-                "no pilot of this version of sngm probe: a field is missing; make another with sngm probe TASK"
+                "this is no record of a pilot by this version of sngm probe: a field is missing; make another with "
+                "sngm probe TASK"
             ) from None
 
     def facts(self, measured: bool) -> list[Fact]:

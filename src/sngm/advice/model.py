@@ -31,9 +31,12 @@ SUMMED = (
     "The loss is a sum over the batch, not a mean: its gradient grows with the batch, and so does the advised weight "
     "decay. The check below has the lr and weight decay that fit the mean."
 )
-DAMPED = "SNGM has no dampening: the advice is for SGD with lr * (1 - dampening) = {:g}, the same after the first step."
+DAMPED = (
+    "SNGM has no dampening: the advice is for SGD with lr * (1 - dampening) = {:g}, whose steps differ only by the "
+    "weight of the first gradient."
+)
 CARRIED = {"lr", "dampening", "decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable"}
-"""Arguments of the user's optimizer that the check needs not repeat: the same steps are taken without them."""
+"""Arguments of the user's optimizer that the check takes into account otherwise, or that do not change the steps."""
 Loss = Callable[[nn.Module, Any], Tensor]
 
 

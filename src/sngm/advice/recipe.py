@@ -33,10 +33,10 @@ from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_norm
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
-TOO_LONG = 5  # a recipe does not train if a step is longer than the norm of the weights times this
+TOO_LONG = 5  # a recipe probably does not train if a step can be longer than the norm of the weights times this
 FEW_STEPS = 200  # with fewer steps, BatchNorm's running statistics may be far from those of the last weights
 NOT_OF_SNGM = ("dampening", "differentiable", "foreach", "fused")  # SGD's arguments that SNGM lacks or defines anew
-NOISE_SAMPLES = 1024  # the fewest samples to measure the noise scale on, after each epoch of the pilot
+NOISE_SAMPLES = 1024  # the fewest samples, if there are as many, to measure the noise scale on after each epoch
 Record = dict[str, Any]
 
 
@@ -123,7 +123,8 @@ def carry_recipe(
         A dict. Its main keys are "answer", a sentence; "facts", the numbers with their sources; "diff", what to
         change in one's own training loop; "command", which trains with the advised settings; "warnings"; "notes";
         "norms", the gradient norm of each step of the pilot; "configs", the configs of the recipe and of the advised
-        run. If the recipe is of SGD, "configs" also has SGD at the larger batch with a linearly scaled learning rate.
+        run. If the recipe is of SGD, "configs" also has SGD at the larger batch, with its learning rate (for a loss
+        that is a sum, its weight decay) scaled linearly.
     """
     to_batch = 2 * recipe.batch if to_batch is None else to_batch
     if to_batch < recipe.batch:
@@ -153,7 +154,7 @@ def carry_recipe(
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
     configs = [small, large]
-    # SGD's linear scaling rule, for comparison; for AdamW the advice is already AdamW's own scaling rule
+    # SGD's linear scaling rule, for comparison; for AdamW the advice is already a scaling rule for AdamW itself
     if recipe.method == "msgd" and to_batch > recipe.batch:
         scaled = {**common, "lr": rounded(recipe.lr * to_batch / recipe.batch / sums)}
         own = {**known.settings, "weight_decay": small.method_settings["weight_decay"] * sums}

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ..errors import UsageError
 
 DIGITS = 3  # significant digits of advised numbers
-ENOUGH = 20  # steps after which a loss should have fallen
+ENOUGH = 20  # steps; with fewer, `check_trains` does not judge a recipe
 RISE = 0.25  # relative rise of the loss that small batches may have by chance
 
 
@@ -49,8 +49,8 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
     """Return AdamW's learning rate and decoupled weight decay for a batch `growth` times that of an AdamW recipe.
 
     - Learning rate: AdamW's steps have nearly the same length at every batch. So to cover the same distance in an epoch
-      of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM. This
-      is the scaling rule of Malladi et al. (arXiv 2205.10287).
+      of steps in random directions, the learning rate is multiplied by the square root of `growth`, as for SNGM.
+      Malladi et al. (arXiv 2205.10287) scale it in the same way, but also change the betas and epsilon.
     - Weight decay: a step shrinks the weights by the fraction ``lr * weight_decay``. Over an epoch, the weights shrink
       as much as in the recipe if the weight decay is ``weight_decay * sqrt(growth)``.
 

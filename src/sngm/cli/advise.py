@@ -61,7 +61,7 @@ def advise(
 ) -> None:
     """Say whether your batch can grow, and what to change. With --from-sgd or --from-adamw, measure the gradient noise
     and norms in a short run of the recipe, and convert the recipe to a larger batch. With --gradients, compute how
-    large a batch each method's bound allows. Every number is marked as given, measured, theory or rule of thumb.
+    large a batch each method's error bound allows. Every number is marked as given, measured, theory or rule of thumb.
     """
     from .. import advising, tasks
     from ..advice.page import plain

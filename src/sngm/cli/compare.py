@@ -49,7 +49,7 @@ def compare(
         ),
     ] = None,
     trials: Annotated[
-        int | None, typer.Option(help="Quasi-random points of --search, the same number for every method.")
+        int | None, typer.Option(help="Number of quasi-random points of --search, the same for every method.")
     ] = None,
     seeds: Annotated[int, typer.Option(help="Seeds per result; the table shows their mean.")] = 3,
     recipe: RecipeOptions,

@@ -28,7 +28,7 @@ app = typer.Typer(
 )
 verb = verbs(app)
 
-# option of the commands of `sngm data`. It does not read SNGM_DATA, which would override `sngm data --data-dir`.
+# --data-dir of the commands of `sngm data`. It does not read SNGM_DATA, which would override `sngm data --data-dir`.
 OWN_DATA = Annotated[Path | None, typer.Option("--data-dir", help=DATA_DIR)]
 MAX_SHOWN = 10  # problems in one message; --json lists all
 
@@ -116,8 +116,8 @@ def check(
     data_dir: OWN_DATA = None,
     as_json: JSON = False,
 ) -> None:
-    """Read a whole dataset and compare it with what was published: checksums, counts, labels and pixels. Every problem
-    is listed; if there are any, the exit code is 3.
+    """Compare a dataset with what was published: checksums, counts, labels and pixels. Of ImageNet's images, only the
+    first and last bytes are read. The first ten problems are listed; --json lists all. Exit code 3 if there are any.
     """
     from ..data import check as checks
     from ..data.data_dirs import data_roots

@@ -7,7 +7,7 @@ from typing import Any
 
 from .options import JSON
 
-# settings that are not printed, because the method is the same without them
+# settings that are not printed: they do not belong to a method's rule
 HOW = ("foreach", "fused", "capturable", "maximize", "norm_group", "differentiable")
 
 

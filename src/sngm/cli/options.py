@@ -22,7 +22,7 @@ JSON = Annotated[
 ]
 DRY = Annotated[
     bool,
-    typer.Option("--dry-run", "-n", metavar="", help="Print the plan with estimated cost and exit; write nothing."),
+    typer.Option("--dry-run", "-n", metavar="", help="Print the plan with estimated cost; train nothing."),
 ]
 DATA = Annotated[Path | None, typer.Option("--data-dir", envvar="SNGM_DATA", show_envvar=False, help=DATA_DIR)]
 DEVICE = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1. Default: the GPU if there is one.")]

@@ -35,13 +35,8 @@ def warn_of_slow(execution: Execution, precision: str | None) -> None:
 def outcome(record: dict[str, Any], folder: Path) -> str:
     """Return the outcome of a run as one line of text."""
     if record["status"] == "diverged":
-        step = record["diverged_at_step"]
-        from ..training.loop import CHECK_EVERY
-
-        why = "the loss is NaN or infinite; lower the learning rate"
-        if step <= CHECK_EVERY:
-            why += ", or check the data for NaN"
-        return f"diverged, seen at step {step}: {why} ({folder})"
+        why = record.get("error", "the loss is NaN or infinite")  # older records have no "error"
+        return f"diverged, seen at step {record['diverged_at_step']}: {why} ({folder})"
     seconds, batch = record["timing"]["seconds"], record["config"]["batch"]
     return f"{record['label']} at batch {batch}: {in_words(record['result'])} ({seconds:.1f} s, {folder})"
 

@@ -38,8 +38,9 @@ def probe(
 ) -> None:
     """Measure gradient noise and curvature. For a task, measure along a short pilot run; for run folders, at their last
     checkpoints, to compare the sharpness of minima. Measures sigma and the gradient noise scale, the Hessian norm L,
-    L(lambda) of relaxed smoothness, and rho and cos of the per-tensor gradient norms. Prints the cost before it starts.
-    With run folders, only --samples, --iterations, --bn-group, --data-dir, --device, --out and --json apply.
+    L(lambda) of relaxed smoothness, and rho and cos of the per-tensor gradient norms (see docs/probes.md). Prints the
+    cost before it starts. With run folders, only --samples, --iterations, --bn-group, --data-dir, --device, --out and
+    --json apply.
     """
     from .. import measure
     from ..files import check_folder, finite

@@ -61,7 +61,7 @@ def find(dataset: str, root: Path | None) -> Path:
 
 
 def check(dataset: str, root: Path | None, show: Show = lambda done, total: None) -> list[Finding]:
-    """Check all files of a dataset, in each published form that is present: their numbers, and checksums if known.
+    """Check a dataset in each published form that is present: number of records or files, labels, known checksums.
 
     Of ImageNet's images, only the first and last bytes are read.
 

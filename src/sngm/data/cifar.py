@@ -195,7 +195,7 @@ def _latin1(text: str, encoding: str) -> bytes:
 
 
 class _Pixels:
-    """Safe replacement for NumPy's types and functions, which would accept any flag and address from a pickle."""
+    """Safe stand-in for NumPy's types and functions, which would trust any flag and address in a pickle."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments

@@ -42,7 +42,7 @@ class Rows(Tensors):
     """Samples of integers, categories and labels, which may be memory-mapped.
 
     Memory-mapped rows are read from disk when they are indexed. A pickle of such rows holds only the path of the
-    folder.
+    folder and the name of the split.
 
     Attributes:
         tensors: integers, float32 of shape (n, 13); categories, int32 of shape (n, 26); labels, float32 of shape (n,).
@@ -83,7 +83,7 @@ class Criteo:
 
     @property
     def spans(self) -> list[float]:
-        """Divisor of each integer column: its maximum minus its minimum, or 1 if the column is constant."""
+        """What each integer column was divided by: its maximum minus its minimum, or 1 if the column is constant."""
         return [float(most - least) or 1.0 for least, most in zip(self.facts["least"], self.facts["most"], strict=True)]
 
 

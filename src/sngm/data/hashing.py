@@ -16,7 +16,7 @@ def random_bits(*values: int | Tensor) -> Any:
 
     Ints and integer tensors give the same bits and may be combined; tensors are broadcast. The order and number of
     values matter. On tensors only +, \\*, ^, >> and & are used, which torch.compile supports. If a seed or
-    epoch changes, pass it to compiled code as a 0-d tensor; otherwise torch compiles the code again for each value.
+    epoch changes, pass it to compiled code as a 0-d tensor; otherwise torch may compile the code again for each value.
 
     >>> random_bits(0, 3, 17)
     2164258931680428043

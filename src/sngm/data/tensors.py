@@ -39,7 +39,7 @@ class Tensors:
         return tuple(t[indices.to(t.device)] for t in self.tensors)
 
     def rows(self, indices: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-        """Return all the tensors, and the row in them of each of the samples at `indices`."""
+        """Return the underlying tensors, and the row numbers in them of the samples at `indices`."""
         return self.tensors, indices.to(self.device)
 
     def fingerprint(self) -> str:
@@ -54,14 +54,14 @@ class Tensors:
 
 
 def fingerprint(tensors: Sequence[Tensor]) -> str:
-    """Return a short hash of the shapes and dtypes of tensors, and of up to 256 rows spread over each tensor.
+    """Return a short hash of the shapes and dtypes of tensors, and of evenly spaced rows: at least 256, or all.
 
     >>> fingerprint([torch.zeros(1000)]) == fingerprint([torch.zeros(1000)]) != fingerprint([torch.ones(1000)])
     True
     """
     digest = hashlib.sha256()
     for t in tensors:
-        rows = torch.arange(min(len(t), FINGERPRINT_ROWS)) * max(1, len(t) // FINGERPRINT_ROWS)
+        rows = torch.arange(0, len(t), max(1, len(t) // FINGERPRINT_ROWS))
         digest.update(f"{tuple(t.shape)} {t.dtype}".encode())
         digest.update(t[rows.to(t.device)].cpu().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:12]

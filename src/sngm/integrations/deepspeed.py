@@ -98,7 +98,7 @@ class ZeroNorm:
         return whole
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor], dict[str, Any]]]:
-        """Yield lists of gradients and of values, without padding, for each flat parameter, and its parameter group."""
+        """Yield for each flat parameter its gradients and values, in pieces without padding, and its group."""
         zero = self.zero
         third = hasattr(zero, "fp32_partitioned_groups_flat")  # ZeRO 3
         flats = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups

@@ -40,7 +40,7 @@ class GhostBatchNorm2d(nn.BatchNorm2d):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._usual: dict[Any, tuple[Tensor, float]] = {}
-        self._counters: list[Tensor] = []  # zeros, used by the kernels
+        self._counters: list[Tensor] = []  # counts of finished programs in a kernel; zero between launches
 
     def forward(self, x: Tensor, shortcut: Tensor | None = None, relu: bool = False) -> Tensor:
         """Normalise `x`, add `shortcut` if given, and apply a ReLU if `relu`."""

@@ -12,7 +12,7 @@ Hidden = tuple[Tensor, Tensor]  # outputs and cells, each of shape (layers, batc
 
 
 class Layer(nn.LSTM):
-    """One LSTM layer, time first. Triton kernels compute it where they can: cuDNN launches several kernels per step."""
+    """One LSTM layer, time first, by Triton kernels if supported: cuDNN launches several kernels per time step."""
 
     def __init__(self, inputs: int, width: int) -> None:
         super().__init__(inputs, width)

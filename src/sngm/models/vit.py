@@ -37,7 +37,7 @@ class ViT(nn.Module):
 
     @property
     def draws(self) -> bool:
-        """Whether training uses dropout, as the config says: some versions of transformers have no dropout modules."""
+        """Whether training uses dropout, from the config: some versions of transformers have no dropout modules."""
         config = self.network.config
         return any(getattr(config, f"{part}_dropout_prob", 0.0) > 0 for part in ("hidden", "attention_probs"))
 
@@ -71,7 +71,7 @@ def new_vit(classes: int, **config: int) -> ViT:
 
 
 def load_vit(source: str, classes: int) -> ViT:
-    """Return a pretrained ViT with a new head, with weights from N(0, 0.02^2), truncated at 2, and biases of 0.
+    """Return a pretrained ViT with a new head, whose weights are from N(0, 0.02^2), truncated at +-2, and biases are 0.
 
     Args:
         source: a folder that ``save_pretrained`` wrote or ``hf download`` fetched, or a name on the Hugging Face hub.

@@ -164,5 +164,5 @@ def wide_product(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _up(size: int) -> int:
-    """Round up to a multiple of 8 elements: 16 bytes, or 32 in float32."""
+    """Round a number of elements up to a multiple of 8, so that rows are multiples of 16 bytes (in float32, of 32)."""
     return -(-size // 8) * 8

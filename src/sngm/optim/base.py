@@ -150,8 +150,8 @@ class LargeBatchOptimizer(StatefulOptimizer):
             if p.device.type != "cpu" or p.dtype not in served:
                 lacking = "" if kernels.installed() else " (its kernels for CUDA need Triton, which is not installed)"
                 raise ValueError(
-                    f"fused=True serves {checks.dtype_names(served)} on cpu{lacking}, but params[{i}] is {p.dtype} on "
-                    f"{p.device}; use fused=None to get the fastest path that is right for each tensor"
+                    f"fused=True supports {checks.dtype_names(served)} on cpu{lacking}, but params[{i}] is {p.dtype} "
+                    f"on {p.device}; use fused=None to get the fastest path that is right for each tensor"
                 )
 
     @property

@@ -186,7 +186,7 @@ def as_dense(grad: Tensor) -> Tensor:
 
 
 def alike(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of the same shape have their elements in the same memory order."""
+    """Return whether two tensors of the same shape have the same strides, except in dimensions of size 1."""
     return all(n == 1 or s == t for n, s, t in zip(a.shape, a.stride(), b.stride(), strict=True)) or not a.numel()
 
 

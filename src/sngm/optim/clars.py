@@ -30,9 +30,9 @@ class CLARS(LargeBatchOptimizer):
     .. math::
         r = \min(r_{\max},\; c\,\|w\| / \bar n), \qquad v = m v + d, \qquad w = w - \eta r v
 
-    LARS divides by the norm of the mean gradient, which shrinks when the gradients of samples disagree. The mean of the
-    norms does not shrink, so early steps are small without a warm-up. The caller measures :math:`\bar n` and passes it
-    to :meth:`step`, or calls :meth:`measure_norms` once.
+    LARS divides by the norm of the mean gradient, which is small when the gradients of samples disagree, as early in
+    training. The mean of the norms is not, so early steps are small without a warm-up. The caller measures
+    :math:`\bar n` and passes it to :meth:`step`, or calls :meth:`measure_norms` once.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -103,9 +103,9 @@ class CLARS(LargeBatchOptimizer):
             closure: computes the loss and its gradients.
             mean_norms: one value per parameter, in the order of the parameter groups: the norm of the parameter's
                 (unscaled) gradient, averaged over micro-batches. Values of parameters without a gradient are not read.
-                If another value is NaN or infinite, the step is skipped. For sharded tensors, pass the norms of the
-                unsharded tensors, equal on all ranks, such as ``p.grad.norm().full_tensor()`` of a DTensor. Required
-                unless :meth:`measure_norms` was called.
+                If one of the other values is NaN or infinite, the step is skipped. For sharded tensors, pass the norms
+                of the unsharded tensors, equal on all ranks, such as ``p.grad.norm().full_tensor()`` of a DTensor.
+                Required unless :meth:`measure_norms` was called.
         """
         if self._measured is not None and mean_norms is None:
             loss = evaluate(closure)

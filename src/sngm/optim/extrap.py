@@ -23,7 +23,7 @@ Gradients = Callable[[list[Tensor]], tuple[Any, Sequence[Tensor | None]]]
 
 
 class ExtrapSGD(LargeBatchOptimizer):
-    r"""Momentum SGD on extrapolated worker gradients.
+    r"""Momentum SGD on the gradients that workers compute at extrapolated points.
 
     Let :math:`g_k(w)` be the gradient of worker k = 1..K at the parameters w. Then a step is:
 
@@ -38,7 +38,7 @@ class ExtrapSGD(LargeBatchOptimizer):
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
         lr: learning rate :math:`\eta`, a number or a one-element tensor.
-        inner_lr: learning rate :math:`\hat\eta` of the extrapolation, of the order of ``lr / K``.
+        inner_lr: learning rate :math:`\hat\eta` of the extrapolation; start with ``lr / K``.
         momentum: :math:`\beta`, in [0, 1).
         weight_decay: :math:`\lambda`, at least 0.
         nesterov: step by :math:`\beta v + \bar g + \lambda w` instead of :math:`v`.
@@ -58,9 +58,9 @@ class ExtrapSGD(LargeBatchOptimizer):
         >>> w.data
         tensor(1.4375)
 
-    Cost: 4 bytes of state per float32 parameter, two gradients per worker and step, and during the step memory for a
-    copy of the parameters and a sum of the gradients. A GradScaler cannot be used, because step() computes the
-    gradients.
+    Cost: 4 bytes of state per float32 parameter, two gradients per worker and step, and during a step with closures
+    memory for a copy of the parameters and a sum of the gradients. A GradScaler cannot be used, because step() computes
+    the gradients.
 
     Reference: Lin, Kong, Stich and Jaggi, "Extrapolation for Large-batch Training in Deep Learning", ICML 2020.
     """
@@ -101,13 +101,14 @@ class ExtrapSGD(LargeBatchOptimizer):
         Args:
             closures: one function for each worker, which computes the loss of that worker's samples and calls
                 `backward`. Each function is called twice.
-            group: process group whose ranks all run the same number of workers; gradients are averaged over all
-                workers. A parameter for which no rank has a gradient is not changed.
+            group: process group whose ranks all run the same number of workers; gradients are averaged over the workers
+                of all ranks. A parameter for which no rank has a gradient is not changed.
             gradients: in place of `closures`, pairs of a function that computes the gradients of several workers at
-                once, and the number of these workers. The function is called twice, with a list that has one tensor for
-                each parameter p that requires a gradient, in the order of the groups: the parameter at the point of
-                each worker, of shape ``(workers, *p.shape)``. It returns the mean loss of the workers and a list of the
-                gradients, of the same shapes (None for a parameter without a gradient). DTensors are not supported.
+                once, and the number of these workers. The function is called twice, with a list that has one tensor of
+                shape ``(workers, *p.shape)`` for each parameter p that requires a gradient, in the order of the groups:
+                the values of p at which each worker needs its gradient. The function returns the mean loss of the
+                workers and a list of the gradients, of the same shapes (None for a parameter without a gradient).
+                DTensors are not supported.
 
         Returns:
             The mean loss of this rank's workers at the parameters before the step, or None if a closure returns None.
@@ -143,7 +144,10 @@ class ExtrapSGD(LargeBatchOptimizer):
         return None if any(loss is None for loss in losses) else sum(losses) / len(losses)
 
     def _gradients_at_once(self, gradients: Sequence[tuple[Gradients, int]]) -> tuple[list[Any], dict[Tensor, Tensor]]:
-        """Return each worker's loss at w, and the sum of the workers' gradients at their extrapolated points."""
+        """Return a loss at w for each worker, and the sum of the workers' gradients at their extrapolated points.
+
+        A worker's loss is the mean loss of its function's workers.
+        """
         places = [(p, group) for group in self.param_groups for p in group["params"] if p.requires_grad]
         losses: list[Any] = []
         sums: dict[Tensor, Tensor] = {}
@@ -194,7 +198,7 @@ class ExtrapSGD(LargeBatchOptimizer):
 
 
 def _inner_step(group: dict[str, Any]) -> float | Tensor:
-    """Return the factor of a worker's gradient in its extrapolation."""
+    """Return c in the extrapolated point w + c * gradient: -inner_lr, or inner_lr with `maximize`."""
     inner_lr = lr_of(group, "inner_lr")
     return inner_lr if group["maximize"] else -inner_lr
 

@@ -56,7 +56,7 @@ class LAMB(LargeBatchOptimizer):
         tensor([[2.6464, 4.3536]])
 
     Cost: 8 bytes of state per float32 parameter. A step of the CUDA kernels reads and writes 44 bytes of memory per
-    parameter (Adam: 28), and a fused step on the CPU 56 bytes.
+    parameter (Adam: 28), and a fused step on the CPU 60 bytes.
 
     Reference: You et al., "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020,
     Algorithm 2.

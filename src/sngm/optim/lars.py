@@ -29,7 +29,7 @@ class LARS(LargeBatchOptimizer):
     variant        rule                                                   source
     =============  =====================================================  =======================================
     "you2017"      :math:`v = mv + \eta r d,\; w = w - v`                 You, Gitman and Ginsburg, 2017
-    "unscaled"     :math:`v = mv + d,\; w = w - \eta r v`                 the code the SNGM paper ran, with
+    "unscaled"     :math:`v = mv + d,\; w = w - \eta r v`                 the code the SNGM paper names, with
                                                                           ``max_ratio=50, clamp_grad=10``
     "momentum"     :math:`v = mv + (1-m)d,\;                              You et al., 2020, Algorithm 1 (beside
                    w = w - \eta c\,\phi(\|w\|)/\|v\|\; v`                 LAMB); no :math:`\epsilon`
@@ -39,6 +39,7 @@ class LARS(LargeBatchOptimizer):
     None (the default) those of more than one dimension. The other tensors take plain momentum steps with the group's
     `lr` and weight decay. With the usual c = 0.001, a typical `lr` of LARS is many times that of momentum SGD. If this
     is too large for the other tensors, put them into a group with a smaller `lr`.
+
     If :math:`\phi(\|w\|)` or the denominator is zero, r is 1, as in the published code; with r = 0, a tensor of zeros
     would never change. (If the gradient is zero and weight decay is not, the published code uses 1 too, but this class
     uses the formula.)
@@ -66,8 +67,9 @@ class LARS(LargeBatchOptimizer):
         tensor([[0.9000, 0.9000],
                 [0.9000, 0.9000]])
 
-    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU, reads and
-    writes 28 bytes of memory per parameter (SGD: 20), or 36 bytes with variant "momentum".
+    Cost: 4 bytes of state per float32 parameter. A step of the CUDA kernels, or a fused step on the CPU without
+    `clamp_grad`, reads and writes 28 bytes of memory per parameter (SGD: 20). With variant "momentum" a step of the
+    CUDA kernels moves 36 bytes.
 
     References: You, Gitman and Ginsburg, "Large Batch Training of Convolutional Networks", 2017; You et al.,
     "Large Batch Optimization for Deep Learning: Training BERT in 76 minutes", ICLR 2020.

@@ -27,9 +27,9 @@ class NSGDM(LargeBatchOptimizer):
     .. math::
         m_{t+1} = \beta m_t + (1-\beta) d_t, \qquad w_{t+1} = w_t - \eta\, m_{t+1} / \max(\|m_{t+1}\|, \epsilon)
 
-    The norm is taken over all parameters that have a gradient, so the norm of every step is :math:`\eta`. The norm of
-    a step of SNGM is up to :math:`\eta/(1-\beta)`, less if gradients disagree: for momentum 0.9, start with three times
-    the learning rate of SNGM.
+    The norm is taken over all parameters that have a gradient, so the norm of every step is :math:`\eta` (plus
+    decoupled weight decay). The norm of a step of SNGM is up to :math:`\eta/(1-\beta)`, less if gradients disagree: for
+    momentum 0.9, start with three times the learning rate of SNGM.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -38,7 +38,7 @@ class NSGDM(LargeBatchOptimizer):
         weight_decay: :math:`\lambda`, at least 0.
         weight_decay_mode: "coupled" adds :math:`\lambda w` to the gradient; "decoupled" scales w by
             :math:`1 - \eta\lambda` and keeps weight decay out of the momentum buffer.
-        eps: lower limit of the norm, so that zero momentum gives a zero update.
+        eps: lower limit of the norm, so that a buffer of zeros gives a zero update.
         maximize, foreach, fused, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. This method has no
             CUDA kernels.
 

@@ -158,7 +158,10 @@ def name_of(method: Any) -> str:
 
 
 def source_of(name: str) -> str | None:
-    """Return a checksum of the source code of a user's own method; None for methods of sngm and other packages."""
+    """Return a checksum of the source code of a registered method or of ``file.py:Class``.
+
+    Return None for built-in methods, and for classes named by their module, also if the module is the user's own.
+    """
     if name in METHODS:
         return None if name in BUILT_IN else digest_of(METHODS[name].build, METHODS[name].settings)
     return external.checksum_of(name)

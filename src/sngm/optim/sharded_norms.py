@@ -44,7 +44,7 @@ class Shards:
             raise ValueError(
                 f"norm_group has ranks {sorted(others)}, but the DTensors among the parameters lie on ranks "
                 f"{sorted(universe)}; leave norm_group out (DTensors need none), or pass a group that either "
-                "contains all those ranks or meets them in one rank only, such as that of the pipeline stages"
+                "contains all those ranks or only one of them, such as the group of the pipeline stages"
             )
         self._in_mesh = len(universe) > 1
         self._over_mesh = self._in_mesh and len(shared) <= 1  # else the sum over the group includes the mesh
@@ -183,8 +183,8 @@ def _largest(meshes: list[Any]) -> Any:
             )
         if not some <= ranks[largest]:
             raise ValueError(
-                f"parameters lie on {largest} and on {mesh}, neither of which contains the other; lay the one or the "
-                "other out on a mesh that spans both, with Replicate() along the dimension it is not cut along"
+                f"parameters lie on {largest} and on {mesh}, neither of which contains the other; place one of them on "
+                "a mesh that spans both, with Replicate() in the mesh dimension in which it is not sharded"
             )
     return largest
 

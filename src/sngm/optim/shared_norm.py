@@ -27,7 +27,7 @@ class SharedNorm:
         norm_group: process group whose ranks hold other parts of the model; squared norms are summed over its ranks.
 
     Raises:
-        TypeError: `optimizers` is not a list, or one of them is not SNGM with scope "global".
+        TypeError: `optimizers` is not iterable, or one of them is not SNGM with scope "global".
         ValueError: `optimizers` is empty or holds an optimizer twice, or one of them has a `norm_group` or already has
             a shared norm.
 

@@ -29,8 +29,8 @@ class SNGM(LargeBatchOptimizer):
         u_{t+1} = \beta u_t + d_t / \max(\|d_t\|, \epsilon), \qquad w_{t+1} = w_t - \eta u_{t+1}
 
     The norm is taken over all parameters that have a gradient, in all parameter groups. So the norm of a step is at
-    most :math:`\eta/(1-\beta)`, however large the gradient is. Unless decay is coupled, scaling the loss by a positive
-    constant does not change the steps.
+    most :math:`\eta/(1-\beta)`, however large the gradient is (except with :math:`\lambda > 0` and a mode other than
+    "coupled"). Scaling the loss by a positive constant does not change the steps (except with coupled decay).
     With ``momentum=0`` the method is SNGD; ``scope="tensor"`` is the block-wise variant of the paper.
 
     Args:
@@ -43,14 +43,14 @@ class SNGM(LargeBatchOptimizer):
             :math:`1 - \eta\lambda` and keeps weight decay out of the momentum buffer.
         scope: "global" divides all gradients by one norm, "group" divides the gradients of each parameter group by the
             norm of the group, "tensor" divides each gradient by its own norm. All groups have the same scope.
-        nesterov: step by :math:`\beta u_{t+1} + d_t/\|d_t\|` instead of :math:`u_{t+1}`.
+        nesterov: step by :math:`\beta u_{t+1} + d_t/\max(\|d_t\|, \epsilon)` instead of :math:`u_{t+1}`.
         eps: lower limit of the norm, so that a zero gradient gives a zero update.
         maximize: maximise the objective instead of minimising it.
         foreach, fused: implementation of the step, as in torch.optim; None chooses the fastest correct implementation.
         capturable: never read a value on the host, so that a CUDA graph can capture the step.
         stochastic_rounding: round bfloat16 parameters up or down at random, so that small updates are not lost. The
-            random bits depend only on the step, the parameter and the element's position in it. Other dtypes are not
-            affected.
+            random bits depend only on the step, the parameter's index and the element's position in memory. Other
+            dtypes are not affected.
         norm_group: process group whose ranks each hold a part of the parameters; squared norms are summed over its
             ranks. DTensors (FSDP2, tensor parallelism) do not need a norm_group.
 
@@ -66,7 +66,7 @@ class SNGM(LargeBatchOptimizer):
     Cost: 4 bytes of state per float32 parameter. Bytes of memory that a step reads and writes per parameter (SGD: 20):
 
     - CUDA kernels: 24, or 28 with coupled decay;
-    - fused step on the CPU: 24, or 40 with coupled decay, or 32 with decoupled decay.
+    - fused step on the CPU: 24, or 36 with coupled decay, or 32 with decoupled decay.
 
     Reference: Zhao, Shi, Xie and Li, "Stochastic Normalized Gradient Descent with Momentum for Large-Batch
     Training", Algorithm 1 and Section 6.

@@ -40,9 +40,9 @@ def with_margin(triple: tuple[float, float, float], margin: float) -> tuple[floa
 
 
 # A triple (a, b, c) for each Newton-Schulz step, which maps singular values s to a s + b s^3 + c s^5.
-# "muon" (Jordan et al., 2024): five equal steps map values above 0.01 into [0.68, 1.13]; more do not converge to 1.
-# "polar-express" (Amsel et al., arXiv 2505.16932): the best triple for each step. After eight steps, values that were
-# above 0.001 are 1 up to float32 rounding.
+# "muon" (Jordan et al., 2024): five equal steps map values above 0.01 into [0.68, 1.13]; more steps do not bring them
+# closer to 1. "polar-express" (Amsel et al., arXiv 2505.16932): the best triple for each step. After eight steps,
+# values that were above 0.001 are 1 up to float32 rounding.
 POLAR = {
     "muon": ((3.4445, -4.775, 2.0315),) * 5,
     # the first triple has the margin twice, once for the values that Newton-Schulz starts from
@@ -70,7 +70,8 @@ class SpectralSNGM(LargeBatchOptimizer):
     norm of :math:`u` is at most :math:`1/(1-\beta)` times the largest norm of an :math:`x` (both in the norm that
     `ball` names), and scaling the loss by a positive constant does not change the steps. ``order="after"`` computes
     :math:`x` from the momentum of the gradients, as Muon does:
-    :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`.
+    :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`; with
+    ``ball="rows"``, rows whose gradient is zero then do not move, except by weight decay.
 
     Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:
     ``decay_groups(model, weight_decay, embeddings={"ball": "rows"})`` does this.
@@ -83,15 +84,15 @@ class SpectralSNGM(LargeBatchOptimizer):
         order: "before" normalises each gradient and then adds it to the momentum (the order of SNGM); "after"
             normalises the momentum of the gradients.
         nesterov: step by :math:`\beta u_{t+1} + x_t`, or in the order "after" by :math:`x(\beta v_{t+1} + g_t)`.
-        vector_scale: :math:`\rho`, the norm of :math:`x_t` for vectors.
+        vector_scale: :math:`\rho`, the norm of :math:`x_t` for vectors and with ``ball="euclidean"``.
         polar: coefficients of the Newton-Schulz iteration that computes :math:`U V^T`, "muon" or "polar-express".
         ball: None or "spectral" normalises matrices in the spectral norm, "rows" each of their rows in the Euclidean
             norm, and "euclidean" whole matrices in the Euclidean norm. Vectors always use the Euclidean norm. Each
             parameter group may have its own value.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
-        maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only makes
-            ranks agree on skipped steps. A matrix may be sharded as a DTensor, but not as plain tensors on several
-            ranks.
+        maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only sums
+            `grad_norm` and makes ranks agree on skipped steps. A matrix may be sharded as a DTensor, but not as plain
+            tensors on several ranks.
         fused: as in :class:`SNGM`, for the update on the CPU. This method has no CUDA kernels.
 
     Example:
@@ -105,7 +106,7 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Cost: 4 bytes of state per float32 parameter. Five steps of Newton-Schulz on a matrix of m rows and n >= m columns
     take about 10 m m (2 n + m) operations, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
-    parameters). Matrices of the same shape are multiplied in one batch.
+    parameters). Matrices of the same shape in one group are multiplied in one batch, unless they are sharded.
 
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
@@ -267,7 +268,7 @@ def _sharded_factors(
     """Yield the index of each entry and this rank's shard of the polar factor of its matrix.
 
     An entry is an index, a parameter (a DTensor) and the local shard of a matrix that is sharded as the parameter is.
-    Each rank computes some of the factors and broadcasts them.
+    Every rank gathers every matrix, computes some of the factors and broadcasts them.
     """
     from torch.distributed.tensor import DTensor
 
@@ -275,7 +276,7 @@ def _sharded_factors(
         ranks = mesh.mesh.flatten().tolist()
         own = ranks.index(dist.get_rank())
         there = [entry for entry in entries if entry[1].device_mesh == mesh]
-        for start in range(0, len(there), len(ranks)):  # each rank computes one matrix at a time
+        for start in range(0, len(there), len(ranks)):  # each rank computes one factor at a time
             some = there[start : start + len(ranks)]
             mine = None
             for k, (_, p, shard) in enumerate(some):
@@ -283,6 +284,7 @@ def _sharded_factors(
                 whole = DTensor.from_local(shard, mesh, p.placements, run_check=False, **layout).full_tensor()
                 if k == own:
                     mine = polar_factors([whole], polar, eps)[0]
+                del whole  # so that only one gathered matrix exists at a time
             for k, (i, p, shard) in enumerate(some):
                 dtype = torch.promote_types(shard.dtype, torch.float32)
                 x = torch.empty(p.shape, dtype=dtype, device=shard.device) if k != own or mine is None else mine

@@ -38,7 +38,8 @@ GLOBAL_HOOKS: tuple[Any, ...] = tuple(
 def same_metadata(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     """Return a function that says whether its arguments have the metadata of `tensors`.
 
-    Metadata are the type, dtype, device, shape, strides, and whether values are negated or conjugated lazily.
+    Metadata are the type, dtype, device, shape, strides, `requires_grad`, and whether values are negated or conjugated
+    lazily.
     """
     guards: Any = getattr(tensor_guards, "TensorGuards", None)
     if guards is not None:  # one call for all tensors, in an eighth of the time

@@ -268,7 +268,7 @@ def _searched(outcome: Outcome) -> list[str]:
 
 
 def _effort(lines: list[Line]) -> list[str]:
-    """Return the number of steps of each of these runs, and their mean duration in seconds, as text."""
+    """Return the steps per run and the mean duration in seconds of these runs, which have the same config, as text."""
     if not lines:
         return ["", ""]
     config, samples = lines[0].config, lines[0].record["data"]["training"]["samples"]
@@ -314,7 +314,7 @@ def _missing(item: Item, outcomes: list[Outcome]) -> str:
 
 
 def _repeated(results: Results) -> str:
-    """Return the section on runs that were repeated with their printed command."""
+    """Return the section on runs that were made again with the same config."""
     if not results.repeated:
         return ""
     rows = []
@@ -371,7 +371,8 @@ def _title(config: RunConfig) -> str:
 
 
 def _link(outcome: Outcome, before: str = "") -> str:
-    """Return the number of seeds as a link to their runs, or to the trial runs if there are no full runs."""
+    """Return the number of seeds that did not diverge, as a link to their runs (to the trial runs if there are no full
+    runs)."""
     count = str(len(outcome.values))
     if not outcome.lines and not outcome.trials:
         return count

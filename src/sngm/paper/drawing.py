@@ -53,7 +53,7 @@ def drawn(outcomes: dict[str, list[Outcome]]) -> dict[str, Figure]:
 def by_batch(item: Item, outcomes: Sequence[Outcome]) -> Figure | None:
     """Plot a table's metric against the batch size: the paper's numbers, our means, and crosses for divergence.
 
-    Return None if there are no results of ours to plot.
+    Return None if there are no results of ours to plot, or no numbers of the paper to compare them with.
     """
     metric = f"test_{item.metric}"
     theirs, ours = [], []
@@ -93,7 +93,8 @@ def _shown(value: float, metric: str) -> float:
 
 
 def _series(name: str, cell: Outcome, metric: str) -> Series | None:
-    """Return the mean curve of a method and the curve of each seed; a cross at the last epoch if every run diverged."""
+    """Return the mean curve of a method and the curve of each seed, with a cross at the last epoch if every run
+    diverged; None if there is nothing to plot."""
     slot = LOOKS.index(name.lower())
     if cell.tried and not cell.values:
         return Series(f"{name}, diverged", slot, [], lost=[float(cell.planned.cell().study.epochs)])

@@ -1,8 +1,8 @@
 """The runs planned for each table of the paper, read from experiments.toml, and their expected time.
 
-In most experiments, every method gets three learning rates, a factor of two apart, around one that is known to work.
-The grid is extended if the lowest or highest of them is the best. The rule is the same for all methods of an
-experiment. Learning rates are chosen on validation data with one seed.
+In most experiments, every method gets three learning rates, a factor of two apart, around one that worked before
+or, on tasks without earlier runs, a guess. If the lowest or highest of them is the best, the grid is extended, by the
+same rule for all methods of an experiment. Learning rates are chosen on validation data with one seed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Row:
     name: str
     method: str
     rates: Rates = field(default_factory=dict)
-    """The middle of the grid of learning rates, for each batch."""
+    """The middle of the grid of learning rates for each batch; the only learning rate if `Item.search` is False."""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Settings to search instead of the grid, with their ranges at batch 8192; see `at_batch`."""
     seeds: int = 3
@@ -62,13 +62,13 @@ class Item:
     batches: Sequence[int]
     """Batch sizes, the most important first."""
     seconds: Rates
-    """Seconds per epoch, for the batches at which they were measured."""
+    """Seconds per epoch, for the batches at which they were measured or estimated; see `between` for others."""
     factor: float = 2.0
     """The ratio of neighbouring learning rates in a grid."""
     extend: bool = True
     epochs: int | None = None
     search: bool = True
-    """Whether to search for a learning rate; False for tables of times."""
+    """Whether to search for a learning rate; False for tables of times and for `levers`."""
     trials: int | None = None
     """Number of trials in a search over `Row.ranges`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
@@ -80,7 +80,7 @@ class Item:
     apart: str = ""
     """Why the numbers cannot be compared with the paper's numbers; empty if they can."""
     about: str = ""
-    """What was done, for experiments that are not in the paper."""
+    """How the runs were made, mostly for experiments that are not in the paper."""
     guesses: str = ""
     """What the paper does not state, in short; docs/deviations.md has more."""
 
@@ -190,7 +190,8 @@ def _row_or_item(given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read() -> Iterator[Item]:
-    """Yield the items of experiments.toml; for tables of the paper, title, task and metric are from tables.toml."""
+    """Yield the items of experiments.toml; for tables of the paper, `title`, `where`, `task` and `metric` are from
+    tables.toml."""
     for name, given in tomllib.loads(Path(__file__).with_name("experiments.toml").read_text("utf-8")).items():
         about = {key: TABLES[name][key] for key in ("title", "where", "task", "metric")} if name in TABLES else {}
         rows = tuple(Row(**_row_or_item(row)) for row in given.pop("rows"))

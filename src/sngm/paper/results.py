@@ -1,4 +1,4 @@
-"""The results folder: ``results/<task>/runs.jsonl``, one line for each run, small enough for git."""
+"""The results folder: one line for each run in ``results/<task>/runs.jsonl``, or in ``repeated.jsonl`` for repeats."""
 
 from __future__ import annotations
 
@@ -65,7 +65,8 @@ class Line:
 
     @cached_property
     def made(self) -> tuple[Any, ...]:
-        """A sort key for runs of the same config. The run with the smallest key, which started first, is the result."""
+        """A sort key for runs of the same config. The run with the smallest key is the result: the one that started
+        first, or one without a date."""
         timing, hardware = (json.dumps(self.record[key], sort_keys=True) for key in ("timing", "hardware"))
         return str(self.record.get("started", "")), str(self.record["commit"]), timing, hardware
 
@@ -74,7 +75,7 @@ class Line:
         return json.dumps(finite(self.record), sort_keys=True, allow_nan=False, separators=(", ", ": "))
 
     def value(self, metric: str) -> float | None:
-        """Return the value of a metric; None if the run diverged or does not have the metric.
+        """Return the value of a metric, or None if the run has none; a diverged run has at most "seconds".
 
         "seconds" is the time of an epoch, and "train_loss" the loss of the last epoch. Other metrics are scores on test
         data, unless their names begin with "validation_".
@@ -109,7 +110,11 @@ class Results:
         _check_data(every)
 
     def of(self, config: RunConfig) -> Line | None:
-        """Return the run of a config, or None. A full run with validation scores also counts as the trial run."""
+        """Return the run of a config, or None.
+
+        If the task has its own validation data, a full run (part "full") also counts as the trial run (part "select"):
+        it holds out no training data and has validation scores.
+        """
         if found := self.lines.get(config.hash):
             return found
         full = self.lines.get(replace(config, part="full").hash) if config.part == "select" else None
@@ -161,7 +166,7 @@ def explain(error: Exception) -> str:
 
 
 def validated(line: Line) -> Line:
-    """Return the line if it is complete and consistent; else raise ValueError or another exception of BROKEN."""
+    """Return the line if it is complete and consistent; else raise an exception of `BROKEN`, mostly ValueError."""
     for wrong, why in _checks(line):
         if wrong:
             raise ValueError(why)
@@ -279,7 +284,7 @@ def _check_data(lines: Iterable[Line]) -> None:
 
 
 def command_of(config: RunConfig) -> str:
-    """Return the command that repeats this run, with the settings that differ from the task's defaults on a GPU.
+    """Return the command that repeats this run on a GPU, with the settings that differ from the task's defaults there.
 
     >>> from sngm.training import resolve
     >>> command_of(resolve("digits", "sngm", lr=0.3, batch=512, seed=1, method_settings={"weight_decay": 8e-4}))

@@ -54,13 +54,14 @@ def run(
     planned: Sequence[Planned], *, out: Path, options: Options, seeds: int | None = None, jobs: int | None = None,
     budget: float | None = None, results: Path = FOLDER, show: Show,
 ) -> tuple[list[Outcome], list[Failure]]:  # fmt: skip
-    """Train the missing runs of these cells, cell by cell, until none is missing or `budget` seconds have passed.
+    """Train the missing runs of these cells, cell by cell, for at most `budget` seconds.
 
     Returns:
         The outcomes of the cells, and the runs that failed.
 
     Raises:
         KeyboardInterrupt: the user interrupted. Finished runs are in the results folder; the next call resumes others.
+        UsageError: the commit of the code is unknown, or the code has uncommitted changes.
     """
     name = commit()
     if not name or name.endswith("+"):

@@ -18,7 +18,7 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 HOLDS, CONTRADICTED, OPEN = "holds", "contradicted", "open"
 SEEDS = 3  # the fewest seeds for a verdict
 LEVEL = 0.05  # significance level of Welch's test
-MOST_SEEDS = 100  # if more are needed, the difference is too small to matter
+MOST_SEEDS = 100  # larger estimates of the number of seeds to decide are shown as "more than 100"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +41,7 @@ class Outcome:
     searched: dict[str, float] = field(default_factory=dict)
     """The chosen values of all searched settings."""
     at_edge: bool = False
+    """Whether the best learning rate of the grid is the lowest or highest that was tried, or all of them diverged."""
     nothing_trains: bool = False
     """Whether every learning rate that was tried diverged."""
     on_test: list[Line] = field(default_factory=list)
@@ -128,7 +129,8 @@ def _but_for_rate(config: RunConfig) -> RunConfig:
 
 
 def tolerance(metric: str, paper: float) -> float:
-    """Return the largest difference at which a result counts as equal to the paper's number."""
+    """Return the largest difference at which a result counts as equal to the paper's number: 1 % of a perplexity, or
+    0.005 of a fraction such as an accuracy."""
     return 0.01 * paper if metric.removeprefix("validation_") == "perplexity" else 0.005
 
 
@@ -224,9 +226,9 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
 
 
 def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0) -> str:
-    """Return in words how many seeds of each would show a difference like that of `a` and `b` with 80 % probability.
+    """Return in words how many seeds of each cell would show the difference of `a` and `b` with a probability of 80 %.
 
-    If `allowed` is given, the question is whether the difference is below or above it.
+    If `allowed` is given, it is the number of seeds that would show whether the difference is below or above `allowed`.
 
     >>> seeds_to_decide([0.91, 0.92, 0.93], [0.90, 0.91, 0.92])
     'about 16 seeds to decide'

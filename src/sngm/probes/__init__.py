@@ -2,7 +2,7 @@
 
 - `noise` measures sigma and the gradient noise scale.
 - `curvature` measures the norm of the Hessian.
-- `frontier` returns pairs (L, lambda) for which relaxed smoothness holds.
+- `frontier` returns pairs (L, lambda) with ``||Hessian|| <= L + lambda ||gradient||`` at the measured weights.
 - `blocks` measures the norm of each tensor of a gradient, and rho and cos, which say how uneven these norms are.
 - `along` takes these measurements during a short training of a task, `of_runs` at the last checkpoint of each run.
 

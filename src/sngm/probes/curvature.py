@@ -28,8 +28,8 @@ class Curvature:
     """Result of `curvature`.
 
     Attributes:
-        norm: norm of the Hessian: the largest absolute value of its eigenvalues. The paper's L is the maximum of this
-            norm over a run.
+        norm: norm of the Hessian: the largest absolute value of its eigenvalues. The paper's L is at least the maximum
+            of this norm over a run.
         eigenvalue: the eigenvalue with the largest absolute value, with its sign.
         error: bound on the distance from `eigenvalue` to the nearest true eigenvalue; usually far above the true error.
         products: the number of Hessian-vector products.
@@ -66,7 +66,7 @@ def curvature(
             yields tensors whose sum is the loss; then only one of these tensors is in memory at a time.
         params: parameters, such as ``model.parameters()``. The parameters of ``copy.deepcopy(model).double()`` give
             full precision, and the copy leaves the running statistics of the model unchanged.
-        iterations: the largest number of products.
+        iterations: the largest number of products; there are never more than parameters.
         tolerance: stop when the error was at most this fraction of the eigenvalue for the last three products, but not
             before the eighth product.
 

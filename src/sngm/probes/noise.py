@@ -62,7 +62,7 @@ def noise(
     the variance of a batch's gradient times the batch size, and holds for batches of that size.
 
     The interval of sigma is a jackknife interval of log sigma^2, leaving out one batch at a time, with quantiles of
-    Student's t. It is valid for normally distributed gradients, whatever the rank of their covariance. If a few samples
+    Student's t. It holds approximately for normally distributed gradients of any covariance. If a few samples
     have by far the largest gradients, the interval is too narrow; docs/probes.md has its measured coverage. The
     interval is computed from random projections of gradients to `FOLDED` numbers, so that only the projections, not the
     gradients, stay in memory. The interval of the scale is a jackknife interval of 1 / scale, which is finite even if

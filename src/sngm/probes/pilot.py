@@ -142,10 +142,11 @@ def of_runs(
 ) -> Record:
     """Measure the last checkpoint of each run, for example to compare the sharpness of small- and large-batch runs.
 
+    If the task reports the best epoch, the weights of that epoch are measured; "step" is that of the last checkpoint.
     Runs of one task are measured on the same samples. Text is cut into as many parallel streams as the smallest batch
-    size among the runs. Runs that were trained on different parts of the data raise UsageError. With BatchNorm, the
-    loss is the same function of the weights only for groups of equal size, so the default `bn_group` is the smallest
-    among the runs. The other arguments are those of `along`.
+    size among the runs. Runs that were trained on different parts of the data raise UsageError. BatchNorm makes the
+    loss depend on how many samples it normalises together, so all runs are measured with the same number, `bn_group`;
+    the default is the smallest of the runs' own. The other arguments are those of `along`.
     """
     where = probe_device(device)
     loaded = [(Path(folder), *load_model_and_config(Path(folder), where, data_dir, partial=True)) for folder in folders]
@@ -153,8 +154,8 @@ def of_runs(
         raise UsageError("there are no runs to measure")
     if len(parts := sorted({config.part for _, _, config in loaded})) > 1:
         raise UsageError(
-            f"these runs were trained on different parts of the data ({' and '.join(parts)}), so that no samples are "
-            "the same for all; measure the runs of each part by themselves"
+            f"these runs were trained on different parts of the data ({' and '.join(parts)}), so they "
+            "cannot be measured on the same samples; measure the runs of each part by themselves"
         )
     streams = min(config.batch for _, _, config in loaded)
     plans = [BatchPlan.of(c.batch, c.workers, c.micro, c.bn_group) for _, _, c in loaded]

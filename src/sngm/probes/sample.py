@@ -174,14 +174,14 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
     if streams is None:
         if count < 2 * group:
             there = f"there are {count} samples to train on, which make no two groups of {group}"
-            raise UsageError(f"noise is seen between two groups or more, and {there}; take a smaller `bn_group`")
+            raise UsageError(f"the noise is measured between groups of samples, and {there}; take a smaller `bn_group`")
         order = rng.permutation(count, PROBE)  # the same for every run, so that runs can be compared
         return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]
     group = min(group, streams)
     side_by_side = max(1, min(streams // group, wanted // WINDOWS))
     windows = min(count // streams, math.ceil(wanted / side_by_side))
     if side_by_side * windows < 2:
-        raise UsageError("noise is seen between two groups or more, and the text is read in one")
+        raise UsageError("the noise is measured between groups of samples, and this text gives only one group")
     return [
         [torch.arange(i * group, (i + 1) * group) + step * streams for step in range(windows)]
         for i in range(side_by_side)

@@ -33,7 +33,7 @@ HOVER = "hover: "  # prefix of an artist's gid (in SVG, an id); the rest of the 
 
 
 def inline(figure: Figure) -> dict[str, Any]:
-    """Return a figure as SVGs for a page with the style `CSS`: "legend", pairs (label, SVG), and "panels", a list."""
+    """Return a figure as SVGs for a page with the style `CSS`: a dict of "legend", pairs (label, SVG), and "panels"."""
     from matplotlib.transforms import Bbox
 
     with _matplotlib():

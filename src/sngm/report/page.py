@@ -37,7 +37,7 @@ FIGURES: dict[str, tuple[Callable[[Summary], Figure], str]] = {
 TRIALS = (
     by_trials,
     "Thick: the mean, over all choices of k trials, of their best validation score. Thin: what 10 % and 90 % of the "
-    "choices reach. The earlier a line is high, the easier the method is to tune.",
+    "choices reach. The sooner a line is near its best value, the easier the method is to tune.",
 )
 
 
@@ -45,8 +45,8 @@ def write(folder: Path, path: Path | None = None, answer: str = "") -> Path:
     """Write table.md, figures, tables and report.html into a folder that holds records.
 
     The figures are curves.svg, batch.svg, lr.svg and, for searches, trials.svg. Every table is a CSV file, and
-    report.json holds all tables. If the runs are of several tasks, the name of each file except the page contains the
-    task. All files in the folder are computed before the first of them is replaced.
+    report.json holds all tables. If the runs are of several tasks, the names of figures and CSV files contain
+    the task. All files in the folder are computed before the first of them is replaced.
 
     Args:
         folder: the folder of the records.

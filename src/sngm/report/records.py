@@ -236,7 +236,7 @@ FLAGS = ("method", *(field.name for group in (RunOptions, RecipeOptions) for fie
 
 
 def _again(config: Mapping[str, Any], command: str | None = None) -> str:
-    """Return the command that trains a run of this config; `command` made it, if its task was made in Python.
+    """Return the command that trains a run of this config; for a task made in Python, the script that made it.
 
     >>> _again({"task": "digits", "method": "sngm", "lr": 0.1, "clip": None, "method_settings": {"momentum": 0.8}})
     'sngm train digits --method sngm --lr 0.1 --clip inf --set momentum=0.8'

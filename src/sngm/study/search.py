@@ -109,7 +109,7 @@ def ranges_of(
     The default ranges are:
 
     - learning rate: the method's grid, and half a grid step beyond each end;
-    - weight decay: a tenth to ten times the method's usual value;
+    - weight decay: a tenth to ten times the method's usual value, or of 1e-4 if that is 0;
     - momentum: 0.7 to 0.99;
     - warm-up: 0 to a fifth of the epochs.
 

@@ -1,4 +1,4 @@
-"""Code that runs in the worker processes of a study, and their signal handlers."""
+"""The worker processes of a study: their code and signal handlers, and what the parent sends and receives."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def on_signal(number: int, _: Any) -> None:
 
 
 def stop_runs_here(stop: bool) -> None:
-    """Set or clear the request that a run in a thread of this process stops at its next step."""
+    """Set or clear the request that the run in this process stops at its next step."""
     global _stop, _end
     _stop, _end = stop, False
 

@@ -202,7 +202,7 @@ def _check_defaults(name: str, cls: type[Task]) -> None:
         "epochs": not isinstance(cls.epochs, Integral) and "must be a whole number",
         "batches": not several(cls.batches, Integral) and "must be a tuple of whole numbers",
         "usual_lrs": not several(cls.usual_lrs, Real) and "must be a tuple of learning rates",
-        "holdout": not (isinstance(cls.holdout, Real) and 0 <= cls.holdout < 1) and "must be a number from 0 to 1",
+        "holdout": not (isinstance(cls.holdout, Real) and 0 <= cls.holdout < 1) and "must be a number >= 0 and < 1",
         "lrs": not all(several(some, Real) for some in rates.values())
         and "must have a tuple of learning rates for each method it names",
     }

@@ -91,7 +91,7 @@ class Cifar10ConvNet(Cifar10):
     """The network of two convolutions of the SNGM paper's Figure 1 on CIFAR-10 (62,006 parameters).
 
     The paper states no settings for that figure, so this task uses those of the paper's ResNet20. This network has no
-    BatchNorm, so workers and micro-batches affect only the speed.
+    BatchNorm, so workers and micro-batches affect only the speed, except with CLARS and EXTRAP-SGD.
     """
 
     lrs = {  # noqa: RUF012  guesses

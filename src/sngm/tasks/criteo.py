@@ -26,9 +26,9 @@ class CriteoDeepFM(Task):
     same for all methods. The paper names its library, DeepCTR-Torch, whose loss is the sum over a batch. The gradient
     of a sum grows with the batch, which matters for MSGD and for every weight decay, so a sum is the default of this
     task too. The library adds a small penalty, 1e-5 times the squares of the embeddings. This task does not, because
-    the weight decay is a hundred times as strong. The paper trained on 10 million rows of Criteo's terabyte dataset.
-    The default of this task is a sample of 80,000 rows of the older Kaggle dataset, so results cannot be compared with
-    the paper's table.
+    the weight decay changes the gradient fifty times as much. The paper trained on 10 million rows of Criteo's terabyte
+    dataset. The default of this task is a sample of 80,000 rows of the older Kaggle dataset, so results cannot be
+    compared with the paper's table.
 
     Args:
         files: names of text files, separated by commas, in the folder criteo of the data folder, plain or gzip.

@@ -147,8 +147,8 @@ def as_samples(name: str, dataset: Any) -> Tensors | DatasetSamples:
 
 
 def accuracy(outputs: Tensor, target: Tensor) -> Tensor:
-    """Return for each sample whether its largest output is that of its class."""
-    return outputs.argmax(1) == target
+    """Return for each sample whether its largest output is that of its class, or of its largest class probability."""
+    return outputs.argmax(1) == (target.argmax(1) if target.shape == outputs.shape else target)
 
 
 def make(
@@ -184,6 +184,8 @@ def make(
     better = defaults.setdefault("higher_is_better", metric != "loss")
     if not isinstance(better, bool):
         raise TypeError(f"higher_is_better must be True or False, got {better!r}")
+    if measure in (accuracy, None) and better == (metric == "loss"):
+        raise ValueError(f"higher_is_better={better} is wrong for the metric {metric}")
     for part, dataset in data.items():
         as_samples(part, dataset)
     title = name or getattr(model_fn, "__name__", type(model_fn).__name__).strip("<>")

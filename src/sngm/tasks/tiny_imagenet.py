@@ -98,7 +98,7 @@ class TinyImageNetViT(TinyImageNetResNet50):
     micro = None
     bias_lr = "scaled"
     pass_size_on_cpu = 256
-    lrs = {"adamw": (0.0005, 0.001, 0.002), "spectral-sngm": (0.005, 0.01, 0.02)}  # noqa: RUF012  guesses
+    lrs = {"adamw": (0.0005, 0.001, 0.002, 0.004), "spectral-sngm": (0.005, 0.01, 0.02, 0.04)}  # noqa: RUF012  guesses
 
     def __init__(
         self, width: int = 192, depth: int = 6, heads: int = 3, patch: int = 8, smoothing: float = 0.1

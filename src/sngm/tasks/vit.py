@@ -20,7 +20,7 @@ from ..models.vit import load_vit
 from .base import Batch, Samples, Splits, Task, Tensors
 
 SIDE = 32  # width and height of an image in pixels
-GRID = 512  # number of values that the area, and the aspect ratio, of a crop can take
+GRID = 512  # number of areas, and of aspect ratios, from which crops are drawn
 AUGMENTS = ("resized-crop", "flip")
 
 
@@ -139,7 +139,7 @@ class Cifar100ViT(CifarViT):
 
 
 def whole(numbers: Tensor) -> Tensor:
-    """Return, for each number, the box (top, left, height, width) of a whole image."""
+    """Return the crop box of a whole image, (top, left, height, width), once for each element of `numbers`."""
     return numbers.new_tensor([0, 0, SIDE, SIDE]).expand(len(numbers), -1)
 
 

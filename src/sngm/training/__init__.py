@@ -65,8 +65,7 @@ def load_model_and_config(
 ) -> tuple[nn.Module, RunConfig]:
     """Return the trained model of a run folder and the config of the run."""
     run = RunFolder(folder)
-    if not run.file.exists():
-        raise UsageError(f"{folder} holds no run (no run.json)")
+    run.check_exists()
     record = run.read()
     config = config_of(record, run.file)
     broken = record["status"] == "finished" and checkpoint.is_broken(folder)

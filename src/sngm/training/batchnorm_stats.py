@@ -91,7 +91,7 @@ class PerGroupStatistics:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """How a pass updates running statistics: attributes of GhostBatchNorm2d. If `weights` is None, it does not."""
+    """How a pass updates running statistics: attributes of GhostBatchNorm2d. With `weights` None, it updates none."""
 
     weights: Tensor | None
     keep: float = 1.0

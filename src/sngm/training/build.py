@@ -131,8 +131,11 @@ def prepare(
     small = plan.for_rest(left)
     if small is not None and isinstance(optimizer, CLARS) and small.batch == small.micro:
         small = None  # CLARS needs several micro-batches
-    if left and small is None:
-        warnings.warn(f"the last {left} samples of an epoch fill no micro-batch and are dropped", stacklevel=2)
+    if dropped := left - (small.batch if small else 0):
+        warnings.warn(
+            f"{dropped} of the last {left} samples of an epoch fill no micro-batch of every worker and are dropped",
+            stacklevel=2,
+        )
     if small is not None:
         if streams or state.rows:
             raise UsageError("`last_batch` keep needs samples in memory that do not follow one another")

@@ -69,7 +69,7 @@ def load(folder: Path, device: torch.device | str = "cpu") -> dict[str, Any] | N
         state: dict[str, Any] = torch.load(io.BytesIO(content), map_location=device, weights_only=True)
         if "shards" not in state or sizes_of(folder / state["shards"]) == state["shard_sizes"]:
             return state
-        warnings.warn(f"{folder / state['shards']} is incomplete; taking an older one, or beginning anew", stacklevel=2)
+        warnings.warn(f"{folder / state['shards']} is incomplete; taking an older one if there is one", stacklevel=2)
     return None
 
 
@@ -99,8 +99,8 @@ def _whole(folder: Path) -> Iterator[bytes]:
             found = True
             yield content
         else:
-            why = "its checksum is wrong" if (folder / name).is_file() else "it is gone"
-            text = f"checkpoint {folder / name} cannot be used ({why}); taking an older one, or beginning anew"
+            why = "its checksum is wrong" if (folder / name).is_file() else "it is missing"
+            text = f"checkpoint {folder / name} cannot be used ({why}); taking an older one if there is one"
             warnings.warn(text, stacklevel=3)
     if not found and index:
         for path in sorted(_files(folder), reverse=True):

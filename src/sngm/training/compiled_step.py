@@ -95,6 +95,6 @@ def _compile() -> Callable[..., tuple[Tensor, Batch]]:
         dynamo.allow_rnn = True
     if hasattr(dynamo, "recompile_limit"):
         dynamo.recompile_limit = max(dynamo.recompile_limit, RECOMPILE_LIMIT)
-    # draw the same random numbers as an eager step
+    # draw the same random numbers as an eager step (on a GPU, dropout still differs)
     options: Any = {"options": {"fallback_random": True}} if BACKEND == "inductor" else {}
     return torch.compile(_loss, fullgraph=True, dynamic=False, backend=BACKEND, **options)

@@ -48,7 +48,7 @@ INNER_LR = 1 / 8  # default ratio of EXTRAP-SGD's inner_lr to lr: lr scaled to t
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Complete config of one run. Runs with equal configs give the same numbers on the same machine.
+    """Complete config of one run: all settings that determine what it computes, but not how it is executed.
 
     Attributes:
         task, task_settings, task_source: the task, its settings, and a checksum of its code if it is the user's own.
@@ -123,7 +123,7 @@ class RunConfig:
         if self.clip is not None and not 0 < self.clip < math.inf:
             raise UsageError(f"`clip` must be a finite number > 0, got {self.clip!r}")
         if self.ema is not None and not 0 < self.ema < 1:
-            raise UsageError(f"`ema` must be between 0 and 1, got {self.ema!r}")
+            raise UsageError(f"`ema` must be above 0 and below 1, got {self.ema!r}")
         if self.bn_samples is not None and self.bn_samples < 0:
             raise UsageError(f"`bn_samples` must be a whole number >= 0, got {self.bn_samples!r}")
         if not 0 <= self.label_smoothing < 1:
@@ -200,7 +200,8 @@ class RunConfig:
     def build_task(self, data_dir: Path | None = None) -> Task:
         task = tasks.build(self.task, self.task_settings, data_dir)
         if self.label_smoothing and not task.smooths_labels:
-            raise UsageError(f"`label_smoothing`: the loss of task {self.task} has none")
+            own = "; use its setting smoothing" if "smoothing" in tasks.settings_of(self.task) else ""
+            raise UsageError(f"`label_smoothing`: the loss of task {self.task} has none{own}")
         task.label_smoothing = self.label_smoothing
         return task
 

@@ -20,7 +20,7 @@ from .data_loading import loaders_of, size_of, to_device, to_device_if_fits
 from .distributed import set_numerics
 
 MOST_ON_CPU = 128  # most samples in the measured pass on a CPU
-SECONDS = 8.0  # time limit of the whole measurement on a CPU
+SECONDS = 8.0  # about the time of the whole measurement on a CPU
 TIMES = 4  # number of passes; the first measures memory, the others measure time
 PROBE = 8  # samples in the warm-up pass, whose time decides the size of the measured pass
 

@@ -15,7 +15,7 @@ from .batchnorm_stats import draws
 from .compiled_step import in_one_line
 from .step import Stepper
 
-WARM_UP = 3  # number of eager steps before capture; they create optimizer state, pointer tables and compiled code
+WARM_UP = 3  # steps without a graph before capture; they create optimizer state, pointer tables and compiled code
 
 
 def choose(
@@ -50,7 +50,7 @@ def why_not(task: Task, model: nn.Module, device: torch.device, ranks: int, not_
     if device.type != "cuda":
         return f"CUDA graphs are for GPUs, and this run is on {device.type}"
     if ranks > 1:
-        return f"a graph cannot hold the exchange between {ranks} processes"
+        return f"captured steps do not support the exchange between {ranks} processes"
     if not_on_gpu:
         return f"{not_on_gpu}; a CUDA graph needs the samples in GPU memory"
     if passes > 1 and draws(task, model):

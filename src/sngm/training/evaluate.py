@@ -77,7 +77,7 @@ def samples_of(task: Task, config: RunConfig, splits: Splits | None = None) -> t
             f"task {config.task}: samples that follow one another cannot be held out; give it a validation set"
         )
     if not task.holdout:
-        raise UsageError(f"task {config.task}: give it a validation set, or a `holdout` above 0 to choose rates with")
+        raise UsageError(f"task {config.task}: choosing learning rates needs a validation set, or a `holdout` above 0")
     count = len(splits.train)
     held = max(1, round(count * task.holdout))
     order = rng.permutation(count, rng.HOLDOUT)  # the same for all seeds and methods
@@ -137,8 +137,8 @@ def schedule_of(config: RunConfig, held_out: HeldOut) -> Schedule:
     schedule = Schedule(config.schedule, config.warmup)
     if schedule.needs_history and "validation" not in held_out:
         raise UsageError(
-            f"schedule {config.schedule} needs a validation set, which {config.task} has not: "
-            "give its Splits one, or take another schedule"
+            f"schedule {config.schedule} needs a validation set, and {config.task} has none: "
+            "add one to its Splits, or choose another schedule"
         )
     return schedule
 

@@ -150,7 +150,7 @@ def train(config: RunConfig, path: Path, options: Options | None = None) -> Reco
 
 
 def _find(config: RunConfig, folder: RunFolder, restart: bool) -> tuple[Record, bool]:
-    """Return the record of this run in the folder, {} if there is none, and whether no training is left to do."""
+    """Return the record of this run in the folder ({} if there is none), and whether the run is complete."""
     record = folder.open(config, restart)
     if record.get("status") in FINISHED and not restart and not checkpoint.is_broken(folder.path):
         state = checkpoint.load(folder.path)
@@ -245,7 +245,9 @@ def _run(
                     order_in(epoch + 1)  # computed here and cached, while the device is busy
                 if (ends or state.step % CHECK_EVERY == 0) and not math.isfinite(loss_sum.item()):
                     clock.trained()
-                    return close("diverged", diverged_at_step=state.step)
+                    why = "the loss is NaN or infinite; lower the learning rate"
+                    why += ", or check the data for NaN" if state.step <= CHECK_EVERY else ""
+                    return close("diverged", diverged_at_step=state.step, error=why)
                 if ends:
                     metrics: Record = {"epoch": epoch + 1, "step": state.step, "lr": lr}
                     metrics["train_loss"] = loss_sum.item() / per_epoch
@@ -259,8 +261,9 @@ def _run(
                         processes.broadcast_tensors(tested.buffers())
                     metrics |= evaluate(task, tested, held_out, config, *how, processes)
                     clock.evaluated()
-                    if not all(math.isfinite(v) for k, v in metrics.items() if k.endswith("_loss")):
-                        return close("diverged", diverged_at_step=state.step)
+                    if bad := [k for k, v in metrics.items() if k.endswith("_loss") and not math.isfinite(v)]:
+                        why = f"{' and '.join(bad)} is NaN or infinite; lower the learning rate, or check the data"
+                        return close("diverged", diverged_at_step=state.step, error=f"{why} for NaN")
                     state.history.append(metrics)
                     counts_last = task.result_of == "last" and epoch == config.epochs - 1 and tested is not model
                     if counts_last or (task.result_of == "best" and state.best(task) is metrics):

@@ -71,6 +71,13 @@ class RunFolder:
         self._check_same("another run", completed(record["config"]), config.as_dict())
         return record
 
+    def check_exists(self) -> None:
+        """Raise UsageError if this is not the folder of a run."""
+        if not self.file.exists():
+            study = f"; it holds a study, whose runs are in {self.path / 'runs'}"
+            is_study = (self.path / "study.json").exists()
+            raise UsageError(f"{self.path} holds no run (no run.json){study if is_study else ''}")
+
     def check_checkpoint(self, state: dict[str, Any], record: dict[str, Any], config: RunConfig) -> None:
         """Raise UsageError if a checkpoint belongs to another run.
 
@@ -79,8 +86,8 @@ class RunFolder:
         there = state.get("config", record.get("config"))
         if there is None:
             raise UsageError(
-                f"{self.path} holds checkpoints of an older version and no readable run.json that says of which run "
-                "they are; name another folder with `out`"
+                f"{self.path} holds checkpoints of an older version and no readable run.json that says which run "
+                "they belong to; name another folder with `out`"
             )
         self._check_same("another run", completed(there), config.as_dict())
 
@@ -106,7 +113,7 @@ class RunFolder:
         write_record(self.file, record)
 
     def discard(self) -> None:
-        """Delete record, metrics, checkpoints and tracker files."""
+        """Delete record, metrics, checkpoints, and the files of TensorBoard and MLflow."""
         checkpoint.discard(self.path)
         shutil.rmtree(self.path / "tensorboard", ignore_errors=True)
         for path in (self.path / "mlflow_run", self.metrics, self.file):

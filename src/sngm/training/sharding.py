@@ -41,7 +41,7 @@ def check(config: RunConfig, optimizer: torch.optim.Optimizer) -> None:
     if config.ema is not None or config.bn_samples:
         raise UsageError("`shard`: `ema` and `bn_samples` need a copy of the whole model")
     if isinstance(optimizer, (CLARS, ExtrapSGD)):
-        raise UsageError(f"`shard`: {type(optimizer).__name__} needs the gradient of each worker, which FSDP2 has not")
+        raise UsageError(f"`shard`: {type(optimizer).__name__} needs the gradient of each worker, which FSDP2 lacks")
 
 
 def save(

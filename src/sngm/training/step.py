@@ -32,7 +32,8 @@ from .stacked_weights import stacked_loss
 class WorkerPasses:
     """Forward-backward passes of `worker`, or of all workers of a process from `worker` on, as slices of the batch.
 
-    If `unit` is given, there is one pass, with a stack of each parameter: a copy for every `unit` samples.
+    If `unit` is given, there is one pass, in which each parameter is a stack (see `stacked_weights`) with a copy for
+    every `unit` samples.
     """
 
     worker: int
@@ -77,7 +78,7 @@ def pieces_of(worker_passes: list[WorkerPasses]) -> list[slice]:
 
 @dataclass(eq=False)
 class Stepper:
-    """The training step of a run, as a callable. All that it changes is in model, optimizer and `recurrent_state`."""
+    """The training step of a run, as a callable. Its lasting state is in model, optimizer and `recurrent_state`."""
 
     config: RunConfig
     task: Task
@@ -268,7 +269,7 @@ class Stepper:
         self.mode = self.mode.removeprefix("compiled").removeprefix("+") or "eager"
 
     def _reduce(self, loss: Tensor, mean_norms: Tensor | None) -> None:
-        """Sum gradients and loss over processes (each is weighted by its share of the batch), and average the norms."""
+        """Sum gradients and loss, already weighted by their share of the batch, over processes; average the norms."""
         if self.sharded:
             dist.all_reduce(loss)
         if self.gradient_sum is None:

@@ -58,7 +58,7 @@ def convolve(
 
 @triton.jit
 def pixels_of(part, parts, each, per_copy):
-    """Return the first pixel of a part, and the pixel after its last. Each copy of the weight has `parts` parts."""
+    """Return the first pixel of a part, and the pixel after its last. The pixels of each copy have `parts` parts."""
     first = part // parts * per_copy
     begin = first + part % parts * each
     return begin, tl.minimum(begin + each, first + per_copy)
@@ -176,7 +176,7 @@ def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
     known = outputs in CHANNELS and (inputs in CHANNELS or inputs <= 3)
     few_enough = x.numel() // inputs * max(inputs, outputs) < LARGEST
     if weight.ndim == 5:
-        # a program of `convolve` reads one copy of the weight, and cuDNN computes the gradient of an image with one
+        # a program of `convolve` reads one copy of the weight; cuDNN, which computes gradients of images, supports one
         most = max(map(_forward_size, (inputs, outputs)))
         known &= x.numel() // inputs // len(weight) % most == 0 and (inputs in CHANNELS or not x.requires_grad)
         known &= weight.numel() < LARGEST and len(weight) < 1 << 16  # the limit of a grid's second dimension

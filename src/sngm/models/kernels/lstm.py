@@ -37,9 +37,10 @@ class Cut(NamedTuple):
     stages: int  # number of blocks that are prefetched
 
 
-# Block sizes for elements of 2 and 4 bytes. In the forward pass, a block of weights has depth x 1024 elements, and four
-# sums of 16 x 256 take 64 registers per thread, with 8 warps. In the backward pass there is one sum, and a block of
-# weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched if it has >= 4 bytes per thread.
+# Block sizes for elements of 2 and 4 bytes. In the forward pass, a block of weights has depth x 1024 elements, and the
+# four accumulators of 16 x 256 take 64 registers per thread, with 8 warps. In the backward pass there is one
+# accumulator, and a block of weights has depth x 256 elements. A block of outputs, rows x depth, is prefetched if it
+# has >= 4 bytes per thread.
 FORWARD = {2: Cut(16, 32, 8, 3), 4: Cut(16, 16, 8, 2)}
 BACKWARD = {2: Cut(16, 64, 8, 4), 4: Cut(16, 16, 8, 4)}
 PRECISION = "ieee"  # precision of float32 products; other dtypes ignore it

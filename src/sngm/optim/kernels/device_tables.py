@@ -77,7 +77,7 @@ def take_step(
         adapts: function that returns, for each tensor of a bucket, whether a ratio of norms scales its step.
 
     Raises:
-        Unsupported: a tensor is not dense or has no storage.
+        Unsupported: a tensor is not dense or has no storage, or the tensors are on several devices.
     """
     columns = local_columns(step)
     rows = [] if columns is None else addresses(columns)

@@ -28,8 +28,8 @@ RACE_RATES = np.geomspace(1e-5, 0.5, 60)  # with twice as many learning rates, n
 TABLE, TUNED = "the learning rates of Table 1", f"the best of {len(TUNING_RATES)} learning rates"
 TOLERATES = (
     f"A method tolerates a batch if its mean gradient norm is at most {SLACK:g} times that of MSGD at batch "
-    f"{TRIED_BATCHES[0]} on the same function, with C = {BUDGET} gradients in all; it is unsure where the 99 % "
-    "interval over seeds spans that limit, and all is unsure where MSGD diverges at that batch."
+    f"{TRIED_BATCHES[0]} on the same function, with C = {BUDGET} gradients in all. A batch is undecided if the 99 % "
+    f"interval over seeds includes that limit; all are undecided if MSGD diverges at batch {TRIED_BATCHES[0]}."
 )
 
 
@@ -110,7 +110,7 @@ EACH_L = f"L = {listed(f'{L:g}' for L in SHARPNESS)}"
 
 
 def falls(found: Limits) -> tuple[bool, bool]:
-    """Return whether the largest batch certainly falls as L grows, and whether it certainly does not."""
+    """Return whether the largest batch certainly falls from the smallest L to the largest, and certainly does not."""
     return bool(found.possible[-1] < found.sure[0]), bool(found.sure[-1] >= found.possible[0])
 
 
@@ -119,7 +119,7 @@ def above(found: dict[str, Limits]) -> tuple[Flags, Flags]:
     return found["sngm"].sure > found["msgd"].possible, found["sngm"].possible <= found["msgd"].sure
 
 
-AT_FIXED = f"if a batch is tolerated that comes to a fixed norm, of {', '.join(f'{norm:g}' for norm in FIXED)}"
+AT_FIXED = f"if a batch is instead tolerated up to a fixed norm of {', '.join(f'{norm:g}' for norm in FIXED)}"
 
 
 def at_fixed_norms(ends: dict[str, Interval]) -> tuple[str, str]:
@@ -129,7 +129,7 @@ def at_fixed_norms(ends: dict[str, Interval]) -> tuple[str, str]:
     reached = np.array([np.maximum(each["sngm"].possible, each["msgd"].possible) > 0 for each in found])
     larger, not_larger = (np.array(side) & reached for side in zip(*map(above, found), strict=True))
     return (
-        f"SNGM's largest one falls with L for {falling} of the {len(FIXED)} norms",
+        f"SNGM's largest one falls as L grows for {falling} of the {len(FIXED)} norms",
         f"{AT_FIXED}, SNGM's largest one is above MSGD's at {larger.sum()} of the {reached.sum()} pairs of norm and L "
         f"that one of the two reaches, and not above it at {not_larger.sum()}",
     )
@@ -140,8 +140,8 @@ def batch_limit_msgd(seeds: int) -> Finding:
     ends = measure(TABLE, seeds)
     found = tolerated(ends)
     return Finding(
-        "Table 1 read with constants: at a fixed number of gradients, MSGD's largest batch falls with L.",
-        f"{TOLERATES} Holds if the largest batch at L = 64 is below that at L = 1, fails if not, open if unsure.",
+        "Table 1 read with constants: at a fixed number of gradients, MSGD's largest batch falls as L grows.",
+        f"{TOLERATES} Holds if the largest batch at L = 64 is below that at L = 1, fails if not, open if undecided.",
         judge(*falls(found["msgd"])),
         f"with {TABLE}, MSGD tolerates {in_words(found['msgd'])} at {EACH_L}",
         **numbers(TABLE, ends, found),
@@ -154,13 +154,13 @@ def batch_limit_sngm(seeds: int) -> Finding:
     found = tolerated(ends)["sngm"]
     lost = {method: int(sharp(1.0).diverges(each.mean).sum()) for method, each in ends.items()}
     return Finding(
-        "Table 1 read with constants: at a fixed number of gradients, SNGM's largest batch does not fall with L.",
-        f"{TOLERATES} Fails if the largest batch at L = 64 is below that at L = 1, holds if not, open if unsure.",
+        "Table 1 read with constants: at a fixed number of gradients, SNGM's largest batch does not fall as L grows.",
+        f"{TOLERATES} Fails if the largest batch at L = 64 is below that at L = 1, holds if not, open if undecided.",
         judge(*falls(found)[::-1]),
         f"with {TABLE}, SNGM tolerates {in_words(found)} at {EACH_L}; it diverges at {lost['sngm']} of "
         f"the {ends['sngm'].mean.size} points, MSGD at {lost['msgd']}; {AT_FIXED}, {at_fixed_norms(ends)[0]}",
         expected="fails",
-        why="docs/theory.md, What the orders hide: the order in C is free of L, its constant is not",
+        why="docs/theory.md, What the orders hide: the order in C does not depend on L, but its constant does",
     )
 
 
@@ -170,7 +170,7 @@ def batch_larger(seeds: int, rates: str = TABLE) -> Finding:
     found = tolerated(ends)
     return Finding(
         "Table 1 read with constants: at the same number of gradients, SNGM tolerates a larger batch than MSGD.",
-        f"{TOLERATES} Holds if SNGM's largest batch is above MSGD's at every L, fails if not at one, open if unsure.",
+        f"{TOLERATES} Holds if SNGM's largest batch is above MSGD's at every L, fails if not at one, open otherwise.",
         judge(*above(found)),
         f"with {rates}, SNGM tolerates {in_words(found['sngm'])} and MSGD {in_words(found['msgd'])} at {EACH_L}; "
         f"{at_fixed_norms(ends)[1]}",
@@ -185,7 +185,7 @@ def batch_larger_tuned(seeds: int) -> Finding:
         statement=found.statement.replace("constants: at", "constants, every learning rate tuned: at"),
         measured=f"{found.measured}; {at_fixed_norms(ends)[0]}",
         expected="fails",
-        why="docs/theory.md, What the orders hide: tuned, both have the same bound, and noise costs SNGM more",
+        why="docs/theory.md, What the orders hide: tuned, MSGD has the lower bound, and noise costs SNGM more",
         **numbers(TUNED, ends, tolerated(ends)),
     )
 

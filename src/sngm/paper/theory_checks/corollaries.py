@@ -100,10 +100,9 @@ def of_order(growths: Sequence[Growth]) -> dict[str, Any]:
     told = [each.power() + (f" at momentum {each.beta:g}" if len(momenta) > 1 else "") for each in growths]
     return {
         "rule": (
-            f"{RULE.replace('the bound', 'the bound of the corollary')} That bound is a constant times C^(-1/4), so it "
-            "has the order in it. The power of C that fits the norms is not judged, since budgets that end somewhere "
-            "neither show nor refute an order; it has its 99 % interval over seeds, and how far the means are off the "
-            "straight line."
+            f"{RULE.replace('the bound', 'the bound of the corollary')} That bound is a constant times C^(-1/4). The "
+            "fitted power of C is not judged, since finite budgets neither prove nor refute an order; it "
+            "is given with its 99 % interval over seeds, and with the largest deviation of the means from the fit."
         ),
         "verdict": under(low, high, bound),
         "measured": (
@@ -154,7 +153,7 @@ def corollary_2(seeds: int) -> Finding:
     }
     growths = [each for pair in pairs.values() for each in pair]
     return Finding(
-        "Corollary 2: it is also of order C^(-1/4) on (L, λ)-smooth functions, for budgets C with 8 η κ λ ≤ 1.",
+        "Corollary 2: SNGM's mean gradient norm is also of order C^(-1/4) on (L, λ)-smooth functions, if 8 η κ λ ≤ 1.",
         **of_order(growths),
         head=HEAD,
         rows=[row for each in growths for row in each.rows()],

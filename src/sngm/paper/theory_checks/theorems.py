@@ -29,8 +29,8 @@ RULE = (
     "fails if the lower end is above it at one, open otherwise."
 )
 NEEDED = (
-    " What is needed of a part is the smallest share of it, with all else left whole, that keeps the bound above the "
-    "lower ends: where it is above 0, the check would fail without that part."
+    " What is needed of a part is the smallest share of it with which the bound, otherwise unchanged, is still above "
+    "the lower ends of all intervals: if it is above 0, the check would fail without that part."
 )
 HEAD = ("function", "steps", "momentum", "batch", "eta", "measured", "bound", "upper limit / bound")
 
@@ -208,7 +208,8 @@ THEOREM_1 = Theorem(
 
 THEOREM_2 = Theorem(
     "theorem-2",
-    "Theorem 2: on (L, λ)-smooth functions it is under 2 (1-β) gap / (η T) + 8 L κ η + 4 σ / sqrt(B), if 8 η κ λ ≤ 1.",
+    "Theorem 2: the mean gradient norm of SNGM on (L, λ)-smooth functions is under 2 (1-β) gap / (η T) + 8 L κ η "
+    "+ 4 σ / sqrt(B), if 8 η κ λ ≤ 1.",
     "Theorem 2: SNGM on a sum of cosh(x) - 1", problems.COSH, "sngm", "relaxed_bound",
     cases=(
         Case(problems.COSH, 1000), Case(problems.QUARTIC, 1000), Case(problems.EXP, 1000),
@@ -221,7 +222,7 @@ THEOREM_2 = Theorem(
 
 THEOREM_3 = Theorem(
     "theorem-3",
-    "Theorem 3: that of block-wise SNGM is under 2 ρ (1-β) gap / (η T) + 8 L κ ρ S η "
+    "Theorem 3: the mean gradient norm of block-wise SNGM is under 2 ρ (1-β) gap / (η T) + 8 L κ ρ S η "
     "+ 2 σ (1 + ρ sqrt(S)) / sqrt(B), if 8 η κ λ ρ S ≤ 1.",
     "Theorem 3: block-wise SNGM on four blocks of a quadratic", problems.UNEVEN, "block-sngm", "block_bound",
     cases=(
@@ -243,8 +244,8 @@ def even_noise(a: Given) -> Any:
 
 LARS = Theorem(
     "lars-bound",
-    "Remark on Theorem 3, as we derive it: with γ_l ≤ φ ≤ γ_u that of LARS is under 2 ρ (1-β) gap / (γ_l η T) "
-    "+ 8 L κ ρ S η γ_u²/γ_l + 2 σ (1 + ρ sqrt(S) γ_u/γ_l) / sqrt(B).",
+    "Remark on Theorem 3, as we derive it: with γ_l ≤ φ ≤ γ_u the mean gradient norm of LARS is under "
+    "2 ρ (1-β) gap / (γ_l η T) + 8 L κ ρ S η γ_u²/γ_l + 2 σ (1 + ρ sqrt(S) γ_u/γ_l) / sqrt(B).",
     "The remark on LARS: four blocks of a quadratic, φ from 1/2 to 2", problems.SCALED_UNEVEN, "lars", "lars_bound",
     cases=(
         Case(problems.SLOW_BOWLS, 400, np.array([0.01, 0.02, 0.03, 0.04])), Case(problems.SCALED_UNEVEN, 400),

@@ -27,7 +27,7 @@ def default_jobs(batches: Sequence[int], device: torch.device) -> int:
     """Return the default number of parallel runs: one per CPU core; on a GPU, `SHARING` or one.
 
     On a GPU the number is `SHARING` if all batches are at most `SMALL` and NVIDIA's Multi-Process Service is running.
-    Without the service, processes on a GPU take turns, which is no faster.
+    Without the service, processes on a GPU take turns, which is hardly faster.
     """
     if device.type != "cuda":
         return cores()
