@@ -204,7 +204,7 @@ def test_verify_trains_all_and_compares_them(tmp_path):
     assert result.code == 0, result.err
     assert re.search(
         r"Verified: test error is .* with msgd at batch 8, and .* with sngm.* at batch 32 \(seeds: 2 and 2\): .*\. "
-        r"Your own method has .* with msgd at batch 32 \(seeds: 2\), with its lr scaled linearly to 0.04. "
+        r"Your own method has .* with msgd at batch 32 \(seeds: 2\), with linear scaling \(lr 0.04\). "
         r"Compared with that, sngm.*: "
         r"(.* \(p = .*\); (switching helps|keep msgd)"
         r"|undecided, between .* worse and .* better \(95 %, p = .*\); more seeds may decide)\.",

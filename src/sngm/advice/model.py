@@ -82,8 +82,8 @@ def carry_model(
     batches = _cycle(loader)
     lengths, losses, noises = list[float](), list[float](), list[Noise]()
     try:
-        for _ in range(2):
-            for data in itertools.islice(batches, steps // 2):
+        for half in (steps // 2, steps - steps // 2):
+            for data in itertools.islice(batches, half):
                 length, loss = _step(twin, loss_fn, _moved(data, device), own)
                 lengths.append(length)
                 losses.append(loss)
@@ -113,7 +113,7 @@ def carry_model(
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
-            f"be far from that over an epoch, which the rule needs: pass steps={per_epoch + per_epoch % 2}."
+            f"be far from that over an epoch, which the rule needs: pass steps={per_epoch}."
         )
     if len(optimizer.param_groups) > 1:
         notes.append(

@@ -26,7 +26,7 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
         found, better = _difference(summary, after, own)
         do = {1: "; switching helps", -1: f"; keep {own.method}"}.get(better or 0, "")
         headline += f" Compared with {own.method} at the same batch: {found}{do}."
-        score = f"{_score(summary, own)} (seeds: {own.n}), with its lr scaled linearly to {own.lr:g}"
+        score = f"{_score(summary, own)} (seeds: {own.n}), with linear scaling (lr {own.lr:g})"
         text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
     if before.method.partition("(")[0] == after.method.partition("(")[0]:
         text += " The advised settings are those of your own method, scaled to the larger batch; SNGM was not tried."

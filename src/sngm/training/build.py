@@ -80,6 +80,8 @@ def prepare(
     training, held_out = samples_of(task, config, splits)
     data = data_of(training, held_out)
     training = in_streams(training, config.batch)
+    if config.bn_samples and hasattr(training, "streams"):
+        raise UsageError("`bn_samples` needs samples in any order, and those of this task follow one another")
     per_epoch = steps_per_epoch(config, len(training))
     schedule = schedule_of(config, held_out)
     plan = BatchPlan.of(config.batch, config.workers, config.micro, config.bn_group, processes.ranks)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..errors import UsageError
 from ..models.ghost_norm import GhostBatchNorm2d
 from . import rng
 from .build import Setup
@@ -26,8 +25,6 @@ class ScoredModel:
         self.copy: nn.Module | None = None
         if config.ema is not None or config.bn_samples:
             self.copy = copy.deepcopy(setup.model)
-        if config.bn_samples and hasattr(setup.training, "streams"):
-            raise UsageError("`bn_samples` needs samples in any order, and those of this task follow one another")
 
     @property
     def averages(self) -> list[Tensor]:
