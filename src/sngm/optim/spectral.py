@@ -290,3 +290,4 @@ def _sharded_factors(
                 x = torch.empty(p.shape, dtype=dtype, device=shard.device) if k != own or mine is None else mine
                 dist.broadcast(x, src=ranks[k], group=group_of(mesh))
                 yield i, local(redistribute_like(p, x))
+                del x  # before the next gather
