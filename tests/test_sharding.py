@@ -579,6 +579,22 @@ def kernels_take_a_group_between_steps() -> None:
         close(optimizer.grad_norm.double().square(), torch.tensor(norm).double(), rtol=1e-6)
 
 
+def kernels_sum_a_partial_gradient() -> None:
+    """The layout of earlier steps, whose gradients were replicated, must not be used for a partial one."""
+    mesh, layouts = line(), []
+    params = [nn.Parameter(distribute_tensor(torch.ones(8), mesh, [place])) for place in (Replicate(), Shard(0))]
+    optimizer = sngm.SNGM(params, lr=0.1)
+    for part in (None, None, torch.full((8,), 1.0 / dist.get_world_size())):
+        for p in params:
+            p.grad = distribute_tensor(torch.ones(8), mesh, p.placements)
+        if part is not None:
+            params[0].grad = DTensor.from_local(part, mesh, [Partial()])
+        optimizer.step()
+        layouts.append(optimizer._layout)
+        close(optimizer.grad_norm.double(), torch.tensor(4.0).double(), rtol=1e-6)
+    assert layouts[0] is layouts[1] is not None
+
+
 def a_copy_compiled_at_once_uses_the_group() -> None:
     p = nn.Parameter(torch.ones(8))
     twin = copy.deepcopy(sngm.SNGM([p], lr=0.1, norm_group=dist.group.WORLD))
@@ -595,6 +611,7 @@ BY_KERNELS = {
         if method != "SNGM, foreach"
     },
     "kernels_take_a_group_between_steps": kernels_take_a_group_between_steps,
+    "kernels_sum_a_partial_gradient": kernels_sum_a_partial_gradient,
     "a_copy_compiled_at_once_uses_the_group": a_copy_compiled_at_once_uses_the_group,
 }
 

@@ -38,6 +38,7 @@ OTHERS = {
     "dimensions": torch.zeros(1, 2, 3),
     "shape": torch.zeros(3, 2),
     "strides": torch.zeros(3, 2).t(),
+    "conjugated lazily": torch.zeros(2, 3, dtype=torch.complex64).conj(),
     "negated lazily": torch._neg_view(torch.zeros(2, 3)),
     "zeros without memory": torch._efficientzerotensor((2, 3)),
     "requires_grad": torch.zeros(2, 3, requires_grad=True),

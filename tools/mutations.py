@@ -32,7 +32,7 @@ FAULTS = [
     ("optim/norms.py", "if not MIN_EXACT <= value < math.inf and", "if not value < math.inf and", "step hostile"),
     ("optim/state.py", "state[\"state\"].update(values)", "pass", "state"),
     ("optim/sharded_norms.py", "self._weights = [_pieces(p) / copies for p in self.params]", "self._weights = [1.0 for p in self.params]", "sharding"),
-    ("optim/kernels/device_tables.py", "rows[0], rows[2:], numels", "rows[0], numels", "kernels"),
+    ("optim/kernels/device_tables.py", "params, state, aligned", "params, aligned", "kernels"),
     ("optim/kernels/triton_kernels.py", "tl.store(counters + i, 0)", "pass", "kernels"),
     ("optim/rounding.py", "chance.to(torch.int32)) & -0x10000", "0x8000) & -0x10000", "rounding"),
     ("training/step.py", "(part * (size / whole * self.scale)).backward()", "(part * (self.scale / len(own.passes))).backward()", "train passes"),

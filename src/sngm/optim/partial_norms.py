@@ -61,7 +61,10 @@ def check_whole(optimizer: Any, params: Sequence[Tensor]) -> None:
 
 
 def flattened_by_deepspeed(former: Sequence[Tensor], params: Sequence[Tensor]) -> bool:
-    """Return whether DeepSpeed is imported, and `params` are one-dimensional and contain no `former` parameter."""
+    """Return whether DeepSpeed seems to have replaced the `former` parameters by flat ones.
+
+    That is: it is imported, and `params` are all new and one-dimensional.
+    """
     return (
         "deepspeed" in sys.modules
         and bool(params)

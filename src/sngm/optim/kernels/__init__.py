@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -27,13 +27,7 @@ def installed() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
-def support(tensors: Iterable[Tensor]) -> bool:
+def support(tensors: Sequence[Tensor]) -> bool:
     """Return True if all tensors are on one device, and the kernels support this device and the dtypes."""
-    kinds = {(t.device, t.dtype) for t in tensors}
-    devices = {device for device, _ in kinds}
-    return (
-        len(devices) == 1
-        and devices.pop().type in DEVICES
-        and all(dtype in DTYPES for _, dtype in kinds)
-        and installed()
-    )
+    devices, dtypes = {t.device for t in tensors}, {t.dtype for t in tensors}
+    return len(devices) == 1 and devices.pop().type in DEVICES and dtypes <= {*DTYPES} and installed()

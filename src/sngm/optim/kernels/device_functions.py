@@ -12,15 +12,6 @@ import triton.language as tl
 
 
 @triton.jit
-def pointer(address, dtype: tl.constexpr, ALIGNED: tl.constexpr):
-    """Return the address as a pointer. If ALIGNED, it is a multiple of 16 bytes, which allows wide loads."""
-    there = address.to(tl.pointer_type(dtype))
-    if ALIGNED:
-        there = tl.multiple_of(there, 16)
-    return there
-
-
-@triton.jit
 def load(there, at, left, WIDE: tl.constexpr, WHOLE: tl.constexpr):
     """Load the elements at offsets `at` and convert them to the dtype WIDE; return zeros at offsets >= `left`."""
     # a whole chunk has no mask, because a mask of unknown alignment would prevent wide loads

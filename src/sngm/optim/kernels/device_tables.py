@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
-from itertools import chain, compress, groupby
+from itertools import chain, compress, groupby, zip_longest
 from operator import itemgetter, or_
 from typing import Any
 
@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..buckets import Bucket, Work
-from ..sharded_norms import Shards, is_dtensor, local
+from ..sharded_norms import Shards, local
 from ..torch_internals import same_metadata
 from . import ONE_ROUNDING, Unsupported, support
 from . import triton_kernels as kernels
@@ -77,7 +77,7 @@ def take_step(
         adapts: function that returns, for each tensor of a bucket, whether a ratio of norms scales its step.
 
     Raises:
-        Unsupported: a tensor is not dense or has no storage, or the tensors are on several devices.
+        Unsupported: a tensor is not dense or has no storage.
     """
     columns = local_columns(step)
     rows = [] if columns is None else addresses(columns)
@@ -86,8 +86,13 @@ def take_step(
             layout = Layout(step, gather(), adapts)
         layout.remember(step, local_columns(step))  # looked up again, because missing state has been created
         rows = layout.rows
+    numbers: list[Any] = [1.0 if step.scale is None else step.scale, 0.0 if step.found_inf is None else step.found_inf]
+    for own in step.settings:
+        numbers += map(own.get, SETTINGS, SETTINGS.values())
+    if layout.order is not None:
+        rows = [[row[i] for i in layout.order] for row in rows]
     values = {
-        "words": send(step, rows if layout.order is None else [[row[i] for i in layout.order] for row in rows]),
+        "words": send(step, numbers, rows),
         "norm": step.grad_norm,
         "skipped": step.skipped,
         "rounds": step.skipped if step.rounding is None else step.rounding,
@@ -111,16 +116,14 @@ def local_columns(step: KernelStep) -> Columns | None:
     params, states, grads = step.params, step.states, step.grads
     if not all(step.has):
         params, states, grads = (list(compress(column, step.has)) for column in (params, states, grads))
-    if any(keys != step.keys[0] for keys in step.keys):
-        return None
     try:
         state = [list(map(itemgetter(key), states)) for key in step.keys[0]]
     except KeyError:
         return None
     columns = [params, grads, *state]
     if step.shards.sharded:
-        pairs = [pair for pair in zip(params, grads, strict=True) if is_dtensor(pair[0])]
-        if any(p.placements != getattr(grad, "placements", None) for p, grad in pairs):
+        placed = [[getattr(tensor, "placements", None) for tensor in column] for column in (params, grads)]
+        if placed[0] != placed[1]:
             return None
         columns = [list(map(local, column)) for column in columns]
     return columns
@@ -140,24 +143,25 @@ class Layout:
     def __init__(self, step: KernelStep, work: Work, adapts: Callable[[Bucket], list[bool]]) -> None:
         if work.home != step.home or not support([bucket.params[0] for bucket in work.buckets]):
             raise Unsupported("the parameters are on several devices, or on one without kernels")
-        self.facts: Any = None  # what `fits` compares, with `same_metadata`
-        self.same_metadata: Callable[..., bool] | None = None  # None if the layout is for one step only
+        self.facts: Any = None  # what `fits` compares; None if the layout is for one step only
+        self.same_metadata: Any = None  # compares what `facts` lacks
         self.copies: list[Tensor] = []  # copies of gradients, needed until the step is taken
         self.launches: dict[Any, Any] = {}  # compiled kernels with their arguments
         found = []  # of each tensor: index, kind (all tensors of a launch have the same), addresses, size, group, adapt
         for bucket in work.buckets:
             bucket.match_layouts()
             self.copies += bucket.grads
-            counts = [bucket.counts] if bucket.counts else []
-            columns = [bucket.params, bucket.grads, *bucket.buffers.values(), *counts]
-            for k, adapt in enumerate(adapts(bucket)):
-                p, at = bucket.params[k], [address(column[k]) for column in columns]
+            columns = [c for c in (bucket.params, bucket.grads, *bucket.buffers.values(), bucket.counts) if c]
+            rows = addresses(columns)
+            if any(not at and t.numel() for at, t in zip(chain(*rows), chain(*columns), strict=True)):
+                raise Unsupported("a tensor has no memory of its own")
+            for k, (adapt, *at) in enumerate(zip(adapts(bucket), *rows, strict=True)):
+                p = bucket.params[k]
                 aligned = not any(a % WIDEST_LOAD for a in at[:4])
                 kind = p.dtype, bucket.grads[k].dtype, bool(bucket.buffers), aligned
                 found.append((bucket.indices[k], kind, at, p.numel(), bucket.position, adapt))
         found.sort(key=itemgetter(0))
-        depth = max(len(at) for _, _, at, *_ in found)
-        self.rows = [[at[i] if i < len(at) else 0 for _, _, at, *_ in found] for i in range(depth)]
+        self.rows = list(map(list, zip_longest(*(at for _, _, at, *_ in found), fillvalue=0)))
         order = sorted(range(len(found)), key=lambda i: str(found[i][1]))
         self.order = None if order == sorted(order) else order
         found = [found[i] for i in order]
@@ -204,36 +208,21 @@ class Layout:
 
     def remember(self, step: KernelStep, columns: Columns | None) -> None:
         """Let `fits` accept steps like this one, unless gradients were copied or converted for it."""
-        if columns is not None and {*map(type, columns[1])} == {Tensor} and addresses(columns) == self.rows:
+        if columns is not None and addresses(columns) == self.rows:
             self.facts = facts(step, self.rows)
             self.same_metadata = same_metadata(list(chain.from_iterable(columns)))
 
     def fits(self, step: KernelStep, columns: Columns, rows: Rows) -> bool:
         """Return whether a step can use this layout: everything is as remembered except addresses of gradients."""
-        return (
-            self.same_metadata is not None
-            and self.facts == facts(step, rows)
-            and self.same_metadata(*chain.from_iterable(columns))
-        )
+        # in this order: torch's guards raise TypeError for another number of tensors
+        return bool(self.facts == facts(step, rows) and self.same_metadata(*chain.from_iterable(columns)))
 
 
 def facts(step: KernelStep, rows: Rows) -> tuple[Any, ...]:
     """Return what must not change between two steps with the same layout, except the metadata of tensors."""
     params, grads, *state = rows
     aligned = reduce(or_, grads) % WIDEST_LOAD == 0 or [at % WIDEST_LOAD == 0 for at in grads]
-    without_memory = grads.count(0)  # empty ones, or one of zeros that autograd does not store
-    return step.has, step.lengths, step.keys, step.adapt, step.shards, params, state, aligned, without_memory
-
-
-def address(tensor: Tensor) -> int:
-    """Return the address of the first element of a tensor."""
-    try:
-        found = tensor.data_ptr()
-    except RuntimeError:  # a tensor subclass that wraps other tensors
-        found = 0
-    if not found and tensor.numel():
-        raise Unsupported("a tensor has no memory of its own")
-    return found
+    return step.has, step.lengths, step.keys, step.adapt, step.shards, params, state, aligned
 
 
 def chunk_size(elements: int) -> int:
@@ -258,15 +247,11 @@ def constants(step: KernelStep) -> dict[str, Any]:
     }
 
 
-def send(step: KernelStep, rows: Rows) -> Tensor:
-    """Copy settings and addresses to the device in one transfer of 8-byte words, and return the copy."""
-    numbers: list[Any] = [1.0 if step.scale is None else step.scale, 0.0 if step.found_inf is None else step.found_inf]
-    for own in step.settings:
-        numbers += map(own.get, SETTINGS, SETTINGS.values())
+def send(step: KernelStep, numbers: Sequence[Any], rows: Rows) -> Tensor:
+    """Copy float64 numbers and addresses to the device in one transfer of 8-byte words, and return the copy."""
     there = {i: value for i, value in enumerate(numbers) if isinstance(value, Tensor)}
-    for i in there:
-        numbers[i] = 0.0
-    words = struct.pack(f"{len(numbers)}d{sum(map(len, rows))}q", *numbers, *chain.from_iterable(rows))
+    known = [0.0 if i in there else number for i, number in enumerate(numbers)]
+    words = struct.pack(f"{len(known)}d{sum(map(len, rows))}q", *known, *chain.from_iterable(rows))
     sent = to_device(step, torch.frombuffer(bytearray(words), dtype=torch.int64))
     for i, value in there.items():  # copied within the device
         sent.view(torch.float64)[i] = value.reshape(())
@@ -277,12 +262,7 @@ def mean_norms(step: KernelStep, given: Sequence[float | Tensor] | Tensor) -> Te
     """Return CLARS's mean norms as one float64 tensor on the device."""
     if isinstance(given, Tensor):
         return given.to(step.home, torch.float64).contiguous()
-    numbers = [0.0 if isinstance(norm, Tensor) else float(norm) for norm in given]
-    norms = to_device(step, torch.tensor(numbers, dtype=torch.float64, device="cpu"))
-    for i, norm in enumerate(given):
-        if isinstance(norm, Tensor):
-            norms[i] = norm.reshape(())
-    return norms
+    return send(step, given, []).view(torch.float64)
 
 
 def to_device(step: KernelStep, values: Tensor) -> Tensor:

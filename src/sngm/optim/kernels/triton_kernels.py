@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 
 from . import table_schema
-from .device_functions import apply_direction, lamb_moments, load, mix, pointer, rounded, squares, store
+from .device_functions import apply_direction, lamb_moments, load, mix, rounded, squares, store
 
 PARAM, GRAD, BUFFER, SECOND_BUFFER, COUNT = map(tl.constexpr, range(len(table_schema.ADDRESSES)))
 ELEMENTS, FIRST_CHUNK, CHUNKS, GROUP, ADAPTS, INDEX = map(tl.constexpr, range(len(table_schema.FIELDS)))
@@ -54,7 +54,10 @@ def _chunk(table, owners, chunk, tensors, CHUNK: tl.constexpr):
 @triton.jit
 def _at(addresses, field: tl.constexpr, tensors, i, start, dtype: tl.constexpr, ALIGNED: tl.constexpr):
     """Return the pointer to element `start` of a `field` of tensor i: its parameter, its gradient or a buffer."""
-    return pointer(tl.load(addresses + field * tensors + i), dtype, ALIGNED) + start
+    there = tl.load(addresses + field * tensors + i).to(tl.pointer_type(dtype))
+    if ALIGNED:
+        there = tl.multiple_of(there, 16)  # allows wide loads
+    return there + start
 
 
 @triton.jit
@@ -85,20 +88,14 @@ def _finish(table, partial, sums, counters, i, chunks, tensors, KINDS: tl.conste
 @triton.jit
 def _sum_spans(table, sums, spans, tensors, groups, BY_GROUP: tl.constexpr):
     """Set spans[0] to the sum of squares of all tensors and, if BY_GROUP, spans[1 + group] to that of each group."""
-    total = tl.zeros([LANES], tl.float64)
-    for at in range(0, tensors, LANES):
-        o = at + tl.arange(0, LANES)
-        total += tl.load(sums + o, mask=o < tensors, other=0.0, cache_modifier=".cg")
-    tl.store(spans, tl.sum(total))
-    if BY_GROUP:
-        for group in range(groups):
-            part = tl.zeros([LANES], tl.float64)
-            for at in range(0, tensors, LANES):
-                o = at + tl.arange(0, LANES)
-                inside = o < tensors
-                belongs = tl.load(table + GROUP * tensors + o, mask=inside, other=-1) == group
-                part += tl.load(sums + o, mask=inside & belongs, other=0.0, cache_modifier=".cg")
-            tl.store(spans + 1 + group, tl.sum(part))
+    for group in range(-1, groups if BY_GROUP else 0):  # -1: all tensors
+        total = tl.zeros([LANES], tl.float64)
+        for at in range(0, tensors, LANES):
+            o = at + tl.arange(0, LANES)
+            of = tl.load(table + GROUP * tensors + o, mask=o < tensors, other=-2)
+            within = (o < tensors) & ((group < 0) | (of == group))
+            total += tl.load(sums + o, mask=within, other=0.0, cache_modifier=".cg")
+        tl.store(spans + 1 + group, tl.sum(total))
 
 
 @kernel
@@ -295,12 +292,12 @@ def update(
 
 
 @triton.jit
-def _lamb_corrections(own, t):
+def _lamb_corrections(own, t, WIDE: tl.constexpr):
     """Return 1 - beta**t for both betas, or ones without bias correction."""
     corrects = tl.load(own + BIAS_CORRECTION) != 0.0
     first = tl.where(corrects, 1.0 - tl.exp(t * tl.log(tl.load(own + MOMENTUM))), 1.0)
     second = tl.where(corrects, 1.0 - tl.exp(t * tl.log(tl.load(own + BETA2))), 1.0)
-    return first, second
+    return first.to(WIDE), second.to(WIDE)
 
 
 @kernel
@@ -322,7 +319,7 @@ def moments(
         factor = (tl.load(own + SIGN) * clip / tl.load(numbers + SCALE)).to(WIDE)
         count = tl.load(addresses + COUNT * tensors + i).to(tl.pointer_type(tl.float32))
         t = tl.load(count) + 1.0
-        correction1, correction2 = _lamb_corrections(own, t.to(tl.float64))
+        correction1, correction2 = _lamb_corrections(own, t.to(tl.float64), WIDE)
         beta1, beta2 = tl.load(own + MOMENTUM), tl.load(own + BETA2)
         g = _at(addresses, GRAD, tensors, i, start, G, ALIGNED)
         w = _at(addresses, PARAM, tensors, i, start, P, ALIGNED)
@@ -330,7 +327,6 @@ def moments(
         v = _at(addresses, SECOND_BUFFER, tensors, i, start, WIDE, ALIGNED)
         rest1, rest2 = (1.0 - beta1).to(WIDE), (1.0 - beta2).to(WIDE)
         beta1, beta2 = beta1.to(WIDE), beta2.to(WIDE)
-        correction1, correction2 = correction1.to(WIDE), correction2.to(WIDE)
         eps, decay = tl.load(own + EPS).to(WIDE), tl.load(own + DECAY).to(WIDE)
         if left >= CHUNK:
             of_param, of_direction = lamb_moments(
@@ -366,11 +362,10 @@ def apply(
         size = tl.sqrt(tl.load(sums + OF_PARAM * tensors + i))
         below = tl.sqrt(tl.load(sums + OF_DIRECTION * tensors + i))
         rate = (tl.load(own + LR) * _ratio(own, tl.load(table + ADAPTS * tensors + i), size, below)).to(WIDE)
-        correction1, correction2 = tl.full((), 1.0, tl.float64), tl.full((), 1.0, tl.float64)
+        correction1, correction2 = rate, rate  # not used unless LAMB
         if LAMB:
             t = tl.load(tl.load(addresses + COUNT * tensors + i).to(tl.pointer_type(tl.float32)))
-            correction1, correction2 = _lamb_corrections(own, t.to(tl.float64))
-        correction1, correction2 = correction1.to(WIDE), correction2.to(WIDE)
+            correction1, correction2 = _lamb_corrections(own, t.to(tl.float64), WIDE)
         eps, decay = tl.load(own + EPS).to(WIDE), tl.load(own + DECAY).to(WIDE)
         stochastic = tl.load(own + STOCHASTIC_ROUNDING)
         key = _key(table, tensors, i, rounds, STOCHASTIC)
