@@ -344,8 +344,8 @@ def page(record: dict[str, Any]) -> str:
     found = record["cells"]
     lines = heading(record, verdicts(found))
     split = [key.split("/") for key in found]
-    batches = list(dict.fromkeys(parts[1] for parts in split if parts[0] == "mode"))
-    if batches:
+    batches = list(dict.fromkeys(parts[1] for parts in split if parts[0] in ("mode", "method")))
+    if any(parts[0] == "mode" for parts in split):
         modes = list(dict.fromkeys(parts[2] for parts in split if parts[0] == "mode"))
         lines += ["Seconds per epoch of ResNet20 with SNGM, by step mode; peak memory in GiB in brackets:", ""]
         heads = [*modes, "captured, torch's operations", "plain loop", "plain loop, images on the GPU"]
@@ -424,7 +424,7 @@ def main() -> None:
     parser.add_argument("--modes", **words, default=list(MODES), help="step modes, by commas")
     parser.add_argument("--methods", **words, default=list(METHODS), help="methods beside SNGM, by commas")
     parser.add_argument("--epochs", type=int, default=6, help="of each run; the first is not counted")
-    parser.add_argument("--only", type=re.compile, default="", help="measure cells whose names match: mode|method")
+    parser.add_argument("--only", default="", help="measure cells whose names match this pattern, such as mode|method")
     parser.add_argument("--out", type=Path, help="folder for epoch.json; what is in it is not measured again")
     parser.add_argument("--check", action="store_true", help="exit with status 1 if a limit is missed")
     parser.add_argument("--write-docs", type=Path, metavar="JSON", help="write results into docs/speed.md, run nothing")
@@ -436,7 +436,12 @@ def main() -> None:
     unknown = set(args.modes) - set(MODES)
     if unknown or args.epochs < 2:
         parser.error(f"modes are {', '.join(MODES)}, got {', '.join(unknown)}" if unknown else "--epochs: at least 2")
-    chosen = ((name, work) for name, work in cells(args) if re.search(args.only, name))
+    try:
+        chosen = [(name, work) for name, work in cells(args) if re.search(args.only, name)]
+    except re.error as error:
+        parser.error(f"--only {args.only}: not a regular expression ({error})")
+    if not chosen:
+        parser.error(f"--only {args.only} matches no cell: {', '.join(name for name, _ in cells(args))}")
     record = take(chosen, args.out and args.out / "epoch.json")
     print(page(record))
     if args.check and any(row[-1] == "NO" for row in verdicts(record["cells"])):

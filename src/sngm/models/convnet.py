@@ -21,7 +21,7 @@ def two_conv_net(classes: int = 10) -> nn.Sequential:
     """Return the network of the SNGM paper's Figure 1, for 32 x 32 images of three channels (62,006 parameters).
 
     The paper only says that the network has two convolutional layers. We chose the layers of LeNet-5, without
-    BatchNorm, as in PyTorch's CIFAR-10 tutorial (recalled, not verified).
+    BatchNorm, as in PyTorch's CIFAR-10 tutorial.
     """
     return nn.Sequential(
         nn.Conv2d(3, 6, 5),

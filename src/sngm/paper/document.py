@@ -204,10 +204,9 @@ def section(item: Item, outcomes: list[Outcome]) -> list[str]:
         parts.append(_table(head, rows))
     claims = _claims(item, outcomes)
     if "open" in [*(of_number(o) for o in outcomes), *(verdict for _, verdict, _ in claims)]:
-        parts.append(
-            f"*open*: too few runs to decide (a verdict needs {SEEDS} seeds), or their spread is too large. "
-            "The number of seeds to decide is an estimate from the spread and difference so far."
-        )
+        parts.append(f"*open*: too few runs to decide (a verdict needs {SEEDS} seeds), or their spread is too large.")
+        if any("to decide" in why for _, _, why in claims):
+            parts[-1] += " The number of seeds to decide is an estimate from the spread and difference so far."
     if claims:
         said = [
             [f'"{c.text}" {c.note}'.strip() if c.by_paper else f"{c.text} {c.note}", *found] for c, *found in claims

@@ -18,7 +18,7 @@ REPRODUCED, NOT_REPRODUCED = "reproduced", "not reproduced"
 HOLDS, CONTRADICTED, OPEN = "holds", "contradicted", "open"
 SEEDS = 3  # the fewest seeds for a verdict
 LEVEL = 0.05  # significance level of Welch's test
-MOST_SEEDS = 100  # larger estimates of the number of seeds to decide are shown as "more than 100"
+MOST_SEEDS = 100  # larger estimates are not shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,17 +231,21 @@ def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0
     If `allowed` is given, it is the number of seeds that would show whether the difference is below or above `allowed`.
 
     >>> seeds_to_decide([0.91, 0.92, 0.93], [0.90, 0.91, 0.92])
-    'about 16 seeds to decide'
+    'about 17 seeds to decide'
     >>> seeds_to_decide([0.91, 0.92, 0.93], [0.911, 0.921, 0.931])
     'more than 100 seeds to decide'
+    >>> seeds_to_decide([0.9, 0.9], [0.9, 0.9])
+    'more than 100 seeds to decide'
     """
-    distance = abs(abs(fmean(a) - fmean(b)) - allowed)
-    spread = math.sqrt(variance(a) + variance(b))
-    # quantiles of the normal distribution, for the significance level and for the probability to find the difference
-    needed = (NormalDist().inv_cdf(1 - LEVEL / 2) + NormalDist().inv_cdf(0.8)) * spread
-    if needed > distance * math.sqrt(MOST_SEEDS):
+    difference, quantile = abs(fmean(a) - fmean(b)), NormalDist().inv_cdf
+    # below `allowed`, both ends of the interval must turn out to be below it
+    level, power = quantile(1 - LEVEL / 2), quantile(0.9 if difference < allowed else 0.8)
+    distance = (difference - allowed) ** 2
+    # the last term corrects for the t distribution
+    seeds = (level + power) ** 2 * (variance(a) + variance(b)) / distance + level**2 / 4 if distance else math.inf
+    if seeds > MOST_SEEDS:
         return f"more than {MOST_SEEDS} seeds to decide"
-    return f"about {max(math.ceil((needed / distance) ** 2), len(a) + 1, len(b) + 1)} seeds to decide"
+    return f"about {max(math.ceil(seeds), len(a) + 1, len(b) + 1)} seeds to decide"
 
 
 def text_of(value: float | None, metric: str, signed: bool = False) -> str:

@@ -123,7 +123,10 @@ def add_parts(
 
 @triton.jit
 def taps_of(x, p, pixels, H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr):
-    """Load all nine neighbours of some pixels as columns, for inputs of fewer channels than a matrix product needs."""
+    """Load the 3 x 3 neighbourhood of each pixel `p` as a row of 9 * C values, padded with zeros to K.
+
+    This is for inputs of few channels: `tl.dot` needs at least 16 columns.
+    """
     k = tl.arange(0, K)
     down, right, c = k // (3 * C) - 1, k // C % 3 - 1, k % C
     row, column = (p // W % H)[:, None] + down[None, :], (p % W)[:, None] + right[None, :]

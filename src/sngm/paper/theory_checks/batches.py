@@ -110,7 +110,7 @@ EACH_L = f"L = {listed(f'{L:g}' for L in SHARPNESS)}"
 
 
 def falls(found: Limits) -> tuple[bool, bool]:
-    """Return whether the largest batch certainly falls from the smallest L to the largest, and certainly does not."""
+    """Return whether the largest batch is certainly smaller at the largest L than at the smallest, or certainly not."""
     return bool(found.possible[-1] < found.sure[0]), bool(found.sure[-1] >= found.possible[0])
 
 
