@@ -70,11 +70,12 @@ test-integrations: $(STACKS)/.ready  ## steps inside Accelerate, Hugging Face, L
 	@echo "==> tests with training frameworks"
 	@$(STACKS)/bin/python -m pytest -q -m nightly tests/test_integrations.py tests/test_docs.py
 
-lint: $(READY)  ## ruff and mypy --strict
+lint: $(READY)  ## ruff, mypy --strict, and whether the faults of tools/mutations.py still fit the source
 	@echo "==> ruff and mypy"
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
+	@$(BIN)/python tools/mutations.py check
 
 MINUTES ?= 10
 SEED ?= 0

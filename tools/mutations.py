@@ -3,6 +3,7 @@
 Tests that are likely to notice a fault run first, then all of `make test`, then the likely ones of `make test-slow`.
 
 Usage: python tools/mutations.py [FIRST [LAST]]     the numbers of the faults, from 1; about a minute each
+       python tools/mutations.py check             whether the source still has the lines that the faults change
 """
 
 # ruff: noqa: E501
@@ -32,6 +33,7 @@ FAULTS = [
     ("optim/norms.py", "if not MIN_EXACT <= value < math.inf and", "if not value < math.inf and", "step hostile"),
     ("optim/state.py", "state[\"state\"].update(values)", "pass", "state"),
     ("optim/sharded_norms.py", "self._weights = [_pieces(p) / copies for p in self.params]", "self._weights = [1.0 for p in self.params]", "sharding"),
+    ("optim/base.py", "alone = index if not eager and local(p).numel() == 1 else None", "alone = None", "compile"),
     ("optim/kernels/device_tables.py", "params, state, aligned", "params, aligned", "kernels"),
     ("optim/kernels/triton_kernels.py", "tl.store(counters + i, 0)", "pass", "kernels"),
     ("optim/rounding.py", "chance.to(torch.int32)) & -0x10000", "0x8000) & -0x10000", "rounding"),
@@ -75,7 +77,17 @@ def run(tests: list[str], folder: Path, which: str = "not slow") -> bool:
     return code in (0, 5)
 
 
+def check() -> None:
+    """Exit if the text of a fault is not in its file exactly once."""
+    for number, (name, text, *_) in enumerate(FAULTS, start=1):
+        if (count := (ROOT / "src" / "sngm" / name).read_text().count(text)) != 1:
+            sys.exit(f"fault {number}: {text!r} is {count} times in {name}")
+
+
 def main() -> None:
+    check()
+    if sys.argv[1:] == ["check"]:
+        return
     first = int(sys.argv[1]) if len(sys.argv) > 1 else 1
     last = min(int(sys.argv[2]) if len(sys.argv) > 2 else len(FAULTS), len(FAULTS))
     missed = []
@@ -88,8 +100,6 @@ def main() -> None:
         for number, (name, text, fault, likely) in enumerate(FAULTS[first - 1 : last], start=first):
             path = copy / "src" / "sngm" / name
             source = path.read_text()
-            if source.count(text) != 1:
-                sys.exit(f"fault {number}: {text!r} is {source.count(text)} times in {name}")
             path.write_text(source.replace(text, fault))
             tests = [f"tests/test_{test}.py" for test in likely.split()]
             caught = not run(tests, copy) or not run([], copy) or not run(tests, copy, "slow")
