@@ -55,7 +55,7 @@ def as_batch(samples: Sequence[Any]) -> Batch:
 
 
 class seeded:
-    """Seed torch, NumPy and random for the body of a ``with`` statement, and restore their states afterwards."""
+    """Seed torch (on the CPU), NumPy and random in the body of a ``with`` statement; then restore their states."""
 
     def __init__(self, *key: int) -> None:
         self.seed = random.Random(repr(key)).getrandbits(32)

@@ -1,4 +1,4 @@
-"""Theorems 1 to 3 and the bounds of MSGD and LARS, compared with runs on functions whose constants are known."""
+"""Theorems 1 to 3 of the paper, and the bounds of MSGD and LARS, compared with runs on functions of known constants."""
 
 from __future__ import annotations
 
