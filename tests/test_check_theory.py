@@ -185,7 +185,7 @@ def theorem(name, *more):
             ("theorem-1", "smooth_bound", ("gap", "L", "noise", "kappa")),
             ("theorem-2", "relaxed_bound", ("gap", "L", "noise", "kappa")),
             ("theorem-3", "block_bound", ("gap", "L", "noise", "kappa", "blocks")),
-            # without term 3 the bound holds with equality, so its absence is not noticed: see docs/theory.md
+            # the measurement nearly reaches the bound without term 3, so its absence is not noticed: see docs/theory.md
             ("msgd-bound", "msgd_bound", ("gap", "noise", "momentum", "term 2", "term 3")),
             # nor is the absence of the spread of phi in the noise term: see docs/theory.md
             (

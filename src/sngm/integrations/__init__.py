@@ -32,10 +32,11 @@ def _inside(optimizer: Any) -> list[LargeBatchOptimizer]:
 
 
 def measure_norms(optimizer: Any) -> None:
-    """Make CLARS measure its mean norms in `backward`, for wrappers whose `step` does not accept them as an argument.
+    """Make CLARS measure the mean of the micro-batches' gradient norms during `backward`.
 
-    Call this once, after Accelerate's `prepare` or in Lightning's `configure_optimizers`. If torch.distributed is
-    initialised, norms are averaged over all ranks, which must be data-parallel.
+    Use it with wrappers whose `step` does not accept these norms as an argument: call it once, after Accelerate's
+    `prepare` or in Lightning's `configure_optimizers`. If torch.distributed is initialised, norms are averaged over all
+    ranks, which must all be data-parallel.
     """
     import torch.distributed as dist
 

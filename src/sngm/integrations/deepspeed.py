@@ -1,4 +1,4 @@
-"""DeepSpeed: the norm of the whole gradient under ZeRO, which gives the optimizer one part of one group at a time."""
+"""DeepSpeed: the norm of the whole gradient under ZeRO, which steps the optimizer with a part of it at a time."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def share_norm(engine: Any) -> None:
 
 
 class ZeroNorm:
-    """The norm over all groups and ranks, computed once in each step of ZeRO, before ZeRO uses the first gradient."""
+    """The norm over all parameter groups and ranks, computed once in each step of ZeRO, before it uses a gradient."""
 
     hides_parameters = True  # ZeRO gives the optimizer only some of its parameters at a time
 
@@ -62,7 +62,7 @@ class ZeroNorm:
         self._square: Tensor | None = None
 
     def step(self, *arguments: Any, **options: Any) -> Any:
-        """Call ZeRO's own `step`, which calls the optimizer's `step` once for each group or part of a group."""
+        """Call ZeRO's own `step`, which calls the optimizer's `step` for each parameter group, or part of one."""
         self._square = None
         return self._step(*arguments, **options)
 
@@ -98,7 +98,7 @@ class ZeroNorm:
         return whole
 
     def _parts(self) -> Iterator[tuple[list[Tensor], list[Tensor], dict[str, Any]]]:
-        """Yield for each flat parameter its gradients and values, in pieces without padding, and its group."""
+        """Yield the gradients, values and group of each of ZeRO's flat parameters, in pieces without padding."""
         zero = self.zero
         third = hasattr(zero, "fp32_partitioned_groups_flat")  # ZeRO 3
         flats = zero.fp32_partitioned_groups_flat if third else zero.single_partition_of_fp32_groups
@@ -106,7 +106,7 @@ class ZeroNorm:
         for i, flat in enumerate(flats):
             pieces = [flat.grad] if flat.grad is not None else zero.averaged_gradients[i]
             grads = [grad.reshape(-1) for grad in pieces if grad is not None]
-            if third:  # the rest of each piece is padding with arbitrary values
+            if third:  # a piece may end with padding of arbitrary values; `lengths` leave it out
                 sizes = [p.partition_numel() for p in zero.fp16_groups[i]]
                 lengths = [
                     min(max(p.ds_numel - rank * n, 0), n) for p, n in zip(zero.fp16_groups[i], sizes, strict=True)

@@ -1,4 +1,4 @@
-"""Hugging Face: an optimizer for the Trainer, with the weight decay that is passed to the optimizer."""
+"""Hugging Face: pass an optimizer to the Trainer, with a weight decay that the Trainer does not override."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def trainer_optimizer(cls: type[Optimizer], **settings: Any) -> tuple[type[Optim
         raise TypeError(f"cls must be an optimizer class, such as sngm.SNGM, got {got}")
     if "lr" not in settings:
         raise TypeError("trainer_optimizer() needs lr; the Trainer's learning_rate is not used")
-    # check the settings now, because the Trainer builds the optimizer late; leave out fused, which needs the device
+    # check the settings now, because the Trainer builds the optimizer late; not `fused`, which depends on the device
     build: Any = cls
     build([torch.zeros(2, 2, device="cpu", requires_grad=True)], **{k: v for k, v in settings.items() if k != "fused"})
 

@@ -1,4 +1,4 @@
-"""timm: the optimizers of this package as choices of timm's factory and of the option ``--opt`` of its scripts.
+"""timm: use the optimizers of this package by name in ``create_optimizer_v2`` and in the option ``--opt`` of scripts.
 
 To run timm's training script with them: ``python -m sngm.integrations.timm train.py --opt sngm ...``
 """

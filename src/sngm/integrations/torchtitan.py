@@ -54,5 +54,8 @@ def _container() -> Any:
 
 
 def _build(cls: Any, groups: list[dict[str, Any]], **settings: Any) -> Any:
-    """Build an optimizer from groups that hold all settings, including `lr`."""
+    """Build an optimizer from torchtitan's parameter groups; `settings` are further arguments, such as `norm_group`.
+
+    The constructor requires an `lr`, so it gets that of the first group; every group's own `lr` takes precedence.
+    """
     return cls(groups, **{"lr": groups[0]["lr"], **settings})

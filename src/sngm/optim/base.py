@@ -97,9 +97,9 @@ class LargeBatchOptimizer(StatefulOptimizer):
     def grad_norm(self) -> Tensor:
         """The norm that the last step divided by, as a 0-d tensor on the device.
 
-        If the method or scope divides by several norms, or by the norm of another tensor (NSGDM: the momentum), this is
-        the norm of the whole gradient (for SNGM with coupled decay, of gradient + decay * parameter). Reading this
-        property does not synchronise with the device.
+        If the method or scope divides by several norms, by none (EXTRAP-SGD), or by the norm of another tensor (NSGDM:
+        the momentum), this is the norm of the whole gradient (for SNGM with coupled decay, of gradient + decay *
+        parameter). Reading this property does not synchronise with the device.
         """
         return self._grad_norm.clone()  # steps update the original in place
 

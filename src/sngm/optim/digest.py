@@ -120,7 +120,7 @@ def describe_function(function: types.FunctionType, seen: dict[int, Any]) -> Ite
     if not is_own(function):
         return
     code, source = function.__code__, ""
-    if Path(code.co_filename).is_file():  # worker processes do not have the source of notebooks or sessions
+    if Path(code.co_filename).is_file():  # worker processes lack the source of notebooks and prompts
         with contextlib.suppress(OSError):  # the file is shorter now
             source = inspect.getsource(code)
     yield source

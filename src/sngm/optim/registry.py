@@ -297,7 +297,8 @@ def decay_groups(
         model: the model.
         weight_decay: the weight decay of the first group.
         embeddings: settings of a third group, to which the weights of ``nn.Embedding`` and ``nn.EmbeddingBag`` then
-            belong, such as ``{"ball": "rows"}`` for :class:`SpectralSNGM`. They decay like other weights.
+            belong, such as ``{"ball": "rows"}`` for :class:`SpectralSNGM`. They decay like other weights, unless the
+            settings have a `weight_decay`.
 
     >>> model = nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3))
     >>> [(len(group["params"]), group["weight_decay"]) for group in decay_groups(model, 1e-4)]

@@ -66,11 +66,13 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, use
     :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. In groups with
-    ``ball="rows"``, each row of a matrix :math:`x_t` is the row of the gradient divided by its norm. As in SNGM, the
-    norm of :math:`u` is at most :math:`1/(1-\beta)` times the largest norm of an :math:`x` (both in the norm that
-    `ball` names), and scaling the loss by a positive constant does not change the steps. ``order="after"`` computes
-    :math:`x` from the momentum of the gradients, as Muon does:
-    :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`; with
+    ``ball="rows"``, each row of a matrix :math:`x_t` is the row of the gradient divided by its norm.
+
+    As in SNGM, the norm of :math:`u` is at most :math:`1/(1-\beta)` times the largest norm of an :math:`x` (both in
+    the norm that `ball` names), and scaling the loss by a positive constant does not change the steps.
+
+    ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
+    :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`. With
     ``ball="rows"``, rows whose gradient is zero then do not move, except by weight decay.
 
     Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:

@@ -1,11 +1,11 @@
-"""3 x 3 convolutions of few channels in bfloat16, for which cuDNN reaches only a seventh of the memory bandwidth.
+"""3 x 3 convolutions of few channels in bfloat16; with 16, cuDNN reaches only a seventh of the memory bandwidth.
 
 Activations are channels_last. A program applies all nine taps (filter positions) to some pixels, so that it reads
 neighbouring pixels from the cache. The gradient of the weights is summed over parts of the pixels, then over the parts,
 in a fixed order.
 
-A weight may also be a stack of shape (copies, *shape). Then copy i is the weight of the i-th of `copies` equal parts of
-the samples, which have `per_copy` pixels each.
+A weight may also be a stack of shape (copies, *shape). The samples are then divided into `copies` equal parts of
+`per_copy` pixels each, and copy i is the weight for part i.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -29,7 +29,10 @@ def neighbours(
     x, p, pixels, down, right,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, K: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """Load TAPS neighbours of each pixel in `p`. They are in one image row, so they are contiguous in memory."""
+    """Load TAPS adjacent pixels of one image row for each pixel in `p`; they are contiguous in memory.
+
+    The first one is `down` rows below and `right` columns to the right of the pixel. K is TAPS * C or a padded size.
+    """
     k = tl.arange(0, K)
     row, column = p // W % H + down, (p % W)[:, None] + (right + k // C)[None, :]
     there = ((row >= 0) & (row < H) & (p < pixels))[:, None] & (column >= 0) & (column < W) & (k < TAPS * C)[None, :]
@@ -58,7 +61,7 @@ def convolve(
 
 @triton.jit
 def pixels_of(part, parts, each, per_copy):
-    """Return the first pixel of a part, and the pixel after its last. The pixels of each copy have `parts` parts."""
+    """Return the first pixel of a part, and the pixel after its last: each copy has `parts` parts of `each` pixels."""
     first = part // parts * per_copy
     begin = first + part % parts * each
     return begin, tl.minimum(begin + each, first + per_copy)
@@ -170,7 +173,7 @@ def correlate_few(
 
 WEIGHTS = {16: (64, 4, 3), 32: (64, 4, 1), 64: (64, 4, 1)}  # channels -> pixels at once, warps, rows of taps
 PROGRAMS = 528  # programs for the gradient of the weights: four per multiprocessor of a large GPU
-MANY = 1 << 18  # with 32 channels, cuDNN is faster from this number of pixels on; with 64 channels, it always is
+MANY = 1 << 18  # forward and gradient of the input use cuDNN from this many pixels on with 32 channels, always with 64
 
 
 def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
@@ -179,7 +182,7 @@ def fits(x: Tensor, weight: Tensor, stride: tuple[int, ...]) -> bool:
     known = outputs in CHANNELS and (inputs in CHANNELS or inputs <= 3)
     few_enough = x.numel() // inputs * max(inputs, outputs) < LARGEST
     if weight.ndim == 5:
-        # a program of `convolve` reads one copy of the weight; cuDNN, which computes gradients of images, supports one
+        # a program of `convolve` reads one copy; cuDNN, which computes the gradients of images, supports no stacks
         most = max(map(_forward_size, (inputs, outputs)))
         known &= x.numel() // inputs // len(weight) % most == 0 and (inputs in CHANNELS or not x.requires_grad)
         known &= weight.numel() < LARGEST and len(weight) < 1 << 16  # the limit of a grid's second dimension

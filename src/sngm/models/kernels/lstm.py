@@ -87,10 +87,10 @@ def run_forward(
     H: tl.constexpr, HP: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Compute outputs and cells of all steps, from those before the first step in ``outputs[0]`` and ``cells[0]``.
+    """Compute outputs and cell states of all steps, from the initial ones in ``outputs[0]`` and ``cells[0]``.
 
-    `gates`, of shape (steps, streams, 4 H), has what the inputs add to the gates; `weight` is (H, 4 H); `outputs` and
-    `cells` are (steps + 1, streams, H). HP is H, rounded up to a power of two.
+    `gates`, of shape (steps, streams, 4 H), has what inputs and biases add to the gates; `weight` is (H, 4 H);
+    `outputs` and `cells` are (steps + 1, streams, H). HP is H, rounded up to a power of two.
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -130,8 +130,8 @@ def run_backward(
 ):  # fmt: skip
     """Overwrite `gates`, the values before sigmoid or tanh, with their gradients; write `of_output` and `of_cell`.
 
-    These two receive the gradients of the output and cell before the first step; at the start, `of_cell` has the
-    gradient of the last cell. `grad` is the gradient of the outputs, and `weight` is (4 H, H).
+    The last two receive the gradients of the output and the cell state before the first step. When the kernel starts,
+    `of_cell` has the gradient of the last cell state. `grad` is the gradient of the outputs, and `weight` is (4 H, H).
     """
     row, n, k = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.arange(0, HP), tl.arange(0, K)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -192,7 +192,7 @@ def run_forward_shared(
 ):  # fmt: skip
     """Compute the same as :func:`run_forward`, with UNITS hidden units per program.
 
-    `counters` has a zero for each block of ROWS streams.
+    `counters` has a zero for each block of ROWS streams: the programs of a block count there to wait for each other.
     """
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
@@ -221,7 +221,10 @@ def run_backward_shared(
     gates, grad, weight, cells, of_output, of_cell, counters, steps, streams,
     H: tl.constexpr, HP: tl.constexpr, UNITS: tl.constexpr, ROWS: tl.constexpr,
 ):  # fmt: skip
-    """Compute the same as :func:`run_backward`, with UNITS hidden units per program."""
+    """Compute the same as :func:`run_backward`, with UNITS hidden units per program.
+
+    `counters` as in :func:`run_forward_shared`.
+    """
     row, n = tl.program_id(0) * ROWS + tl.arange(0, ROWS), tl.program_id(1) * UNITS + tl.arange(0, UNITS)
     k = tl.arange(0, HP)
     there, known = (row < streams)[:, None], (n < H)[None, :]
@@ -268,7 +271,7 @@ def fits(x: Tensor, width: int, dtype: torch.dtype) -> bool:
 
 
 def _memory(width: int, dtype: torch.dtype) -> int:
-    """Return the most bytes of shared memory that a program needs, for prefetched blocks and layout conversions."""
+    """Return an upper limit of the bytes of shared memory that a program needs, for prefetch and layout conversions."""
     units, most = _padded(width), 0
     for cuts, sums in ((FORWARD, 4), (BACKWARD, 1)):
         cut = cuts[dtype.itemsize]
@@ -281,7 +284,11 @@ def _padded(width: int) -> int:
 
 
 class Recur(torch.autograd.Function):
-    """An LSTM layer: map `x` of shape (time, streams, features) to outputs in `dtype` and the last cells in float32."""
+    """An LSTM layer: map `x` of shape (time, streams, features) to outputs in `dtype` and the last cells in float32.
+
+    `h` and `c` are the initial outputs and cell states; `of_input`, `of_output`, `bias` and `bias_too` are the weights
+    of inputs and outputs and the two biases, as in torch.nn.LSTM.
+    """
 
     @staticmethod
     def forward(

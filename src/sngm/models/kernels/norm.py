@@ -1,9 +1,9 @@
-"""Ghost BatchNorm with shortcut and ReLU in four launches: two forward, two backward.
+"""Ghost BatchNorm (over groups of samples) with shortcut and ReLU in four launches: two forward, two backward.
 
 An activation is (groups, rows, channels) in memory; a row is one pixel of one image. In each direction, the first
-launch sums over parts of the rows, in a fixed order, and its last program computes the sums over all groups; the second
-launch is elementwise. Gamma and beta have the shape (channels), or (groups, channels): then `by_group` is the number of
-channels, else 0.
+launch sums over parts of the rows, in a fixed order. Its last program sums over all groups. The second launch is
+elementwise. Gamma and beta have the shape (channels), or (groups, channels) if each group has its own; `by_group` is
+the stride between the values of two groups: the number of channels if each group has its own, else 0.
 """
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
@@ -55,7 +55,8 @@ def sum_rows(
     """Compute mean, 1 / standard deviation and variance of each group, and update the running statistics.
 
     The sums are over differences from a group's first row, so that a mean far from zero loses no precision. The last
-    program of a group adds up the parts of the group, and the last of all programs sums over the groups.
+    program of a group adds up the parts of the group. The last of all programs multiplies the running statistics by
+    `keep`, adds ``weights[i]`` times the statistics of each group i, and adds `counted` to `seen`, the batch counter.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -131,9 +132,10 @@ def sum_gradients(
     C: tl.constexpr, CB: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
     SHORTCUT: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    """Sum the gradient before the ReLU, and its product with the normalised input, over each group and all groups.
+    """Sum the gradient of the ReLU's input, and its product with the normalised input, over each group and all groups.
 
-    The sums over all groups are the gradients of the parameters, unless each group has its own parameters.
+    The sums over all groups are the gradients of the parameters, unless each group has its own parameters. With
+    SHORTCUT and RELU, the gradient of the ReLU's input, which is that of the shortcut too, is written to `passed`.
     """
     group, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     c = tl.program_id(1) * CB + tl.arange(0, CB)
@@ -206,7 +208,10 @@ def differentiate(
 
 
 class Plan:
-    """How an activation is divided among the programs of a launch."""
+    """How an activation is divided among the programs of a launch.
+
+    The channels are divided into `columns` blocks, and the rows of a group into `parts` (to sum) or `tiles` (else).
+    """
 
     def __init__(self, x: Tensor, groups: int) -> None:
         n, channels, height, width = x.shape
@@ -240,7 +245,8 @@ class Normalise(torch.autograd.Function):
     """The forward pass of `GhostBatchNorm2d` in training, and its gradients, on channels_last activations.
 
     `counters` are zeros, (groups + 1) per 64 channels. They belong to the layer, and no two launches may use them at
-    the same time.
+    the same time. `running` holds arguments of `sum_rows` from `running_mean` to `weights`, `keep` and `counted`; None
+    updates no running statistics.
     """
 
     @staticmethod

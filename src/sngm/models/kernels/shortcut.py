@@ -1,4 +1,4 @@
-"""The shortcut of He's CIFAR ResNets in blocks that halve the image: every other pixel, and channels of zeros."""
+"""The shortcut of He et al.'s CIFAR ResNets where the image size halves: every other pixel, and channels of zeros."""
 
 # Triton compiles these functions: they have no type annotations, and upper-case names are compile-time constants.
 # mypy: ignore-errors
@@ -19,7 +19,7 @@ def subsample(
     x, y, elements,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, OUT: tl.constexpr, BLOCK: tl.constexpr, BACK: tl.constexpr,
 ):  # fmt: skip
-    """Write every other pixel of `x`, of shape (n, H, W, C), to `y`, whose OUT - C further channels are zeros.
+    """Write every other row and column of `x`, of shape (n, H, W, C), to `y`, whose OUT - C further channels are zeros.
 
     With BACK, `y` has the gradient of the output, and the gradient of the input is written to `x`.
     """
