@@ -88,7 +88,7 @@ class Criteo:
 
 
 def find_criteo(root: Path | None = None, files: Sequence[str | Path] | None = None) -> list[Path]:
-    """Return the paths of Criteo's text files: search the folder "criteo" of a data folder, then the data folder."""
+    """Return the paths of Criteo's text files: in each data folder, search first in "criteo", then in itself."""
     if files is not None and (isinstance(files, (str, Path)) or not files):
         raise UsageError(f"files must be a list of at least one name, got {files!r}")
     folders = [folder for parent in data_roots(root) for folder in (parent / "criteo", parent)]

@@ -205,7 +205,7 @@ class LargeBatchOptimizer(StatefulOptimizer):
         raise NotImplementedError
 
     def _adapts(self, bucket: Bucket) -> list[bool]:
-        """Return for each parameter of the bucket whether its step is scaled by a ratio of norms."""
+        """Return for each parameter of the bucket whether its step is scaled by a ratio of norms, as in LARS."""
         adapt: bool | None = bucket.group.get("adapt", False)
         return [p.ndim > 1 if adapt is None else adapt for p in bucket.owners]
 

@@ -73,7 +73,7 @@ def _first(run: Run, summary: Summary, goal: float) -> tuple[float, float, float
 
 
 def _rounded(value: float, down: bool) -> float:
-    """Round a target to three digits so that it is easier to reach: down, or up if lower scores are better.
+    """Round a target to three significant digits so that it is easier to reach: down, or up if lower scores are better.
 
     >>> _rounded(0.98765, True), _rounded(117.83, False), _rounded(0.5, True)
     (0.987, 118.0, 0.5)

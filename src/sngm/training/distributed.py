@@ -122,7 +122,7 @@ def join(device: str | None = None, hang_timeout: float = 1800.0) -> Iterator[Pr
 
 
 def _restarts_here(ranks: int) -> bool:
-    """Return whether a single torchrun agent, on this machine, started all processes and would restart them."""
+    """Return whether one torchrun agent, on this machine, started all processes: a restart keeps its store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and environment.local_ranks() == ranks
 
 
