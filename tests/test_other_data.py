@@ -78,3 +78,10 @@ def test_fingerprints_are_of_the_values():
     changed = torch.arange(1000).reshape(500, 2)
     changed[-1] = 0
     assert samples.fingerprint() != Tensors(changed, torch.zeros(500, dtype=torch.bfloat16)).fingerprint()
+
+
+def test_fingerprints_of_data_in_committed_results_stay_as_they_are():
+    import torch
+
+    large = Tensors(torch.arange(50_000, dtype=torch.uint8), torch.arange(50_000))
+    assert large.fingerprint() == "e87b3d903973"

@@ -268,6 +268,15 @@ def keep(lines: Collection[Line], folder: Path = FOLDER) -> tuple[int, int]:
     return new, repeated
 
 
+def check_new_data(config: RunConfig, data: dict[str, Any], results: Results) -> None:
+    """Raise UsageError if a run of this config on `data` could not join the results, which were made on other data."""
+    key = _data_key(config)
+    for line in results.lines.values():
+        if _data_key(line.config) == key:
+            _check_same(f"{config.task}: these are different data than those of run {line.hash}", line, data)
+            return
+
+
 def _check_data(lines: Iterable[Line]) -> None:
     """Raise UsageError if two runs used different data although their task, part and task setting `files` are equal.
 
@@ -275,12 +284,18 @@ def _check_data(lines: Iterable[Line]) -> None:
     """
     seen: dict[tuple[str, str, str], Line] = {}
     for line in lines:
-        other = seen.setdefault((line.config.task, line.config.part, str(line.config.task_settings.get("files"))), line)
-        if differing := differences(other.record["data"], line.record["data"]):
-            raise UsageError(
-                f"{line.config.task}, run {line.hash}: trained on different data than run {other.hash}, which is kept: "
-                + "; ".join(differing)
-            )
+        other = seen.setdefault(_data_key(line.config), line)
+        name = f"{line.config.task}, run {line.hash}: trained on different data than run {other.hash}, which is kept"
+        _check_same(name, other, line.record["data"])
+
+
+def _data_key(config: RunConfig) -> tuple[str, str, str]:
+    return config.task, config.part, str(config.task_settings.get("files"))
+
+
+def _check_same(name: str, line: Line, data: dict[str, Any]) -> None:
+    if differing := differences(line.record["data"], data):
+        raise UsageError(f"{name}: {'; '.join(differing)}")
 
 
 def command_of(config: RunConfig) -> str:

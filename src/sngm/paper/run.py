@@ -18,10 +18,11 @@ from ..study import launch
 from ..study.grid import run_name
 from ..training.config import RunConfig
 from ..training.distributed import choose_device
+from ..training.evaluate import data_of, samples_of
 from ..training.loop import Options
 from ..training.run_folder import FINISHED, RunFolder, commit, provenance
 from .experiments import Item, Planned
-from .results import FOLDER, NAMED, from_folder, keep, read
+from .results import FOLDER, NAMED, check_new_data, from_folder, keep, read
 from .verdicts import Outcome, outcome_of
 
 Failure = tuple[RunConfig, launch.Record]
@@ -72,7 +73,10 @@ def run(
     failed: list[Failure] = []
     with suppress(OutOfTime), _time_limit(budget) if budget else nullcontext():
         for cell in planned:
-            if outcome_of(cell, read(results), seeds).missing:
+            there = read(results)
+            if missing := outcome_of(cell, there, seeds).missing:
+                data = data_of(*samples_of(missing[0].build_task(options.data_dir), missing[0]))
+                check_new_data(missing[0], data, there)  # now, not after minutes of training
                 _make(cell, out, options, seeds, jobs, results, show, failed)
     there = read(results)
     return [outcome_of(cell, there, seeds) for cell in planned], failed
