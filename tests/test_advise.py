@@ -14,7 +14,7 @@ import torch
 from console import OWN_TASK, refused, sngm
 from runs import strict_json
 
-from sngm import SNGM, advise, advise_model, probes, theory
+from sngm import SNGM, SpectralSNGM, advise, advise_model, probes, theory
 from sngm.advice import Constants, Recipe, budget_curves, carry_over, verify
 from sngm.advice.budget import NEAR_LOWEST, advise_budget
 from sngm.advice.model import _moved
@@ -138,6 +138,24 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     assert "no normalisation layer" in found["warnings"][0]
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8,momentum=0.9"), "has no 'momentum'")
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8 --from-sgd lr=0.1,batch=8"), "one of")
+
+
+def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_an_epoch():
+    line = "own.py:Line --to-batch 32 --device cpu --from-spectral"
+    found = advice(f"{line} lr=0.01,batch=8,weight_decay=0.5,momentum=0.8")
+    values = facts(found)
+    assert (values["learning rate"], values["weight decay"], values["momentum"]) == (0.02, 1.0, 0.8)
+    assert found["diff"][1] == (
+        "+ optimizer = sngm.SpectralSNGM(model.parameters(), lr=0.02, momentum=0.8, weight_decay=1)"
+    )
+    assert found["command"].startswith("sngm train own.py:Line --method spectral-sngm --lr 0.02 --batch 32")
+    limited = facts(advice(f"{line} lr=0.01,batch=8,weight_decay=1.5"))
+    assert (limited["learning rate"], limited["weight decay"]) == (0.03, 2.0)
+    kept = facts(advice(f"{line} lr=0.01,batch=8,weight_decay=3.0"))
+    assert (kept["learning rate"], kept["weight decay"]) == (0.04, 3.0)
+    without = facts(advice(f"{line} lr=0.01,batch=8,weight_decay=0"))
+    assert (without["learning rate"], without["weight decay"]) == (0.02, 0.0)
+    refused(sngm("advise own.py:Line --from-spectral lr=0.01,batch=8,beta=0.9"), "--from-spectral has no 'beta'")
 
 
 def measured(*scales, samples):
@@ -324,6 +342,15 @@ def test_adam_with_coupled_weight_decay_is_noted_and_stays_adam():
         assert not any("(coupled)" in note for note in found["notes"])
 
 
+def test_spectral_sngm_in_ones_own_loop():
+    found = advise_model(*own_loop(lambda params: SpectralSNGM(params, 0.02, weight_decay=0.5, nesterov=True)), steps=4)
+    assert found["diff"][0].endswith(
+        "sngm.SpectralSNGM(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.5, nesterov=True)"
+    )
+    assert (found["lr"], found["weight_decay"]) == pytest.approx((0.02 * 2**0.5, 0.5 * 2**0.5), rel=0.01)
+    assert "from_spectral=dict(lr=0.02, batch=32, weight_decay=0.5, momentum=0.9)" in found["check"]
+
+
 def test_further_settings_of_the_optimizer_are_kept_or_named():
     settings = {"lr": 1e-3, "betas": (0.9, 0.95), "eps": 1e-6, "amsgrad": True, "foreach": False}
     adamw = advise_model(*own_loop(lambda params: torch.optim.AdamW(params, **settings)), steps=4)
@@ -396,7 +423,10 @@ def test_batches_are_moved_with_their_types():
         ({"loss_fn": torch.nn.functional.mse_loss}, "`loss_fn` is called as loss_fn(model, batch), and raised "),
         ({"loss_fn": lambda model, batch: 1.0}, "a loss must be a tensor with one number, got float"),
         ({"loss_fn": lambda model, batch: model(batch[0])}, "a tensor with one number, got shape (32, 1)"),
-        ({"optimizer": "sgd"}, "an instance of torch's SGD, Adam or AdamW, whose recipe the rule converts, got str"),
+        (
+            {"optimizer": "sgd"},
+            "of torch's SGD, Adam or AdamW, or of sngm.SpectralSNGM, whose recipe the rule converts, got str",
+        ),
         ({"loader": 3}, "`loader` must be a DataLoader or another iterable of batches, got int"),
         ({"loader": torch.utils.data.TensorDataset(torch.ones(9, 8))}, "iterable of batches, got TensorDataset"),
         ({"loader": iter([])}, "`loader` can be read only once; pass the DataLoader itself"),
@@ -540,7 +570,7 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
     def line(text, *words, code=2):
         refused(sngm(f"advise {text} --device cpu"), *words, code=code)
 
-    line("digits", "give one of --from-sgd, --from-adamw and --gradients")
+    line("digits", "give one of --from-sgd, --from-adamw, --from-spectral and --gradients")
     line("digits --from-sgd lr=0.1,batch=32 --gradients 100 --to-batch 64", "give one of --from-sgd")
     line("digits --gradients 100 --to-batch 64", "--to-batch and --verify need a recipe")
     line("digits --gradients 100 --verify", "--to-batch and --verify need a recipe")

@@ -840,6 +840,14 @@ def test_the_first_table_is_not_taken_for_absent_where_a_mark_of_it_is_missing(w
     assert document.BEGIN in (HERE / "README.md").read_text()
 
 
+def test_other_data_than_those_of_the_results_are_refused_before_training(tiny):
+    trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
+    keep([*trials, line(value=0.91)], Path("results"))
+    found = sngm("paper run table-9 --cells sngm --device cpu --jobs 1")
+    refused(found, "digits: these are different data than those of run", "fingerprint: a there")
+    assert not list(Path().rglob("run.json"))
+
+
 def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     plan = sngm("paper run table-9 --dry-run --json").json
     assert [(cell["cell"], cell["runs"]) for cell in plan["cells"]] == [("SNGM@32", 5), ("MSGD@32", 4)]

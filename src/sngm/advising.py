@@ -32,6 +32,7 @@ def advise(
     *,
     from_sgd: Mapping[str, Any] | None = None,
     from_adamw: Mapping[str, Any] | None = None,
+    from_spectral: Mapping[str, Any] | None = None,
     to_batch: int | None = None,
     pilot_steps: int | None = None,
     verify: bool = False,
@@ -45,16 +46,18 @@ def advise(
 ) -> Measurement:
     """Advise on batch size and learning rate.
 
-    Give `from_sgd` or `from_adamw` the settings that you train with now, called a recipe. Then the result says how far
-    the batch can grow and what to change. It has the keys "answer" (a sentence), "lr", "weight_decay", "batch", "diff"
-    (the changes to your own training loop) and "command" (trains with the advised settings). With `gradients` instead
-    of a recipe, the result says how large a batch each method's error bound allows. Each number is marked as given,
-    measured, theory or rule of thumb. :func:`sngm.advise_model` gives advice on a recipe without a task.
+    Give `from_sgd`, `from_adamw` or `from_spectral` the settings that you train with now, called a recipe. Then the
+    result says how far the batch can grow and what to change. It has the keys "answer" (a sentence), "lr",
+    "weight_decay", "batch", "diff" (the changes to your own training loop) and "command" (trains with the advised
+    settings). With `gradients` instead of a recipe, the result says how large a batch each method's error bound allows.
+    Each number is marked as given, measured, theory or rule of thumb. :func:`sngm.advise_model` gives advice on a
+    recipe without a task.
 
     Args:
         task: a task name, a :class:`sngm.Task` class or instance, "file.py:Class", or a folder that `probe` wrote.
         from_sgd: the SGD recipe, such as ``dict(lr=0.1, batch=128, weight_decay=1e-4, momentum=0.9, epochs=160)``.
         from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
+        from_spectral: the recipe of spectral SNGM, such as ``dict(lr=0.02, batch=1024, weight_decay=0.5)``.
         to_batch: the larger batch size. Default: twice the batch size of the recipe.
         verify: train with the recipe and with the advised settings, and compare the results. With `from_sgd`, also
             train SGD at the larger batch with the learning rate scaled linearly.
@@ -68,7 +71,8 @@ def advise(
         progress: print the cost of the pilot run, and show a progress bar.
     """
     execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
-    asked = Asked(task, from_sgd, from_adamw, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
+    recipes = {"from_sgd": from_sgd, "from_adamw": from_adamw, "from_spectral": from_spectral}
+    asked = Asked(task, recipes, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
     check_advice(asked)
     return advise_into(None if out is None else Path(out), asked, execution, progress)
 
@@ -93,7 +97,7 @@ def advise_model(
         loss_fn: returns the mean loss of a batch, such as
             ``lambda model, batch: cross_entropy(model(batch[0]), batch[1])``.
         loader: your DataLoader, or any iterable of batches.
-        optimizer: your optimizer, which must be SGD, Adam or AdamW.
+        optimizer: your optimizer, which must be SGD, Adam, AdamW or :class:`SpectralSNGM`.
         to_batch: the larger batch size. Default: twice the batch size of the loader.
         steps: the number of steps to train the copy. Default: two epochs, but at most 200 steps. The measured norm is
             most accurate with an epoch or more.
@@ -122,8 +126,8 @@ class Asked(NamedTuple):
     """The arguments of `advise`."""
 
     task: TaskLike | Path | None
-    from_sgd: Mapping[str, Any] | None
-    from_adamw: Mapping[str, Any] | None
+    recipes: Mapping[str, Mapping[str, Any] | None]
+    """The recipe that each argument was given, such as "from_sgd", or None."""
     to_batch: int | None
     budget: BudgetOptions
     pilot_steps: int | None
@@ -134,8 +138,7 @@ class Asked(NamedTuple):
     @property
     def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
         """The name of the argument that holds the recipe, and the recipe itself; None if there is no recipe."""
-        given = {"from_sgd": self.from_sgd, "from_adamw": self.from_adamw}
-        return next(((name, value) for name, value in given.items() if value is not None), None)
+        return next(((name, value) for name, value in self.recipes.items() if value is not None), None)
 
 
 def advise_into(
@@ -179,7 +182,7 @@ def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measuremen
 
 def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, Any]:
     """Return advice from a pilot run of a task."""
-    from .advice import Recipe, carry_recipe
+    from .advice.recipe import RECIPES, Recipe, carry_recipe
     from .probes import pilot
     from .study.grid import split_settings
     from .training import resolve
@@ -196,7 +199,7 @@ def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, 
             config = resolve(task, "msgd", lr=lr, epochs=1, device=device, task_settings=settings)
             return _of_probe(task, pilot.along(config, steps=asked.pilot_steps, **how), asked.budget.gradients)
         name, given = asked.recipe
-        recipe = Recipe.of(given, "msgd" if name == "from_sgd" else "adamw")
+        recipe = Recipe.of(given, RECIPES[name])
         how |= {"task_settings": settings, "pilot_steps": asked.pilot_steps}
         found = carry_recipe(task, recipe, asked.to_batch, **how)
     return found if asked.verify else {**found, "check": check_command(asked)}
@@ -253,10 +256,11 @@ def check_advice(asked: Asked) -> None:
     gradients, recipe = budget.gradients, asked.recipe
     constants = {name: value for name, value in as_dict(budget).items() if name != "gradients" and value is not None}
     is_folder = isinstance(task, (str, Path)) and Path(task).is_dir()
-    if (asked.from_sgd is not None) + (asked.from_adamw is not None) + (gradients is not None) != 1:
-        raise UsageError("give one of `from_sgd`, `from_adamw` and `gradients`")
+    if sum(value is not None for value in (*asked.recipes.values(), gradients)) != 1:
+        raise UsageError(f"give one of {', '.join(f'`{name}`' for name in asked.recipes)} and `gradients`")
     if recipe is None and (asked.to_batch is not None or asked.verify):
-        raise UsageError("`to_batch` and `verify` need a recipe: `from_sgd` or `from_adamw`")
+        names = " or ".join(f"`{name}`" for name in asked.recipes)
+        raise UsageError(f"`to_batch` and `verify` need a recipe: {names}")
     if asked.seeds is not None and (asked.seeds < 1 or not asked.verify):
         raise UsageError(f"`seeds` must be at least 1, and is for `verify`; got {asked.seeds}")
     if recipe is not None and is_folder:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..optim import SpectralSNGM
 from ..options import at_least
 from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
-from .recipe import Recipe, convert
+from .recipe import Recipe, argument_of, convert, has_momentum
 from .rules import check_trains
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
@@ -37,6 +38,12 @@ DAMPED = (
 )
 CARRIED = {"lr", "dampening", "decoupled_weight_decay", "foreach", "fused", "capturable", "differentiable"}
 """Arguments of the user's optimizer that the check takes into account otherwise, or that do not change the steps."""
+METHODS = {
+    torch.optim.SGD: "msgd",
+    torch.optim.AdamW: "adamw",  # before Adam, whose subclass it may be
+    torch.optim.Adam: "adamw",
+    SpectralSNGM: "spectral-sngm",
+}
 Loss = Callable[[nn.Module, Any], Tensor]
 
 
@@ -126,8 +133,8 @@ def carry_model(
         notes.append(SUMMED)
         of_mean = dataclasses.replace(recipe, lr=recipe.lr * batch, weight_decay=given["weight_decay"] / batch)
     about = {"format": 1, "kind": "recipe", "norms": lengths, "warnings": warnings, "notes": notes}
-    name = "from_sgd" if recipe.method == "msgd" else "from_adamw"
-    keys = ["lr", "batch", "weight_decay", *["momentum"] * (recipe.method == "msgd")]
+    name = argument_of(recipe.method)
+    keys = ["lr", "batch", "weight_decay", *["momentum"] * has_momentum(recipe.method)]
     if lost := [key for key in extra if key not in CARRIED]:
         notes.append(f"The check below trains without {', '.join(lost)}, which `{name}` does not take.")
     own_recipe = ", ".join(f"{key}={getattr(of_mean, key):g}" for key in keys)
@@ -182,16 +189,22 @@ def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings of the optimizer's first parameter group, as arguments of `Recipe`."""
-    if not isinstance(optimizer, (torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW)):
-        name = type(optimizer).__name__
-        raise UsageError(
-            f"`optimizer` must be an instance of torch's SGD, Adam or AdamW, whose recipe the rule converts, got {name}"
-        )
+    method = METHODS[_known_class(optimizer)]
     group = optimizer.param_groups[0]
-    known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0))}
-    if isinstance(optimizer, torch.optim.SGD):
-        return {**known, "momentum": float(group["momentum"]), "method": "msgd"}
-    return {**known, "method": "adamw"}
+    known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0)), "method": method}
+    return {**known, "momentum": float(group["momentum"])} if has_momentum(method) else known
+
+
+def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class of an optimizer, or that of its base classes, whose recipe the rule converts."""
+    for cls in METHODS:
+        if isinstance(optimizer, cls):
+            return cls
+    name = type(optimizer).__name__
+    raise UsageError(
+        "`optimizer` must be an instance of torch's SGD, Adam or AdamW, or of sngm.SpectralSNGM, whose recipe the rule "
+        f"converts, got {name}"
+    )
 
 
 def _peak(group: Mapping[str, Any]) -> float:
@@ -202,13 +215,15 @@ def _peak(group: Mapping[str, Any]) -> float:
 def _class(optimizer: torch.optim.Optimizer) -> str:
     """Return the name of an optimizer's class, as it is written in a script."""
     own = type(optimizer)
-    return f"torch.optim.{own.__name__}" if own.__module__.startswith("torch.optim.") else own.__name__
+    for package in ("torch.optim", "sngm"):
+        if own.__module__.startswith(f"{package}."):
+            return f"{package}.{own.__name__}"
+    return own.__name__
 
 
 def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the non-default arguments of SGD, Adam or AdamW that `_settings` does not return."""
-    group, adam = optimizer.param_groups[0], torch.optim.AdamW  # AdamW may be a subclass of Adam
-    own = next(cls for cls in (torch.optim.SGD, adam, torch.optim.Adam) if isinstance(optimizer, cls))
+    """Return the non-default arguments of an optimizer that `_settings` does not return."""
+    group, own = optimizer.param_groups[0], _known_class(optimizer)
     known = {"params", "lr", "weight_decay", "momentum"}
     defaults = {name: p.default for name, p in inspect.signature(own).parameters.items() if name not in known}
     return {name: group[name] for name, default in defaults.items() if group.get(name, default) != default}

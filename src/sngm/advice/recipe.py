@@ -1,4 +1,4 @@
-"""Conversion of the settings of SGD or AdamW (a recipe) to a larger batch, by one rule for all tasks."""
+"""Conversion of the settings of an optimizer (a recipe) to a larger batch, by one rule for all tasks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
-from .rules import Carried, carry_adamw, carry_over, check_trains, rounded
+from .rules import MOST_DECAY, Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
 from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
@@ -40,6 +40,8 @@ NOISE_SAMPLES = 1024  # the fewest samples, if there are as many, to measure the
 Record = dict[str, Any]
 
 
+RECIPES = {"from_sgd": "msgd", "from_adamw": "adamw", "from_spectral": "spectral-sngm"}
+"""The arguments that take a recipe, and the method of each."""
 FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lr": ((int, float), lambda value: 0 < value < math.inf, "a finite number > 0"),
     "batch": (int, lambda value: value > 0, "a whole number > 0"),
@@ -51,7 +53,7 @@ FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The settings that a user trains with now, by SGD ("msgd") or AdamW ("adamw"); None means the task's default."""
+    """The settings that a user trains with now, by one of the methods in `RECIPES`; None means the task's default."""
 
     lr: float
     batch: int
@@ -67,10 +69,10 @@ class Recipe:
         >>> Recipe.of({"lr": 0.1, "batch": 128, "weight_decay": 1e-4})
         Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None, method='msgd')
         """
-        name = "from_sgd" if method == "msgd" else "from_adamw"
+        name = argument_of(method)
         if not isinstance(given, Mapping):
             raise UsageError(f"`{name}` must be a dict such as dict(lr=0.1, batch=128), got {given!r}")
-        known = ["lr", "batch", "weight_decay", *["momentum"] * (method == "msgd"), "epochs"]
+        known = ["lr", "batch", "weight_decay", *["momentum"] * has_momentum(method), "epochs"]
         for key, value in given.items():
             if key not in known:
                 raise UsageError(f"`{name}` has no {key!r}; it takes {', '.join(known)}")
@@ -83,9 +85,19 @@ class Recipe:
 
     @property
     def settings(self) -> dict[str, float]:
-        """The method settings that differ from the defaults; SGD and SNGM have the same defaults."""
+        """The method settings that differ from the defaults; the methods with a momentum have the same default, 0.9."""
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return decay if self.momentum == 0.9 else {"momentum": self.momentum, **decay}
+
+
+def argument_of(method: str) -> str:
+    """Return the name of the argument that takes a recipe of this method."""
+    return next(name for name, own in RECIPES.items() if own == method)
+
+
+def has_momentum(method: str) -> bool:
+    """Return whether a recipe of this method has a momentum."""
+    return method != "adamw"
 
 
 class Epoch(NamedTuple):
@@ -113,7 +125,7 @@ def carry_recipe(
 
     Args:
         task: name of a task.
-        recipe: a recipe of SGD or AdamW.
+        recipe: a recipe of SGD, AdamW or spectral SNGM.
         to_batch: the larger batch. Default: twice the recipe's batch.
         task_settings: settings of the task that differ from its defaults.
         pilot_steps: the most steps of the pilot, the short run of the recipe.
@@ -190,7 +202,7 @@ def convert(
     """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
     Args:
-        recipe: a recipe of SGD or AdamW with a weight decay and, if it is known, the number of epochs.
+        recipe: a recipe with a weight decay and, if it is known, the number of epochs.
         to_batch: the larger batch.
         norm: root mean square of the norm of SGD's gradient, as in `carry_over`.
         which: the steps over which `norm` was measured, in words.
@@ -204,7 +216,7 @@ def convert(
     """
     decay = recipe.weight_decay or 0.0
     growth = f"sqrt({to_batch} / {recipe.batch})"
-    summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    more = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
     old_arguments: Record = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": decay, **(extra or {})}
     if recipe.method == "msgd":
         carried = carry_over(recipe.lr, decay * sums, norm, to_batch / recipe.batch)
@@ -212,11 +224,17 @@ def convert(
         how = f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"
         kept = [Fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike")]
         new_method, new_class = "sngm", None
-    else:
+    elif recipe.method == "adamw":
         carried = carry_adamw(recipe.lr, decay, to_batch / recipe.batch)
         measured, kept, how = [], [], f"{recipe.lr:g} * {growth}: as far in an epoch as before"
         new_method, new_class = recipe.method, own_class
         del old_arguments["momentum"]
+    else:
+        carried = carry_spectral(recipe.lr, decay, to_batch / recipe.batch)
+        measured, how = [], f"learning rate * weight decay grows as the batch, by {to_batch / recipe.batch:g}"
+        kept = [Fact("momentum", recipe.momentum, GIVEN, "as before")]
+        more = f", at most {max(decay, MOST_DECAY):g}"
+        new_method, new_class = recipe.method, own_class
     old = Settings(recipe.method, recipe.batch, old_arguments, own_class)
     new_arguments = {**old_arguments, **carried._asdict()}
     if new_method == "sngm":
@@ -229,7 +247,7 @@ def convert(
         Fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
         Fact("learning rate", carried.lr, RULE, how),
         *kept,
-        Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{summed}: shrinks as much an epoch"),
+        Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{more}: shrinks as much an epoch"),
         *([] if recipe.epochs is None else [Fact("epochs", recipe.epochs, GIVEN, "as before")]),
     ]
     return carried, {**found, "facts": facts}

@@ -16,6 +16,7 @@ EXAMPLES = (
     "sngm advise digits --from-sgd lr=0.03,batch=32",
     "sngm advise digits --from-sgd lr=0.03,batch=32 --to-batch 512 --verify",
     "sngm advise digits --from-adamw lr=0.003,batch=32,weight_decay=0.01 --to-batch 128",
+    "sngm advise digits --from-spectral lr=0.02,batch=32,weight_decay=0.5 --to-batch 512",
     "sngm advise cifar10-resnet20 --from-sgd lr=0.1,batch=128,weight_decay=1e-4 --to-batch 8192",
     "sngm advise digits --gradients 20000",
     "sngm advise runs/probe-digits-1a2b3c4d --gradients 1e6",
@@ -34,6 +35,10 @@ def advise(
     ] = None,
     from_adamw: Annotated[
         str | None, typer.Option("--from-adamw", help="Your AdamW recipe: lr=..,batch=.. and weight_decay, epochs.")
+    ] = None,
+    from_spectral: Annotated[
+        str | None,
+        typer.Option("--from-spectral", help="Your recipe of spectral SNGM: the settings of --from-sgd."),
     ] = None,
     to_batch: Annotated[
         int | None, typer.Option("--to-batch", help="Target batch size. Default: twice the recipe's.")
@@ -59,22 +64,24 @@ def advise(
     device: DEVICE = None,
     as_json: JSON = False,
 ) -> None:
-    """Say whether your batch can grow, and what to change. With --from-sgd or --from-adamw, measure the gradient noise
-    and norms in a short run of the recipe, and convert the recipe to a larger batch. With --gradients, compute how
-    large a batch each method's error bound allows. Every number is marked as given, measured, theory or rule of thumb.
+    """Say whether your batch can grow, and what to change. With a recipe (--from-sgd, --from-adamw, --from-spectral),
+    measure the gradient noise and norms in a short run of it, and convert it to a larger batch. With --gradients,
+    compute how large a batch each method's error bound allows. Every number is marked as given, measured, theory or
+    rule of thumb.
     """
     from .. import advising, tasks
     from ..advice.page import plain
     from ..files import finite, short_hash
 
-    sgd, adamw = (None if text is None else parse_settings(split_list(text)) for text in (from_sgd, from_adamw))
+    given = {"from_sgd": from_sgd, "from_adamw": from_adamw, "from_spectral": from_spectral}
+    recipes = {name: None if text is None else parse_settings(split_list(text)) for name, text in given.items()}
     chosen = parse_settings(settings or [])
-    asked = advising.Asked(what, sgd, adamw, to_batch, budget, pilot_steps, chosen, verify, seeds)
+    asked = advising.Asked(what, recipes, to_batch, budget, pilot_steps, chosen, verify, seeds)
     advising.check_advice(asked)
     name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
     goal = f"b{to_batch or 'double'}" if budget.gradients is None else f"{budget.gradients:g}"
     where = what and (str(Path(what).resolve()) if Path(what).is_dir() else tasks.canonical(what))
-    key = short_hash([where, to_batch, as_dict(budget), from_sgd, from_adamw, pilot_steps, chosen])
+    key = short_hash([where, to_batch, as_dict(budget), given, pilot_steps, chosen])
     folder = out or Path("runs") / f"advise-{name}-{goal}-{key}"
     execution = Execution(device=device, data_dir=data_dir)
     show = (lambda advice: None) if as_json else (lambda advice: print(f"{advice}\n"))
