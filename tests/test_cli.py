@@ -18,7 +18,7 @@ import torch
 from console import OWN_TASK, SCRIPT, documented, finish, refused, sngm, start
 
 import sngm as package
-from sngm import tasks
+from sngm import tasks, training
 from sngm.cli.exit_codes import within_verb
 from sngm.errors import UsageError
 from sngm.optim import kernels, registry
@@ -295,6 +295,12 @@ def test_what_there_is_comes_whole_as_json_and_as_text(verb, complete):
     said = sngm(verb)
     assert said.code == 0
     assert not said.out.startswith(("{", "["))
+
+
+def test_an_installation_that_does_not_train_fails_the_check(monkeypatch):
+    monkeypatch.setattr(training, "train", lambda config, folder: {"status": "diverged"})
+    found = sngm("doctor --json")
+    assert (found.code, found.json["trains"]) == (1, False)
 
 
 def test_a_method_without_its_library_says_what_to_install(monkeypatch):

@@ -136,10 +136,12 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
         data_dir: the folder that holds the datasets, for a task whose model depends on the data.
     """
     folder = typed("folder", folder, Folder)
-    if task is not None:
-        tasks.name_of(task)
+    name = None if task is None else tasks.name_of(task)[0]
     RunFolder(Path(folder)).check_exists()
-    return Run(folder, data_dir=None if data_dir is None else Path(data_dir))
+    run = Run(folder, data_dir=None if data_dir is None else Path(data_dir))
+    if name is not None and not tasks.is_known(run.config.task):
+        raise UsageError(f"{folder} holds a run of {run.config.task}; `task` is {name}: another task, or a changed one")
+    return run
 
 
 # ---------------------------------------------------------------- many runs

@@ -31,19 +31,21 @@ def doctor(
 ) -> None:
     """Print versions and hardware, and train one epoch of the digits task as a test of the installation. With --script,
     take one step of your own training code instead. Check that the norm is computed over the whole gradient and is the
-    same on all ranks, and look for other mistakes; the exit code is 1 if a check fails. These are the checks of
-    sngm.check.
+    same on all ranks, and look for other mistakes: these are the checks of sngm.check. The exit code is 1 if a check or
+    the training fails.
     """
     if script is not None:
         return _check_script(script, as_json)
     found = _installation()
     if as_json:
         print(json.dumps(found, indent=2))
-        return
-    for key, value in found.items():
-        if isinstance(value, dict):
-            value = [f"{name} ({text})" if " " in str(text) else f"{name} {text}" for name, text in value.items()]
-        print(f"{key.replace('_', ' ')}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    else:
+        for key, value in found.items():
+            if isinstance(value, dict):
+                value = [f"{name} ({text})" if " " in str(text) else f"{name} {text}" for name, text in value.items()]
+            print(f"{key.replace('_', ' ')}: {', '.join(value) or 'none' if isinstance(value, list) else value}")
+    if not found["trains"]:
+        sys.exit(FAILED)
 
 
 def _check_script(script: str, as_json: bool) -> None:
