@@ -33,14 +33,14 @@ ON_CPU: list[Limit] = [
 ]
 OURS = ("sngm.SNGM default", "sngm.SNGM decay default", "sngm.SNGM block-wise decay default", "sngm.LARS decay default")
 ON_CUDA: list[Limit] = [
-    ("resnet50", "sngm.SNGM default", 1.0, ("SGD fused",)),
     ("vit_b16", "sngm.SNGM default", 1.0, ("SGD fused",)),
     ("1b", "sngm.SNGM default", 1.06, ("SGD fused",)),
     ("1b", "sngm.SNGM decay default", 1.22, ("SGD fused",)),
     *((size, name, 1.1, ("sngm.SNGM decay default",)) for size in ("vit_b16", "1b") for name in OURS[2:]),
     ("1b", "sngm.LAMB decay default", 1.3, ("Adam fused",)),
 ]
-MOST_EXTRA = 100  # microseconds of host time beyond torch's fused SGD, which needs no table of addresses
+MOST_EXTRA = 100  # microseconds of host time beyond torch's fused SGD, which needs no pointer table
+MOST_TIMES = 1.1  # host time over that of torch's fused SGD; of about 1, as it varies by a tenth from run to run
 
 
 # ---------------------------------------------------------------- verdicts
@@ -66,16 +66,20 @@ def ratio(record: Record, size: str, name: str, limit: float, others: tuple[str,
 
 
 def host_limits(record: Record) -> list[Row]:
-    """Return the verdicts on host time: at every size at most `MOST_EXTRA` more than that of torch's fused SGD."""
+    """Return the verdicts on host time, against torch's fused SGD: the difference for ResNet-20, else the ratio."""
     verdicts = []
-    for size in record["sizes"].values():
+    for key, size in record["sizes"].items():
         sgd = size["contenders"].get("SGD fused")
         for name in OURS:
             row = size["contenders"].get(name)
             times = [found["host_us"]["median"] for found in (row, sgd) if found and found["host_us"]]
-            measured = times[0] - times[1] if len(times) == 2 else None
-            what = f"{size['label']}: host time of {name} - SGD fused"
-            verdicts.append(verdict(what, MOST_EXTRA, " us", measured, is_broken(row)))
+            what, own = f"{size['label']}: host time of {name}", times if len(times) == 2 else None
+            if key == "resnet20":
+                extra = None if own is None else own[0] - own[1]
+                verdicts.append(verdict(f"{what} - SGD fused", MOST_EXTRA, " us", extra, is_broken(row)))
+            else:
+                factor = None if own is None else own[0] / own[1]
+                verdicts.append(verdict(f"{what} / SGD fused", MOST_TIMES, "x", factor, is_broken(row)))
     return verdicts
 
 

@@ -18,6 +18,8 @@ from sngm import SNGM, SpectralSNGM, advise, advise_model, probes, theory
 from sngm.advice import Constants, Recipe, budget_curves, carry_over, verify
 from sngm.advice.budget import NEAR_LOWEST, advise_budget
 from sngm.advice.model import _moved
+from sngm.advice.recipe import convert
+from sngm.advice.rules import carry_spectral
 from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
 from sngm.parsing import parse_settings, split_list
@@ -142,20 +144,42 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
 
 def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_an_epoch():
     line = "own.py:Line --to-batch 32 --device cpu --from-spectral"
-    found = advice(f"{line} lr=0.01,batch=8,weight_decay=0.5,momentum=0.8")
-    values = facts(found)
-    assert (values["learning rate"], values["weight decay"], values["momentum"]) == (0.02, 1.0, 0.8)
+    found = advice(f"{line} lr=0.01,batch=8,weight_decay=0.25,momentum=0.8")
     assert found["diff"][1] == (
-        "+ optimizer = sngm.SpectralSNGM(model.parameters(), lr=0.02, momentum=0.8, weight_decay=1)"
+        "+ optimizer = sngm.SpectralSNGM(model.parameters(), lr=0.0199, momentum=0.8, weight_decay=0.5)"
     )
-    assert found["command"].startswith("sngm train own.py:Line --method spectral-sngm --lr 0.02 --batch 32")
-    limited = facts(advice(f"{line} lr=0.01,batch=8,weight_decay=1.5"))
-    assert (limited["learning rate"], limited["weight decay"]) == (0.03, 2.0)
-    kept = facts(advice(f"{line} lr=0.01,batch=8,weight_decay=3.0"))
-    assert (kept["learning rate"], kept["weight decay"]) == (0.04, 3.0)
-    without = facts(advice(f"{line} lr=0.01,batch=8,weight_decay=0"))
-    assert (without["learning rate"], without["weight decay"]) == (0.02, 0.0)
+    assert found["command"].startswith("sngm train own.py:Line --method spectral-sngm --lr 0.0199 --batch 32")
     refused(sngm("advise own.py:Line --from-spectral lr=0.01,batch=8,beta=0.9"), "--from-spectral has no 'beta'")
+    refused(sngm(f"advise {line} lr=1,batch=8,weight_decay=1"), "lr 1 times weight decay 1 is 1, and must be below 1")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "decay", "why"),
+    [
+        ({"weight_decay": 0.5}, 1.0, "0.5 * sqrt(32 / 8)"),
+        ({"weight_decay": 1.5}, 2.0, "1.5 * sqrt(32 / 8) would be above 2, the most that is advised"),
+        (
+            {"weight_decay": 0.4, "momentum": 0.5},
+            0.4,
+            "0.4 * sqrt(32 / 8) would be above 0.4, the most that is advised",
+        ),
+        ({"weight_decay": 3.0}, 3.0, "3 * sqrt(32 / 8) would be above 3, the most that is advised"),
+        ({"weight_decay": 0.0}, 0.0, "none before"),
+    ],
+)
+def test_weight_decay_of_spectral_sngm_grows_to_a_limit(recipe, decay, why):
+    given = Recipe(lr=0.01, batch=8, method="spectral-sngm", **recipe)
+    carried, found = convert(given, 32, 1.0, "", measured(1000.0, samples=100), torch.nn.BatchNorm1d(2), 100)
+    assert carried.weight_decay == decay
+    assert [fact.why for fact in found["facts"] if fact.name == "weight decay"] == [why]
+    shrunk = (1 - 0.01 * recipe["weight_decay"]) ** 4
+    assert 1 - carried.lr * carried.weight_decay == pytest.approx(shrunk, abs=3e-3 * (1 - shrunk))
+    assert decay or carried.lr == 0.02
+
+
+def test_no_step_of_spectral_sngm_shrinks_the_weights_to_less_than_nothing():
+    carried = carry_spectral(lr=0.05, weight_decay=2.0, growth=40)
+    assert 0.9 < carried.lr * carried.weight_decay < 1
 
 
 def measured(*scales, samples):
@@ -347,8 +371,10 @@ def test_spectral_sngm_in_ones_own_loop():
     assert found["diff"][0].endswith(
         "sngm.SpectralSNGM(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.5, nesterov=True)"
     )
-    assert (found["lr"], found["weight_decay"]) == pytest.approx((0.02 * 2**0.5, 0.5 * 2**0.5), rel=0.01)
+    assert (found["lr"], found["weight_decay"]) == (0.0281, 0.707)
     assert "from_spectral=dict(lr=0.02, batch=32, weight_decay=0.5, momentum=0.9)" in found["check"]
+    with pytest.raises(UsageError, match='the rule is for spectral SNGM with order="before"'):
+        advise_model(*own_loop(lambda params: SpectralSNGM(params, 0.02, order="after")), steps=4)
 
 
 def test_further_settings_of_the_optimizer_are_kept_or_named():

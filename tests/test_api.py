@@ -19,13 +19,16 @@ from sngm import tasks
 from sngm.cli import exit_codes
 from sngm.errors import DataMissing, Failed, UsageError
 from sngm.optim import registry
-from sngm.study import worker
+from sngm.study import launch, worker
+from sngm.study.executors.local import open_local
 
 torch.manual_seed(0)
 X = torch.randn(240, 4)
 Y = (X[:, 0] > 0).long()
 TRAIN, TEST = TensorDataset(X[:160], Y[:160]), TensorDataset(X[160:], Y[160:])
 QUIET = {"progress": False, "device": "cpu"}
+
+pytestmark = pytest.mark.usefixtures("in_one_process")
 
 
 @pytest.fixture(autouse=True)
@@ -135,6 +138,30 @@ def test_another_model_is_another_run():
     first = sngm.train(task(), lr=0.1, batch=20, **QUIET)
     wide = sngm.Task.from_torch(lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)), TRAIN, TEST, name="linear")
     assert sngm.train(wide, lr=0.1, batch=20, epochs=2, **QUIET).folder != first.folder
+
+
+def test_the_model_of_a_run_needs_the_task_of_the_run(monkeypatch):
+    run = sngm.train(task(), lr=0.1, batch=20, **QUIET)
+    wide = sngm.Task.from_torch(lambda: nn.Sequential(nn.Linear(4, 9), nn.Linear(9, 2)), TRAIN, TEST, name="wide")
+    words = r"holds a run of linear-.*; `task` is {}: another task, or a changed one"
+    for other, name in ((wide, "wide-.*"), (Mine, "test_api:Mine"), ("digits", "digits")):
+        with pytest.raises(UsageError, match=words.format(name)):
+            sngm.load_run(run.folder, task=other)
+    monkeypatch.setattr(tasks, "LOCAL", {})  # as in a new process
+    with pytest.raises(UsageError, match=words.format("wide-.*")):
+        sngm.load_run(run.folder, task=wide)
+    assert isinstance(sngm.load_run(run.folder, task=task()).model, nn.Linear)
+
+
+def test_a_task_may_have_two_names(monkeypatch):
+    Path("line.py").write_text(console.OWN_TASK)
+    monkeypatch.syspath_prepend(".")
+    run = sngm.train("line.py:Line", lr=0.1, batch=8, epochs=1, **QUIET)
+    from line import Line
+
+    assert sngm.load_run(run.folder, task=Line).folder == run.folder
+    with pytest.raises(UsageError, match=r"line.py:Line; `task` is digits"):
+        sngm.load_run(run.folder, task="digits")
 
 
 def test_a_run_of_other_data_in_the_same_folder_is_refused():
@@ -255,7 +282,6 @@ def test_from_torch_refuses_what_it_cannot_use():
 # ---------------------------------------------------------------- compare
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_compare_takes_names_classes_and_functions(monkeypatch):
     methods = ["sngm(weight_decay=8e-4)", torch.optim.AdamW, plain]
     study = sngm.compare(task(), methods=methods, batches=[20], lrs=[0.1], seeds=2, **QUIET)
@@ -282,6 +308,7 @@ def test_worker_processes_give_the_numbers_of_this_process(monkeypatch):
     def own(params, lr):  # no other process can import it
         return plain(params, lr)
 
+    monkeypatch.setattr(launch, "open_local", open_local)
     given = {"methods": [own], "batches": [20], "lrs": [0.1], "seeds": 1, **QUIET}
     apart = sngm.compare(task(), out="apart", **given)
     monkeypatch.setattr(worker, "pack_local", lambda: (_ for _ in ()).throw(TypeError("cannot pickle")))
@@ -290,7 +317,6 @@ def test_worker_processes_give_the_numbers_of_this_process(monkeypatch):
     assert [run.result for run in here.runs] == [run.result for run in apart.runs]
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_a_study_as_a_frame_has_a_row_for_each_run():
     pandas = pytest.importorskip("pandas")
     study = sngm.compare(task(), methods=["sngm"], batches=[20], lrs=[0.1], seeds=2, **QUIET)
@@ -300,7 +326,6 @@ def test_a_study_as_a_frame_has_a_row_for_each_run():
     assert frame["test_accuracy"].between(0, 1).all()
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_to_frame_says_what_to_install(monkeypatch):
     study = sngm.compare(task(), methods=["sngm"], batches=[20], lrs=[0.1], seeds=1, **QUIET)
     monkeypatch.setitem(sys.modules, "pandas", None)
@@ -316,7 +341,6 @@ def test_a_failing_method_is_named():
         sngm.compare(task(), methods=[broken], batches=[20], lrs=[0.1], seeds=1, **QUIET)
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_other_data_or_another_loss_is_another_study():
     def accuracy(dataset, loss):
         made = sngm.Task.from_torch(linear, dataset, TEST, loss=loss, epochs=2, batches=(20,))
@@ -332,7 +356,6 @@ def test_other_data_or_another_loss_is_another_study():
     assert accuracy(TRAIN, nn.CrossEntropyLoss()) == found[0]
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_a_study_of_other_data_leaves_the_one_in_the_folder_whole():
     settings = {"methods": ["sngm"], "lrs": [0.1, 0.3], "seeds": 1, "out": "s", **QUIET}
 
@@ -359,7 +382,6 @@ def test_a_study_of_other_data_leaves_the_one_in_the_folder_whole():
     assert ((study.folder / "study.json").read_text(), sngm.load_study("s").table()) == before
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_what_a_users_function_raised_is_shown_with_its_traceback():
     def broken(outputs, target):
         raise RuntimeError("my loss broke")
@@ -449,7 +471,6 @@ def test_the_command_line_shows_flags(line, words):
     console.refused(console.sngm(f"{line} --device cpu"), words, code=3 if "data-dir" in line else 2)
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
     study = sngm.compare(
         task(), methods=[lambda p, lr: torch.optim.SGD(p, lr)], batches=[20], lrs=[0.1], seeds=1, **QUIET
@@ -457,7 +478,6 @@ def test_the_first_argument_of_an_optimizer_function_may_have_any_name():
     assert study.runs[0].status == "finished"
 
 
-@pytest.mark.usefixtures("in_one_process")
 def test_numbers_of_numpy_are_numbers():
     run = sngm.train(
         task(), lr=np.float32(0.1), batch=np.int64(20), seed=None, epochs=1, **QUIET | {"device": torch.device("cpu")}

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -757,8 +758,6 @@ def test_the_papers_numbers_are_shown_where_we_have_none(tmp_path, monkeypatch):
 
 
 def test_links_lead_to_headings_that_are_there(copied):
-    import re
-
     for target, anchor in re.findall(r"\]\((?:results/)?([\w-]+/runs\.md)#([\w-]+)\)", Path("README.md").read_text()):
         headings = re.findall(r"^## (.*)$", (copied / target).read_text(), re.M)
         assert anchor in [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
@@ -844,7 +843,8 @@ def test_other_data_than_those_of_the_results_are_refused_before_training(tiny):
     trials = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
     keep([*trials, line(value=0.91)], Path("results"))
     found = sngm("paper run table-9 --cells sngm --device cpu --jobs 1")
-    refused(found, "digits: these are different data than those of run", "fingerprint: a there")
+    assert found.code == 2
+    assert re.search("digits: these are different data than those of run .*fingerprint: a there", found.err)
     assert not list(Path().rglob("run.json"))
 
 
@@ -939,9 +939,9 @@ def test_a_run_that_another_process_made_meanwhile_is_not_made_again(tiny, monke
     answers = []
 
     def study(study, folder, *, known, show, **_):
-        answers.append(known(line().config))
+        answers.append(known(line().config, line().record["data"]))
         keep([line()], Path("results"))
-        answers.append(known(line().config))
+        answers.append(known(line().config, line().record["data"]))
 
     monkeypatch.setattr(making.launch, "compare", study)
     assert sngm("paper run table-9 --cells sngm --device cpu").code == 0

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from . import tasks
+from .advice.recipe import RECIPES
 from .api import TaskLike, run_config
 from .errors import UsageError
 from .files import check_folder, read_json, short_hash
@@ -71,7 +72,7 @@ def advise(
         progress: print the cost of the pilot run, and show a progress bar.
     """
     execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
-    recipes = {"from_sgd": from_sgd, "from_adamw": from_adamw, "from_spectral": from_spectral}
+    recipes = {"msgd": from_sgd, "adamw": from_adamw, "spectral-sngm": from_spectral}
     asked = Asked(task, recipes, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
     check_advice(asked)
     return advise_into(None if out is None else Path(out), asked, execution, progress)
@@ -127,7 +128,7 @@ class Asked(NamedTuple):
 
     task: TaskLike | Path | None
     recipes: Mapping[str, Mapping[str, Any] | None]
-    """The recipe that each argument was given, such as "from_sgd", or None."""
+    """The recipe of each method in `advice.recipe.RECIPES`, or None."""
     to_batch: int | None
     budget: BudgetOptions
     pilot_steps: int | None
@@ -137,8 +138,8 @@ class Asked(NamedTuple):
 
     @property
     def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
-        """The name of the argument that holds the recipe, and the recipe itself; None if there is no recipe."""
-        return next(((name, value) for name, value in self.recipes.items() if value is not None), None)
+        """The method of the recipe, and the recipe itself; None if there is no recipe."""
+        return next(((method, value) for method, value in self.recipes.items() if value is not None), None)
 
 
 def advise_into(
@@ -182,7 +183,7 @@ def advice_for(asked: Asked, execution: Execution, progress: bool) -> Measuremen
 
 def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, Any]:
     """Return advice from a pilot run of a task."""
-    from .advice.recipe import RECIPES, Recipe, carry_recipe
+    from .advice import Recipe, carry_recipe
     from .probes import pilot
     from .study.grid import split_settings
     from .training import resolve
@@ -198,8 +199,8 @@ def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, 
             lr = tasks.middle_rate(task, "msgd")
             config = resolve(task, "msgd", lr=lr, epochs=1, device=device, task_settings=settings)
             return _of_probe(task, pilot.along(config, steps=asked.pilot_steps, **how), asked.budget.gradients)
-        name, given = asked.recipe
-        recipe = Recipe.of(given, RECIPES[name])
+        method, given = asked.recipe
+        recipe = Recipe.of(given, method)
         how |= {"task_settings": settings, "pilot_steps": asked.pilot_steps}
         found = carry_recipe(task, recipe, asked.to_batch, **how)
     return found if asked.verify else {**found, "check": check_command(asked)}
@@ -216,7 +217,8 @@ def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
 def check_command(asked: Asked) -> str:
     """Return the Python call or the shell command that verifies advice on a recipe."""
     assert asked.recipe is not None
-    name, given = asked.recipe
+    method, given = asked.recipe
+    name = RECIPES[method]
     if not isinstance(asked.task, str):
         to_batch = "" if asked.to_batch is None else f", to_batch={asked.to_batch}"
         return f"sngm.advise(task, {name}={dict(given)!r}{to_batch}, verify=True)"
@@ -257,14 +259,14 @@ def check_advice(asked: Asked) -> None:
     constants = {name: value for name, value in as_dict(budget).items() if name != "gradients" and value is not None}
     is_folder = isinstance(task, (str, Path)) and Path(task).is_dir()
     if sum(value is not None for value in (*asked.recipes.values(), gradients)) != 1:
-        raise UsageError(f"give one of {', '.join(f'`{name}`' for name in asked.recipes)} and `gradients`")
+        raise UsageError(f"give one of {', '.join(f'`{name}`' for name in RECIPES.values())} and `gradients`")
     if recipe is None and (asked.to_batch is not None or asked.verify):
-        names = " or ".join(f"`{name}`" for name in asked.recipes)
+        names = " or ".join(f"`{name}`" for name in RECIPES.values())
         raise UsageError(f"`to_batch` and `verify` need a recipe: {names}")
     if asked.seeds is not None and (asked.seeds < 1 or not asked.verify):
         raise UsageError(f"`seeds` must be at least 1, and is for `verify`; got {asked.seeds}")
     if recipe is not None and is_folder:
-        raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured, and not a folder")
+        raise UsageError(f"`{RECIPES[recipe[0]]}` needs a task, whose gradient is measured, and not a folder")
     if pilot_steps is not None and pilot_steps < 1:
         raise UsageError(f"`pilot_steps` must be at least 1, got {pilot_steps}")
     if gradients is not None and not 1 <= gradients < math.inf:
@@ -281,7 +283,7 @@ def check_advice(asked: Asked) -> None:
             raise UsageError(f"{names}: given without a task only; the pilot of a task measures them")
         return
     if recipe is not None:
-        raise UsageError(f"`{recipe[0]}` needs a task, whose gradient is measured")
+        raise UsageError(f"`{RECIPES[recipe[0]]}` needs a task, whose gradient is measured")
     if missing_names := [f"`{name}`" for name in ("gap", "L", "sigma") if name not in constants]:
         raise UsageError(f"without a task {' and '.join(missing_names)} must be given")
     if budget.L == 0 and budget.gap != 0 and not (budget.lam or 0) > 0:  # also for -0.0

@@ -139,7 +139,7 @@ def load_run(folder: Folder, *, task: Task | type[Task] | None = None, data_dir:
     name = None if task is None else tasks.name_of(task)[0]
     RunFolder(Path(folder)).check_exists()
     run = Run(folder, data_dir=None if data_dir is None else Path(data_dir))
-    if name is not None and not tasks.is_known(run.config.task):
+    if name is not None and not tasks.is_same(name, run.config.task):
         raise UsageError(f"{folder} holds a run of {run.config.task}; `task` is {name}: another task, or a changed one")
     return run
 

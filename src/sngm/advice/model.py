@@ -18,7 +18,7 @@ from ..optim import SpectralSNGM
 from ..options import at_least
 from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
-from .recipe import Recipe, argument_of, convert, has_momentum
+from .recipe import RECIPES, Recipe, convert, has_momentum
 from .rules import check_trains
 from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
@@ -133,7 +133,7 @@ def carry_model(
         notes.append(SUMMED)
         of_mean = dataclasses.replace(recipe, lr=recipe.lr * batch, weight_decay=given["weight_decay"] / batch)
     about = {"format": 1, "kind": "recipe", "norms": lengths, "warnings": warnings, "notes": notes}
-    name = argument_of(recipe.method)
+    name = RECIPES[recipe.method]
     keys = ["lr", "batch", "weight_decay", *["momentum"] * has_momentum(recipe.method)]
     if lost := [key for key in extra if key not in CARRIED]:
         notes.append(f"The check below trains without {', '.join(lost)}, which `{name}` does not take.")
@@ -196,9 +196,11 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
-    """Return the class of an optimizer, or that of its base classes, whose recipe the rule converts."""
+    """Return the class in `METHODS` that an optimizer is an instance of; raise UsageError if there is none."""
     for cls in METHODS:
         if isinstance(optimizer, cls):
+            if optimizer.param_groups[0].get("order") == "after":
+                raise UsageError('`optimizer` has order="after"; the rule is for spectral SNGM with order="before"')
             return cls
     name = type(optimizer).__name__
     raise UsageError(

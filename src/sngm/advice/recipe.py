@@ -40,8 +40,8 @@ NOISE_SAMPLES = 1024  # the fewest samples, if there are as many, to measure the
 Record = dict[str, Any]
 
 
-RECIPES = {"from_sgd": "msgd", "from_adamw": "adamw", "from_spectral": "spectral-sngm"}
-"""The arguments that take a recipe, and the method of each."""
+RECIPES = {"msgd": "from_sgd", "adamw": "from_adamw", "spectral-sngm": "from_spectral"}
+"""The methods whose recipe the rule converts, and the argument that takes it."""
 FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lr": ((int, float), lambda value: 0 < value < math.inf, "a finite number > 0"),
     "batch": (int, lambda value: value > 0, "a whole number > 0"),
@@ -69,7 +69,7 @@ class Recipe:
         >>> Recipe.of({"lr": 0.1, "batch": 128, "weight_decay": 1e-4})
         Recipe(lr=0.1, batch=128, weight_decay=0.0001, momentum=0.9, epochs=None, method='msgd')
         """
-        name = argument_of(method)
+        name = RECIPES[method]
         if not isinstance(given, Mapping):
             raise UsageError(f"`{name}` must be a dict such as dict(lr=0.1, batch=128), got {given!r}")
         known = ["lr", "batch", "weight_decay", *["momentum"] * has_momentum(method), "epochs"]
@@ -88,11 +88,6 @@ class Recipe:
         """The method settings that differ from the defaults; the methods with a momentum have the same default, 0.9."""
         decay = {} if self.weight_decay is None else {"weight_decay": self.weight_decay}
         return decay if self.momentum == 0.9 else {"momentum": self.momentum, **decay}
-
-
-def argument_of(method: str) -> str:
-    """Return the name of the argument that takes a recipe of this method."""
-    return next(name for name, own in RECIPES.items() if own == method)
 
 
 def has_momentum(method: str) -> bool:
@@ -146,6 +141,8 @@ def carry_recipe(
     common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "task_settings": task_settings}
     small = resolve(task, recipe.method, batch=recipe.batch, method_settings=recipe.settings, **common)
     large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
+    if recipe.method == "spectral-sngm":
+        carry_spectral(recipe.lr, small.method_settings["weight_decay"], 1.0)  # raises now, not after the pilot
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
     # computed before the pilot, because it raises an error if `to_batch` is too large
@@ -216,7 +213,8 @@ def convert(
     """
     decay = recipe.weight_decay or 0.0
     growth = f"sqrt({to_batch} / {recipe.batch})"
-    more = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
+    shrinks = f"{decay:g} * {growth}{summed}: shrinks as much an epoch"
     old_arguments: Record = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": decay, **(extra or {})}
     if recipe.method == "msgd":
         carried = carry_over(recipe.lr, decay * sums, norm, to_batch / recipe.batch)
@@ -230,10 +228,14 @@ def convert(
         new_method, new_class = recipe.method, own_class
         del old_arguments["momentum"]
     else:
-        carried = carry_spectral(recipe.lr, decay, to_batch / recipe.batch)
-        measured, how = [], f"learning rate * weight decay grows as the batch, by {to_batch / recipe.batch:g}"
+        carried = carry_spectral(recipe.lr, decay, to_batch / recipe.batch, recipe.momentum)
+        measured, how = [], "with weight decay, shrinks the weights as much in an epoch as before"
         kept = [Fact("momentum", recipe.momentum, GIVEN, "as before")]
-        more = f", at most {max(decay, MOST_DECAY):g}"
+        shrinks = f"{decay:g} * {growth}"
+        if not decay:
+            how, shrinks = f"{recipe.lr:g} * {growth}: not tested without weight decay", "none before"
+        elif carried.weight_decay < rounded(decay * math.sqrt(to_batch / recipe.batch)):
+            shrinks += f" would be above {max(decay, MOST_DECAY / (1 - recipe.momentum)):g}, the most that is advised"
         new_method, new_class = recipe.method, own_class
     old = Settings(recipe.method, recipe.batch, old_arguments, own_class)
     new_arguments = {**old_arguments, **carried._asdict()}
@@ -247,7 +249,7 @@ def convert(
         Fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
         Fact("learning rate", carried.lr, RULE, how),
         *kept,
-        Fact("weight decay", carried.weight_decay, RULE, f"{decay:g} * {growth}{more}: shrinks as much an epoch"),
+        Fact("weight decay", carried.weight_decay, RULE, shrinks),
         *([] if recipe.epochs is None else [Fact("epochs", recipe.epochs, GIVEN, "as before")]),
     ]
     return carried, {**found, "facts": facts}
@@ -338,6 +340,8 @@ def _warnings(
             f"The task does not train both alike: {'; '.join(differ)}. The rule takes them to be the same, and where "
             "they are not it has hardly been tried."
         )
+    if small.method != "msgd":  # the other rules use no gradient norm
+        return found
     cut = "--pilot-steps ended the pilot" if len(epochs) < small.epochs else "the recipe ended"
     if part is not None:
         found.append(
@@ -376,7 +380,7 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
             f"A step may be as long as lr / (1 - momentum) = {longest:.3g}, and all weights together are {weights:.3g} "
             "at the start: if the loss jumps about, take a smaller lr."
         )
-    if large.method == "sngm" and large.schedule == "constant":
+    if large.method in ("sngm", "spectral-sngm") and large.schedule == "constant":
         notes.append("The schedule is constant, but SNGM's steps do not shrink by themselves: try --schedule cosine.")
     return notes
 

@@ -38,7 +38,9 @@ def advise(
     ] = None,
     from_spectral: Annotated[
         str | None,
-        typer.Option("--from-spectral", help="Your recipe of spectral SNGM: the settings of --from-sgd."),
+        typer.Option(
+            "--from-spectral", help="Your recipe of spectral SNGM: lr=..,batch=.. and weight_decay, momentum, epochs."
+        ),
     ] = None,
     to_batch: Annotated[
         int | None, typer.Option("--to-batch", help="Target batch size. Default: twice the recipe's.")
@@ -73,8 +75,8 @@ def advise(
     from ..advice.page import plain
     from ..files import finite, short_hash
 
-    given = {"from_sgd": from_sgd, "from_adamw": from_adamw, "from_spectral": from_spectral}
-    recipes = {name: None if text is None else parse_settings(split_list(text)) for name, text in given.items()}
+    given = {"msgd": from_sgd, "adamw": from_adamw, "spectral-sngm": from_spectral}
+    recipes = {method: None if text is None else parse_settings(split_list(text)) for method, text in given.items()}
     chosen = parse_settings(settings or [])
     asked = advising.Asked(what, recipes, to_batch, budget, pilot_steps, chosen, verify, seeds)
     advising.check_advice(asked)

@@ -285,17 +285,17 @@ def _check_data(lines: Iterable[Line]) -> None:
     seen: dict[tuple[str, str, str], Line] = {}
     for line in lines:
         other = seen.setdefault(_data_key(line.config), line)
-        name = f"{line.config.task}, run {line.hash}: trained on different data than run {other.hash}, which is kept"
-        _check_same(name, other, line.record["data"])
+        message = f"{line.config.task}, run {line.hash}: trained on different data than run {other.hash}, which is kept"
+        _check_same(message, other, line.record["data"])
 
 
 def _data_key(config: RunConfig) -> tuple[str, str, str]:
     return config.task, config.part, str(config.task_settings.get("files"))
 
 
-def _check_same(name: str, line: Line, data: dict[str, Any]) -> None:
+def _check_same(message: str, line: Line, data: dict[str, Any]) -> None:
     if differing := differences(line.record["data"], data):
-        raise UsageError(f"{name}: {'; '.join(differing)}")
+        raise UsageError(f"{message}: {'; '.join(differing)}")
 
 
 def command_of(config: RunConfig) -> str:

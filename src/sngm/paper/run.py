@@ -18,7 +18,6 @@ from ..study import launch
 from ..study.grid import run_name
 from ..training.config import RunConfig
 from ..training.distributed import choose_device
-from ..training.evaluate import data_of, samples_of
 from ..training.loop import Options
 from ..training.run_folder import FINISHED, RunFolder, commit, provenance
 from .experiments import Item, Planned
@@ -73,10 +72,7 @@ def run(
     failed: list[Failure] = []
     with suppress(OutOfTime), _time_limit(budget) if budget else nullcontext():
         for cell in planned:
-            there = read(results)
-            if missing := outcome_of(cell, there, seeds).missing:
-                data = data_of(*samples_of(missing[0].build_task(options.data_dir), missing[0]))
-                check_new_data(missing[0], data, there)  # now, not after minutes of training
+            if outcome_of(cell, read(results), seeds).missing:
                 _make(cell, out, options, seeds, jobs, results, show, failed)
     there = read(results)
     return [outcome_of(cell, there, seeds) for cell in planned], failed
@@ -93,9 +89,11 @@ def _make(
     study = planned.study(seeds)
     now = provenance(choose_device(options.device))
 
-    def known(config: RunConfig) -> launch.Record | None:
-        line = read(results).of(config)  # read again, because another process may have added the run
+    def known(config: RunConfig, data: launch.Record) -> launch.Record | None:
+        there = read(results)  # read again, because another process may have added the run
+        line = there.of(config)
         if line is None:
+            check_new_data(config, data, there)  # now, not after minutes of training
             _set_aside_if_not_resumable(folder, run_name(config), now)
             return None
         from_elsewhere.add(config.hash)

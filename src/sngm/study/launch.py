@@ -71,13 +71,13 @@ def compare(
     options: Options,
     jobs: int | None = None,
     show: Callable[[Progress], None],
-    known: Callable[[RunConfig], Record | None] = lambda _: None,
+    known: Callable[[RunConfig, Record], Record | None] = lambda config, data: None,
     cluster: Cluster = LOCAL,
 ) -> Progress:
     """Train every unfinished run of a study in `folder`, and keep study.json up to date.
 
-    `show` is called with the progress. `known` returns the record of a run that was trained in another folder, or None.
-    `cluster` says where runs are executed.
+    `show` is called with the progress. `known` gets a run's config and a description of its data, and returns the
+    record of this run if it was trained in another folder, or None. `cluster` says where runs are executed.
     """
     check_jobs(jobs, cluster)
     executors.check_usable(cluster.executor)
@@ -163,7 +163,7 @@ class _Launcher:
     options: Options
     jobs: int | None
     show: Callable[[Progress], None]
-    known: Callable[[RunConfig], Record | None]
+    known: Callable[[RunConfig, Record], Record | None]
     cluster: Cluster
     data: dict[str, Record]  # the result of `check`
     executor: Executor | None = None  # opened for the first run that is not finished
@@ -217,7 +217,7 @@ class _Launcher:
         options |= {"track": self.options.track, "group": self.folder.name}
         for config in configs:
             path = self.folder / "runs" / run_name(config)
-            elsewhere = self.known(config)
+            elsewhere = self.known(config, self.data[config.part])
             self.elsewhere += elsewhere is not None
             finished = elsewhere or _finished(path, config, self.data[config.part])
             if finished:

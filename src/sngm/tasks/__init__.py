@@ -230,6 +230,17 @@ def is_known(name: str) -> bool:
     return name in LOCAL or name in TASKS or in_main or place not in ("", "__main__")
 
 
+def is_same(name: str, other: str) -> bool:
+    """Return False if two names stand for different tasks; file.py:Class and module:Class may stand for the same."""
+    if name == other or not is_known(other) or {name, other} <= LOCAL.keys():
+        return name == other
+    places = {
+        (getattr(sys.modules.get(cls.__module__), "__file__", None), cls.__qualname__)
+        for cls in map(find, (name, other))
+    }
+    return len(places) == 1
+
+
 def settings_of(name: str) -> list[str]:
     """Return the names of the settings of a task."""
     return list(inspect.signature(find(name)).parameters)
