@@ -180,6 +180,11 @@ def test_weight_decay_of_spectral_sngm_grows_to_a_limit(recipe, decay, why):
 def test_no_step_of_spectral_sngm_shrinks_the_weights_to_less_than_nothing():
     carried = carry_spectral(lr=0.05, weight_decay=2.0, growth=40)
     assert 0.9 < carried.lr * carried.weight_decay < 1
+    found = advice("own.py:Line --to-batch 48 --device cpu --from-spectral lr=0.05,batch=8,weight_decay=2")
+    assert (
+        "Each step shrinks the weights by 47% (lr * weight_decay): batch 48 has too few steps" in found["warnings"][1]
+    )
+    assert "the rule of spectral SNGM has hardly been tried" in found["warnings"][0]
 
 
 def measured(*scales, samples):
@@ -267,7 +272,7 @@ def test_verify_trains_all_and_compares_them(tmp_path):
 
 def test_verify_says_that_adamw_stays():
     line = "advise own.py:Line --to-batch 64 --device cpu --verify --from-adamw lr=0.1,batch=32,epochs=1"
-    assert "SNGM was not tried" in sngm(line).out
+    assert "no other was tried" in sngm(line).out
 
 
 def test_runs_that_diverged_on_either_side_are_not_compared_by_their_means():
@@ -373,6 +378,12 @@ def test_spectral_sngm_in_ones_own_loop():
     )
     assert (found["lr"], found["weight_decay"]) == (0.0281, 0.707)
     assert "from_spectral=dict(lr=0.02, batch=32, weight_decay=0.5, momentum=0.9)" in found["check"]
+    grouped = own_loop(list)
+    biases, weights = ([p for p in grouped[0].parameters() if (p.ndim > 1) == many] for many in (False, True))
+    groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights, "weight_decay": 0.5}]
+    found = advise_model(*grouped[:3], SpectralSNGM(groups, 0.02), steps=4)
+    assert found["weight_decay"] == 0.707, "of the largest group"
+    assert "the settings of the largest parameter group" in " ".join(found["notes"])
     with pytest.raises(UsageError, match='the rule is for spectral SNGM with order="before"'):
         advise_model(*own_loop(lambda params: SpectralSNGM(params, 0.02, order="after")), steps=4)
 
@@ -600,7 +611,10 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
     line("digits --from-sgd lr=0.1,batch=32 --gradients 100 --to-batch 64", "give one of --from-sgd")
     line("digits --gradients 100 --to-batch 64", "--to-batch and --verify need a recipe")
     line("digits --gradients 100 --verify", "--to-batch and --verify need a recipe")
-    line("digits --from-sgd lr=0.1,batch=32 --seeds 5", "--seeds must be at least 1, and is for --verify")
+    line(
+        "digits --from-sgd lr=0.1,batch=32 --seeds 5",
+        "--seeds is the number of runs that --verify makes: give --verify too",
+    )
     line("digits --from-sgd lr=0.1,batch=32 --verify --seeds 0", "--seeds must be at least 1")
     line("--from-sgd lr=0.1,batch=32 --to-batch 64", "needs a task")
     line("digit --from-sgd lr=0.1,batch=32 --to-batch 64", "did you mean 'digits'")

@@ -300,7 +300,12 @@ def test_what_there_is_comes_whole_as_json_and_as_text(verb, complete):
 def test_an_installation_that_does_not_train_fails_the_check(monkeypatch):
     monkeypatch.setattr(training, "train", lambda config, folder: {"status": "diverged"})
     found = sngm("doctor --json")
-    assert (found.code, found.json["trains"]) == (1, False)
+    assert (found.code, found.json["trains"], found.json["error"]) == (1, False, "diverged")
+    monkeypatch.setattr(training, "train", lambda config, folder: [][1])
+    found = sngm("doctor")
+    assert found.code == 1
+    assert "torch 2" in found.out
+    assert "error: IndexError: list index out of range\n" in found.out
 
 
 def test_a_method_without_its_library_says_what_to_install(monkeypatch):

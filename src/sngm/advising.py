@@ -263,8 +263,10 @@ def check_advice(asked: Asked) -> None:
     if recipe is None and (asked.to_batch is not None or asked.verify):
         names = " or ".join(f"`{name}`" for name in RECIPES.values())
         raise UsageError(f"`to_batch` and `verify` need a recipe: {names}")
-    if asked.seeds is not None and (asked.seeds < 1 or not asked.verify):
-        raise UsageError(f"`seeds` must be at least 1, and is for `verify`; got {asked.seeds}")
+    if asked.seeds is not None and asked.seeds < 1:
+        raise UsageError(f"`seeds` must be at least 1, got {asked.seeds}")
+    if asked.seeds is not None and not asked.verify:
+        raise UsageError("`seeds` is the number of runs that `verify` makes: give `verify` too")
     if recipe is not None and is_folder:
         raise UsageError(f"`{RECIPES[recipe[0]]}` needs a task, whose gradient is measured, and not a folder")
     if pilot_steps is not None and pilot_steps < 1:

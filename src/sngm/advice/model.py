@@ -20,7 +20,6 @@ from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
 from .recipe import RECIPES, Recipe, convert, has_momentum
 from .rules import check_trains
-from .verdict import WITHOUT_NORMALISATION, has_normalisation
 
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
@@ -116,7 +115,7 @@ def carry_model(
     longest, which = _longest_epoch(lengths, per_epoch)
     sums = to_batch / batch if scaled else 1.0
     _, found = convert(recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra)
-    warnings = [] if has_normalisation(model) else [WITHOUT_NORMALISATION]
+    warnings = found.pop("warnings")
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
@@ -124,7 +123,7 @@ def carry_model(
         )
     if len(optimizer.param_groups) > 1:
         notes.append(
-            "These are the settings of the first parameter group: change those of the others by the same factors."
+            "These are the settings of the largest parameter group: change those of the others by the same factors."
         )
     if recipe.weight_decay and _is_coupled(optimizer):
         notes.append(COUPLED)
@@ -188,18 +187,23 @@ def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings of the optimizer's first parameter group, as arguments of `Recipe`."""
+    """Return the settings of the optimizer's largest parameter group, as arguments of `Recipe`."""
     method = METHODS[_known_class(optimizer)]
-    group = optimizer.param_groups[0]
+    group = _largest_group(optimizer)
     known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0)), "method": method}
     return {**known, "momentum": float(group["momentum"])} if has_momentum(method) else known
+
+
+def _largest_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the parameter group with the most elements: a group of biases may come first, and have no weight decay."""
+    return max(optimizer.param_groups, key=lambda group: sum(p.numel() for p in group["params"]))
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
     """Return the class in `METHODS` that an optimizer is an instance of; raise UsageError if there is none."""
     for cls in METHODS:
         if isinstance(optimizer, cls):
-            if optimizer.param_groups[0].get("order") == "after":
+            if _largest_group(optimizer).get("order") == "after":
                 raise UsageError('`optimizer` has order="after"; the rule is for spectral SNGM with order="before"')
             return cls
     name = type(optimizer).__name__
@@ -225,7 +229,7 @@ def _class(optimizer: torch.optim.Optimizer) -> str:
 
 def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the non-default arguments of an optimizer that `_settings` does not return."""
-    group, own = optimizer.param_groups[0], _known_class(optimizer)
+    group, own = _largest_group(optimizer), _known_class(optimizer)
     known = {"params", "lr", "weight_decay", "momentum"}
     defaults = {name: p.default for name, p in inspect.signature(own).parameters.items() if name not in known}
     return {name: group[name] for name, default in defaults.items() if group.get(name, default) != default}
@@ -233,7 +237,7 @@ def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 def _is_coupled(optimizer: torch.optim.Optimizer) -> bool:
     """Return True if an optimizer is Adam with coupled weight decay, which is added to the gradient."""
-    decoupled = optimizer.param_groups[0].get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    decoupled = _largest_group(optimizer).get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return isinstance(optimizer, torch.optim.Adam) and not decoupled
 
 

@@ -29,7 +29,7 @@ from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact
 from .rules import MOST_DECAY, Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
-from .verdict import MARGIN, WITHOUT_NORMALISATION, Settings, conclude, has_normalisation
+from .verdict import MARGIN, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
@@ -175,7 +175,7 @@ def carry_recipe(
         "recipe": dataclasses.asdict(known),
         "facts": facts,
         "command": _command(task, recipe, large, data_dir),
-        "warnings": _warnings(setup, small, large, epochs, part, weights),
+        "warnings": found.pop("warnings") + _warnings(setup, small, large, epochs, part, weights),
         "notes": _notes(setup.model, small, large, weights, steps),
         "norms": norms,
         "configs": [config.as_dict() for config in configs],
@@ -332,8 +332,6 @@ def _warnings(
             f"A step may be {longest / weights:.2g} times as long as all weights together: the lr of the recipe is "
             "probably so large that it does not train, and then this advice is worthless."
         )
-    if not has_normalisation(setup.model):
-        found.append(WITHOUT_NORMALISATION)
     pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
     if differ := [f"{name} {_said(old)} before, {_said(new)} now" for name, old, new in pairs if old != new]:
         found.append(

@@ -29,7 +29,7 @@ def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]
         score = f"{_score(summary, own)} (seeds: {own.n}), with linear scaling (lr {own.lr:g})"
         text += f" Your own method has {score}. Compared with that, {after.method}: {found}{do}."
     if before.method.partition("(")[0] == after.method.partition("(")[0]:
-        text += " The advised settings are those of your own method, scaled to the larger batch; SNGM was not tried."
+        text += " The advised settings are those of your own method, scaled to the larger batch; no other was tried."
     return text, report.write(folder, answer=headline)
 
 

@@ -132,6 +132,11 @@ def _installation() -> dict[str, Any]:
         name: with_flags(why if usable else f"unusable: {why}") for name, usable, why in executors_usable()
     }
     with tempfile.TemporaryDirectory() as folder:
-        record = train(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
+        try:
+            record = train(resolve("digits", "sngm", lr=0.1, batch=128, epochs=1), Path(folder))
+        except Exception as error:  # of a broken library or device: report it beside their versions
+            record = {"status": "failed", "error": f"{type(error).__name__}: {error}"}
     found["trains"] = record["status"] == "finished"
+    if not found["trains"]:
+        found["error"] = record.get("error", record["status"])
     return found

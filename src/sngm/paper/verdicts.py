@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, variance
 
 from ..report.stats import contrast, difference, half_width
+from ..study.grid import Cell
 from ..training.config import RunConfig
 from .experiments import Item, Planned
 from .results import Line, Results
@@ -105,15 +106,18 @@ def outcome_of(planned: Planned, results: Results, seeds: int | None = None) -> 
         searched={} if cell.lr is None else cell.searched.get(cell.lr, {}),
         at_edge=cell.summary(item.higher_is_better)["at_edge"],
         nothing_trains=cell.chosen and cell.lr is None,
-        on_test=_best_on_test(cell.config(cell.grid[0], "full", 0), results, item),
+        on_test=_best_on_test(cell, results, item),
     )  # fmt: skip
 
 
-def _best_on_test(like: RunConfig, results: Results, item: Item) -> list[Line]:
+def _best_on_test(cell: Cell, results: Results, item: Item) -> list[Line]:
     by_rate: dict[float, list[Line]] = {}
+    like = cell.config(cell.grid[0], "full", 0)
     wanted = _but_for_rate(like)
     for line in results.of_task(item.task):
         config = line.config
+        if not item.search and config.lr not in cell.grid:  # a run of another row
+            continue
         if (config.method, config.batch) == (like.method, like.batch) and _but_for_rate(config) == wanted:
             by_rate.setdefault(line.config.lr, []).append(line)
     trained = [lines for lines in by_rate.values() if len(values_of(lines, item.metric)) == len(lines)]

@@ -253,8 +253,9 @@ def split_settings(task: str, methods: list[str], settings: dict[str, Any]) -> t
         if in_task and in_methods:
             raise UsageError(f"{bare} is a setting of the task and of a method; write task.{bare} or method.{bare}")
         if not in_task and not in_methods:
-            names = "; ".join(f"{name} has {', '.join(known)}" for name, known in of_methods.items())
-            raise UsageError(f"no setting {bare!r}: task {task} has {', '.join(of_task) or 'none'}; {names}")
+            known = {f"task {task}": of_task, **of_methods}
+            names = "; ".join(f"{name} has {', '.join(own) or 'none'}" for name, own in known.items())
+            raise UsageError(f"no setting {bare!r}: {names}")
         (for_task if in_task else for_methods)[bare] = value
     for text in methods:
         name, own = parse_call(text)
