@@ -15,6 +15,8 @@ STACKS := build/integrations
 DOCS := build/docs
 # one file stays on one worker, which shares its fixtures; the same drawn examples in each run, unlike a bare pytest
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --hypothesis-profile=ci
+# slow tests often wait for processes that they start, so they get a worker more than there are cores
+SLOW := $(PYTEST) -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # let pytest keep the tests whose assertions it has rewritten: to rewrite all of them takes seconds in each worker
 export PYTHONDONTWRITEBYTECODE :=
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
@@ -35,7 +37,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## compare MSGD, LARS and SNGM on scikit-learn's digits, small batch against large (one to two minutes)
 	@echo "==> sngm compare: which method keeps its accuracy at a large batch?"
-	@$(BIN)/sngm compare
+	@$(BIN)/sngm compare $(COMPARE)
 
 test: $(READY) lint  ## lint, types and the tests that are not slow
 	@echo "==> tests"
@@ -47,7 +49,7 @@ test-quick: $(READY)  ## the part of the tests that a set-up could break
 
 test-slow: $(READY)  ## the slow tests, except the nightly ones
 	@echo "==> slow tests"
-	@$(PYTEST) -m 'slow and not nightly'
+	@$(SLOW) -m 'slow and not nightly'
 
 $(VENV)/.nightly: $(READY)
 	@echo "==> installing Ray, submitit, W&B and MLflow"
@@ -56,7 +58,7 @@ $(VENV)/.nightly: $(READY)
 
 test-nightly: $(VENV)/.nightly test-integrations  ## the longest tests: fault injection, other libraries, whole studies
 	@echo "==> nightly tests"
-	@$(PYTEST) -m nightly
+	@$(SLOW) -m nightly
 
 $(STACKS)/.ready: tests/integrations/requirements.txt constraints.txt
 	@echo "==> creating $(STACKS) and installing the training frameworks"

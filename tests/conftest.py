@@ -46,13 +46,15 @@ def nothing_left_running():
     end_all()
 
 
-@pytest.fixture
-def in_one_process(monkeypatch):
-    """Train the runs of a study in a thread of this process: worker processes take seconds to start."""
+@pytest.fixture(scope="module")
+def in_one_process():
+    """Train the runs of a module's studies in a thread of this process: worker processes take seconds to start."""
     from sngm.study import launch
     from sngm.study.executors.local import InThread
 
-    monkeypatch.setattr(launch, "open_local", lambda task, jobs, on_gpu: InThread())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launch, "open_local", lambda task, jobs, on_gpu: InThread())
+        yield
 
 
 @pytest.fixture

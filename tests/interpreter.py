@@ -3,12 +3,15 @@
 import contextlib
 import functools
 import importlib
+import math
 import sys
 
 import pytest
 import torch
 
 import sngm.triton_support
+
+STEP = tuple(f"sngm.optim.kernels.{name}" for name in ("device_tables", "triton_kernels", "device_functions"))
 
 
 def unload(ours):
@@ -24,14 +27,26 @@ def speed_up():
     """Leave out work of Triton's interpreter that takes two thirds of its time."""
     interpreter = importlib.import_module("triton.runtime.interpreter")
     semantic = importlib.import_module("triton.language.semantic").TritonSemantic
+    core = importlib.import_module("triton.language.core")
     # patch the language once per function instead of at each call
     interpreter._patch_lang = functools.cache(interpreter._patch_lang)
     interpreter._LangPatchScope.restore = lambda self: None
     # build the table of dtypes once for each dtype; pointer types are not hashable and need no table
     dtype_of, cached = interpreter._get_np_dtype, functools.cache(interpreter._get_np_dtype)
     interpreter._get_np_dtype = lambda t: (dtype_of if t.scalar.is_ptr() else cached)(t.scalar)
-    # do not check every sum of int32 for overflow
+    # do not check every sum of int32 for overflow, nor the itemsize of every array
     semantic.binary_op_sanitize_overflow_impl = lambda *_: None
+    interpreter.TensorHandle.__post_init__ = lambda self: None
+
+    @functools.cache
+    def sizes(shape):
+        return core.tuple([core.constexpr(size) for size in shape]), core.constexpr(math.prod(shape))
+
+    def init(self, handle, type):
+        self.handle, self.type, self.dtype = handle, type, type.scalar
+        self.shape, self.numel = sizes(type.shape if type.is_block() else ())
+
+    core.tensor.__init__ = init  # it would make constants of the sizes for each tensor
 
 
 @contextlib.contextmanager

@@ -10,6 +10,7 @@ import os
 import random
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing.process import BaseProcess
@@ -196,12 +197,7 @@ def assert_near(ours: dict[str, Any], theirs: dict[str, Any], tolerance: float) 
 def sngm(*arguments: Any, log: Path | None = None, pause: float = 0.0, **environment: Any) -> BaseProcess:
     """Start ``sngm ...`` in a process; its output goes to `log`."""
     words = [str(argument) for argument in arguments]
-    process = SERVER.Process(
-        target=_main, args=(words, str(log or os.devnull), {"SNGM_TEST_PAUSE": pause, **environment}), daemon=True
-    )
-    process.start()
-    endings.append(process.kill)
-    return process
+    return _start(_main, words, log or Path(os.devnull), {"SNGM_TEST_PAUSE": pause, **environment})
 
 
 def ranks(count: int, *arguments: Any, log: Path, **environment: Any) -> list[int | None]:
@@ -216,16 +212,15 @@ def ranks(count: int, *arguments: Any, log: Path, **environment: Any) -> list[in
 
 
 def call_ranks(count: int, function: Callable[..., None], *arguments: Any) -> None:
-    """Call a function of this or a test's module in several processes."""
+    """Call a function of this or a test's module in several processes; if one fails, show what they print."""
     port = free_port()
-    processes = [
-        SERVER.Process(target=_call, args=(function, arguments, rank_environment(rank, count, port)), daemon=True)
-        for rank in range(count)
-    ]
-    for process in processes:
-        process.start()
-        endings.append(process.kill)
-    assert together(processes) == [0] * count
+    with tempfile.TemporaryDirectory() as folder:
+        logs = [Path(folder, str(rank)) for rank in range(count)]
+        processes = [
+            _start(function, arguments, log, rank_environment(rank, count, port)) for rank, log in enumerate(logs)
+        ]
+        codes = together(processes)
+        assert codes == [0] * count, "\n\n".join(log.read_text() for log in logs)
 
 
 def together(processes: Sequence[BaseProcess]) -> list[int | None]:
@@ -256,17 +251,24 @@ def free_port() -> int:
             return port
 
 
-def _main(words: list[str], log: str, environment: dict[str, Any]) -> None:
+def _start(function: Callable[..., None], arguments: Sequence[Any], log: Path, environment: Any) -> BaseProcess:
+    process = SERVER.Process(target=_call, args=(function, arguments, str(log), environment), daemon=True)
+    process.start()
+    endings.append(process.kill)
+    return process
+
+
+def _main(*words: str) -> None:
     from sngm.cli import main
 
+    sys.argv = ["sngm", *words]
+    main()
+
+
+def _call(function: Callable[..., None], arguments: Sequence[Any], log: str, environment: dict[str, Any]) -> None:
     with open(log, "ab", buffering=0) as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    sys.argv = ["sngm", *words]
-    _call(main, (), environment)
-
-
-def _call(function: Callable[..., None], arguments: Sequence[Any], environment: dict[str, Any]) -> None:
     os.environ.update({k: str(v) for k, v in environment.items()})
     torch.set_num_threads(1)
     function(*arguments)

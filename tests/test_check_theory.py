@@ -468,12 +468,14 @@ def test_json_has_every_finding_with_its_numbers(few):
     assert json.loads((folder / "findings.json").read_text())["findings"] == result.json["findings"]
 
 
+@pytest.mark.slow
 def test_progress_goes_to_stderr(few):
     lines = few[0].err.splitlines()
     assert len(lines) == 4
     assert re.fullmatch(r"lemma-1: holds \(.* s\)", lines[0])
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_but_itself(few):
     page = (few[1] / "report.html").read_text()
     assert "http" not in page.replace("http-equiv", "")

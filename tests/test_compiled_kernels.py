@@ -1,11 +1,12 @@
 """The Triton kernels, compiled for absent GPUs: the compiler rejects code that the interpreter runs."""
 
+import itertools
 import re
 import types
 
 import pytest
 import torch
-from harness import KERNEL_CASES, make_params, make_twin
+from harness import KERNEL_CASES, make_params, make_twin, pairwise
 
 import sngm
 import sngm.triton_support
@@ -24,6 +25,7 @@ DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16]
 TARGETS = pytest.mark.parametrize("target", [A100, H100, MI300], ids=["A100", "H100", "MI300"])
 MEMORY = {A100: 166_912, H100: 232_448, MI300: 65_536}  # bytes of shared memory per program
 SHAPES = [(7,), (40, 40), (64,)]
+WORDS = (A100, H100, MI300), (50, 200), (torch.float32, torch.bfloat16)  # GPUs, widths, dtypes
 
 pytestmark = pytest.mark.filterwarnings("ignore:AnnAssign:DeprecationWarning")  # Triton's, on Python 3.13
 
@@ -93,6 +95,7 @@ def test_sums_depend_on_no_order_and_memory_is_read_in_wide_pieces(compiled, cas
     assert "measure" in counting
 
 
+@pytest.mark.slow
 def test_other_numbers_of_tensors_and_other_addresses_compile_nothing_anew(compiled):
     found = compiled(H100)
     scales = torch.ones(8)
@@ -142,9 +145,14 @@ def test_kernels_of_images_compile_and_find_room_on_every_gpu(compiled, target, 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("width", [50, 200])
-@TARGETS
+@pytest.mark.parametrize(
+    ("target", "width", "dtype"),
+    [
+        pytest.param(*row, marks=[] if row in pairwise(*WORDS) else pytest.mark.nightly)
+        for row in itertools.product(*WORDS)
+    ],
+    ids=str,
+)
 def test_kernels_of_words_compile_and_find_room_on_every_gpu(compiled, monkeypatch, target, width, dtype):
     from sngm.models.kernels import lstm, softmax
 

@@ -133,9 +133,9 @@ def test_values_that_contain_themselves_end():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("thing", ["{'a', 'b', 'c'}", "lambda x: x in {'a', 'b', 'c'}"])
-def test_a_set_has_the_same_checksum_in_every_process(thing):
-    code = f"from sngm.optim.digest import digest_of; print(digest_of({thing}))"
+def test_a_set_has_the_same_checksum_in_every_process():
+    things = "{'a', 'b', 'c'}", "lambda x: x in {'a', 'b', 'c'}"
+    code = f"from sngm.optim.digest import digest_of; print(*map(digest_of, ({', '.join(things)})))"
     found = {
         subprocess.run(
             [sys.executable, "-c", code],

@@ -3,14 +3,12 @@
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from console import sngm
-from waiting import PATIENCE
+from runs import call_ranks
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -41,6 +39,7 @@ def for_many_processes(code: str) -> bool:
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script.*is deprecated:DeprecationWarning")  # from inductor's imports
 @pytest.mark.filterwarnings("ignore:.*LeafSpec.*is deprecated:FutureWarning")  # torch's own, from Lightning
+@pytest.mark.usefixtures("in_one_process")
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if not for_many_processes(s.values[0])])
 def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
     if frameworks(code):
@@ -55,14 +54,18 @@ def test_every_snippet_runs_as_printed(code, tmp_path, monkeypatch):
     exec(compile(code, "snippet", "exec"), {"__name__": "__main__"})
 
 
+def run_script(code: str, folder: str) -> None:
+    """Run one process of a script in a folder."""
+    os.chdir(folder)
+    scope = {"__name__": "__main__"}
+    exec(compile(code, "snippet", "exec"), scope)
+    os._exit(0)  # see plain_ddp in test_distributed.py
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("code", [s for s in SNIPPETS if for_many_processes(s.values[0])])
 def test_every_snippet_for_many_processes_runs_in_two(code, tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text(code)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
-    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE)
-    assert run.returncode == 0, run.stderr
+    call_ranks(2, run_script, code, str(tmp_path))
 
 
 def test_the_task_of_the_documentation_trains_and_compares(tmp_path, monkeypatch):

@@ -166,7 +166,7 @@ def test_captured_steps_train_as_eager_ones(method, stats, precision, tmp_path):
 def test_stacked_passes_train_as_separate_ones(method, precision, tmp_path):
     config = wanted(method, "test_gpu_train:Stacks", workers=8, precision=precision)
     exact = precision == "float32"
-    how = {"deterministic": exact}  # else cuDNN takes the convolutions that are the fastest now, which differ in rounding
+    how = {"deterministic": exact}  # else cuDNN takes whichever convolutions are fastest, which differ in rounding
     made(tmp_path / "stacked", config, **how)
     made(tmp_path / "separate", config, pass_size=16, **how)
     assert_near_ends(tmp_path / "stacked", tmp_path / "separate", 1e-5 if exact else 5e-2)

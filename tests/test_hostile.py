@@ -59,8 +59,7 @@ def test_a_report_is_written_and_shown_where_stdout_is_ascii(study):
     assert b"+-" in done.stdout
     assert done.stdout.isascii()
     assert (study / "report.html").exists()
-    plain = in_a_shell("report study", PYTHONIOENCODING="utf-8")
-    assert plain.stdout.decode().replace("±", "+-") == done.stdout.decode()
+    assert sngm("report study").out.replace("±", "+-") == done.stdout.decode()
 
 
 @pytest.mark.slow

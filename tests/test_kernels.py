@@ -24,7 +24,7 @@ from harness import (
     states,
     step,
 )
-from interpreter import interpreted
+from interpreter import STEP, interpreted
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.testing._internal.two_tensor import TwoTensor
@@ -39,14 +39,13 @@ pytest.importorskip("triton")
 RULES = ["sngm", "lars-momentum", "lamb"]  # one pass over the gradients, two, and a second buffer
 FEW = [(5, 13), (2, 3, 2, 2)]
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.complex64: 1e-5}
-OURS = tuple(f"sngm.optim.kernels.{name}" for name in ("device_tables", "triton_kernels", "device_functions"))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def tables():
     """Return the module device_tables, with interpreted kernels."""
-    with interpreted(*OURS, chooser=kernels):
-        yield importlib.import_module(OURS[0])
+    with interpreted(*STEP, chooser=kernels):
+        yield importlib.import_module(STEP[0])
 
 
 @pytest.fixture

@@ -312,6 +312,7 @@ def load(*arguments):
     return load_vit(*arguments)
 
 
+@pytest.mark.slow
 def test_vit_b16_is_the_published_one():
     pytest.importorskip("transformers")
     from sngm.models.vit import vit_b16

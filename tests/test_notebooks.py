@@ -1,8 +1,6 @@
 """The notebooks run as scripts, and their output is as described."""
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 
 import pytest
@@ -16,13 +14,12 @@ SHOWN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["first_comparison", "own_model_and_data", "sgd_to_large_batch"])
-def test_a_notebook_runs_from_top_to_bottom(name, tmp_path):
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    words = [sys.executable, str(FOLDER / f"{name}.py")]
-    done = subprocess.run(words, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert SHOWN[name] in done.stdout
+@pytest.mark.usefixtures("in_one_process")
+@pytest.mark.parametrize("name", SHOWN)
+def test_a_notebook_runs_from_top_to_bottom(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
+    assert SHOWN[name] in capsys.readouterr().out
 
 
 def test_every_notebook_is_run():

@@ -4,17 +4,15 @@ import contextlib
 import copy
 import functools
 import io
-import os
-import traceback
 from datetime import timedelta
 from functools import partial
 
-import interpreter
 import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
+from interpreter import STEP, interpreted
+from runs import call_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -26,6 +24,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from waiting import PATIENCE
 
 import sngm
+from sngm.optim import kernels
 from sngm.optim.sharded_norms import local
 
 STEPS = 4
@@ -650,56 +649,46 @@ def cases(world: int) -> dict:
 
 
 @contextlib.contextmanager
-def joined(rank: int, world: int, folder: str):
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store{world}"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=timedelta(seconds=PATIENCE))
+def joined():
+    dist.init_process_group("gloo", timeout=timedelta(seconds=PATIENCE))
     yield
     dist.destroy_process_group()
 
 
-def work(rank: int, world: int, folder: str, chosen: list[str]) -> None:
-    failures = {}
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        interpreter.speed_up()
-    with joined(rank, world, folder):
-        for name, case in (cases(world) | BY_KERNELS).items():
+def work(chosen: list[str]) -> None:
+    with joined():
+        for name, case in (cases(dist.get_world_size()) | BY_KERNELS).items():
             if name in chosen:
-                try:
-                    case()
-                except Exception:
-                    failures[name] = traceback.format_exc()
-                    break  # ranks may be out of sync, and would deadlock in later cases
-    torch.save(failures, f"{folder}/{rank}.pt")
+                print(name, flush=True)
+                case()
 
 
-def run(world: int, folder, chosen: list[str]) -> None:
-    mp.spawn(work, (world, str(folder), chosen), nprocs=world)
-    failures = {f"{name} on rank {r}": e for r in range(world) for name, e in torch.load(folder / f"{r}.pt").items()}
-    assert not failures, "\n\n".join(f"{name}:\n{error}" for name, error in failures.items())
+def work_by_kernels() -> None:
+    with interpreted(*STEP, chooser=kernels):
+        work(list(BY_KERNELS))
 
 
-def test_fsdp2_on_two_processes_takes_the_steps_of_one(tmp_path):
-    run(2, tmp_path, ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep", "scaled_loss_over_a_group"])
+def test_fsdp2_on_two_processes_takes_the_steps_of_one():
+    chosen = ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep", "scaled_loss_over_a_group"]
+    call_ranks(2, work, chosen)
 
 
 @pytest.mark.slow
-def test_kernels_on_two_processes_take_the_steps_of_one(tmp_path, monkeypatch):
+def test_kernels_on_two_processes_take_the_steps_of_one():
     pytest.importorskip("triton")
-    monkeypatch.setenv("TRITON_INTERPRET", "1")  # for the child processes
-    run(2, tmp_path, list(BY_KERNELS))
+    call_ranks(2, work_by_kernels)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_dtensors_on_a_gpu_take_the_steps_of_plain_tensors(tmp_path):
-    run(2, tmp_path, ["on_a_gpu"])
+def test_dtensors_on_a_gpu_take_the_steps_of_plain_tensors():
+    call_ranks(2, work, ["on_a_gpu"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.nightly)])
-def test_every_way_to_split_a_model_takes_the_steps_of_one_process(world, tmp_path):
-    run(world, tmp_path, list(cases(world)))
+def test_every_way_to_split_a_model_takes_the_steps_of_one_process(world):
+    call_ranks(world, work, list(cases(world)))
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -727,8 +716,8 @@ def go_on(method: str, folder: str, steps: range, *, sharded: bool, load: bool, 
     }
 
 
-def part(rank: int, world: int, folder: str, steps: range, load: bool) -> None:
-    with joined(rank, world, folder):
+def part(folder: str, steps: range, load: bool) -> None:
+    with joined():
         for method in RESUMED:
             end = go_on(method, folder, steps, sharded=True, load=load, save=not load)
             if load:
@@ -740,9 +729,9 @@ def part(rank: int, world: int, folder: str, steps: range, load: bool) -> None:
 @pytest.mark.filterwarnings("ignore::UserWarning")  # torch warns about a single process
 def test_a_checkpoint_of_four_processes_goes_on_in_two_and_in_one(tmp_path):
     before, after = range(3), range(3, 5)
-    mp.spawn(part, (4, str(tmp_path), before, False), nprocs=4)
-    mp.spawn(part, (2, str(tmp_path), after, True), nprocs=2)
-    mp.spawn(part, (1, str(tmp_path), after, True), nprocs=1)
+    call_ranks(4, part, str(tmp_path), before, False)
+    for count in (2, 1):
+        call_ranks(count, part, str(tmp_path), after, True)
     for method in RESUMED:
         end = go_on(method, str(tmp_path), after, sharded=False, load=True, save=False)
         for name, expected in alone(method, range(after.stop))[0].items():

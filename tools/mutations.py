@@ -93,7 +93,7 @@ def main() -> None:
     missed = []
     with tempfile.TemporaryDirectory() as temporary:
         copy = Path(temporary) / "sngm"
-        ignored = shutil.ignore_patterns(".git", ".venv", ".data", "build", "dist", "runs")
+        ignored = shutil.ignore_patterns(".git", ".venv", ".data", ".*_cache", "build", "dist", "runs")
         shutil.copytree(ROOT, copy, ignore=ignored)
         if not run(["tests/test_step.py"], copy):
             sys.exit("the tests fail without any fault")
