@@ -72,13 +72,11 @@ def host_limits(record: Record) -> list[Row]:
         sgd = size["contenders"].get("SGD fused")
         for name in OURS:
             row = size["contenders"].get(name)
-            times = [found["host_us"]["median"] for found in (row, sgd) if found and found["host_us"]]
-            what, own = f"{size['label']}: host time of {name}", times if len(times) == 2 else None
+            what, factor = f"{size['label']}: host time of {name}", host_ratio(row, sgd)
             if key == "resnet20":
-                extra = None if own is None else own[0] - own[1]
+                extra = None if factor is None else (factor - 1) * sgd["host_us"]["median"]
                 verdicts.append(verdict(f"{what} - SGD fused", MOST_EXTRA, " us", extra, is_broken(row)))
             else:
-                factor = None if own is None else own[0] / own[1]
                 verdicts.append(verdict(f"{what} / SGD fused", MOST_TIMES, "x", factor, is_broken(row)))
     return verdicts
 

@@ -443,6 +443,8 @@ def test_the_best_rate_on_test_data_is_found_among_full_runs():
     runs.append(line(0.4, seed=1, status="diverged", value=None))
     best = verdicts.outcome_of(next(small().cells()), Results(runs)).on_test
     assert [found.config.lr for found in best] == [0.1, 0.1], "a rate at which one seed diverged is not the best"
+    best = verdicts.outcome_of(next(small(search=False).cells()), Results(runs[:3])).on_test
+    assert [found.config.lr for found in best] == [0.1, 0.1], "without a search, other rates are of other rows"
 
 
 def test_a_seed_with_two_inner_rates_is_not_two_seeds():

@@ -190,6 +190,8 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the settings of the optimizer's largest parameter group, as arguments of `Recipe`."""
     method = METHODS[_known_class(optimizer)]
     group = _largest_group(optimizer)
+    if group.get("order") == "after":
+        raise UsageError('`optimizer` has order="after"; the rule is for spectral SNGM with order="before"')
     known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0)), "method": method}
     return {**known, "momentum": float(group["momentum"])} if has_momentum(method) else known
 
@@ -203,8 +205,6 @@ def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer
     """Return the class in `METHODS` that an optimizer is an instance of; raise UsageError if there is none."""
     for cls in METHODS:
         if isinstance(optimizer, cls):
-            if _largest_group(optimizer).get("order") == "after":
-                raise UsageError('`optimizer` has order="after"; the rule is for spectral SNGM with order="before"')
             return cls
     name = type(optimizer).__name__
     raise UsageError(

@@ -64,11 +64,12 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
 def carry_spectral(lr: float, weight_decay: float, growth: float, momentum: float = 0.9) -> Carried:
     """Return spectral SNGM's learning rate and decoupled weight decay for a batch `growth` times that of a recipe.
 
-    A step multiplies the weights by ``1 - lr * weight_decay``, and there are `growth` times fewer steps. So that the
-    weights shrink as much as in the recipe, the new factor is the old one to the power of `growth`. Weight decay is
-    multiplied by the square root of `growth`, as for AdamW, but not beyond ``0.2 / (1 - momentum)``: it sets the length
-    of weights on which normalisation layers have no effect. The learning rate follows. Without weight decay it is
-    multiplied by the square root of `growth`.
+    - Product: a step multiplies the weights by ``1 - lr * weight_decay``, and there are `growth` times fewer steps. The
+      weights shrink as much as in the recipe if the new factor is the old one to the power of `growth`.
+    - Weight decay is multiplied by the square root of `growth`, as for AdamW, but not raised above
+      ``0.2 / (1 - momentum)``. With more, weights without a normalisation layer behind them become too small.
+    - Learning rate: what the product and the weight decay leave. Without weight decay, it is multiplied by the square
+      root of `growth`.
 
     >>> carry_spectral(lr=0.01, weight_decay=0.5, growth=4), carry_spectral(lr=0.01, weight_decay=1.0, growth=16)
     (Carried(lr=0.0199, weight_decay=1.0), Carried(lr=0.0743, weight_decay=2.0))

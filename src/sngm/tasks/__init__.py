@@ -231,7 +231,7 @@ def is_known(name: str) -> bool:
 
 
 def is_same(name: str, other: str) -> bool:
-    """Return False if two names stand for different tasks; file.py:Class and module:Class may stand for the same."""
+    """Return whether two names stand for the same task, as file.py:Class and module:Class may."""
     if name == other or not is_known(other) or {name, other} <= LOCAL.keys():
         return name == other
     places = {
