@@ -1,6 +1,7 @@
 """Advice: the scaling rule checked by random walks of both methods, the budget by sngm.theory; and the command."""
 
 import collections
+import json
 import math
 import re
 import statistics
@@ -22,6 +23,7 @@ from sngm.advice.recipe import convert
 from sngm.advice.rules import carry_spectral
 from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
+from sngm.optim import decay_groups
 from sngm.parsing import parse_settings, split_list
 from sngm.probes.noise import Noise
 from sngm.report.summary import Cell
@@ -146,7 +148,7 @@ def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_an_epoch():
     line = "own.py:Line --to-batch 32 --device cpu --from-spectral"
     found = advice(f"{line} lr=0.01,batch=8,weight_decay=0.25,momentum=0.8")
     assert found["diff"][1] == (
-        "+ optimizer = sngm.SpectralSNGM(model.parameters(), lr=0.0199, momentum=0.8, weight_decay=0.5)"
+        "+ optimizer = sngm.SpectralSNGM(sngm.optim.decay_groups(model, weight_decay=0.5), lr=0.0199, momentum=0.8)"
     )
     assert found["command"].startswith("sngm train own.py:Line --method spectral-sngm --lr 0.0199 --batch 32")
     refused(sngm("advise own.py:Line --from-spectral lr=0.01,batch=8,beta=0.9"), "--from-spectral has no 'beta'")
@@ -171,7 +173,7 @@ def test_weight_decay_of_spectral_sngm_grows_to_a_limit(recipe, decay, why):
     given = Recipe(lr=0.01, batch=8, method="spectral-sngm", **recipe)
     carried, found = convert(given, 32, 1.0, "", measured(1000.0, samples=100), torch.nn.BatchNorm1d(2), 100)
     assert carried.weight_decay == decay
-    assert [fact.why for fact in found["facts"] if fact.name == "weight decay"] == [why]
+    assert [fact["why"] for fact in found["facts"] if fact["name"] == "weight decay"] == [why]
     shrunk = (1 - 0.01 * recipe["weight_decay"]) ** 4
     assert 1 - carried.lr * carried.weight_decay == pytest.approx(shrunk, abs=3e-3 * (1 - shrunk))
     assert decay or carried.lr == 0.02
@@ -222,9 +224,9 @@ def test_a_noise_scale_above_the_samples_it_was_measured_on_counts_as_their_numb
     before, after = Settings("msgd", 32, {"lr": 0.1}), Settings("sngm", 128, {"lr": 0.4})
     found = conclude(before, after, measured(scale, 64.0, samples=256), True, 60_000)
     assert found["answer"].startswith("Yes: up to at least batch 128")
-    assert found["facts"][0].value == pytest.approx(128)
-    assert found["facts"][0].why.startswith("at least, as 256 samples show no more")
-    assert "64 (32 to 130)" in found["facts"][0].why
+    assert found["facts"][0]["value"] == pytest.approx(128)
+    assert found["facts"][0]["why"].startswith("at least, as 256 samples show no more")
+    assert "64 (32 to 130)" in found["facts"][0]["why"]
 
 
 def test_normalisation_layers_are_told_from_names_and_parametrizations():
@@ -328,7 +330,7 @@ def test_a_model_of_ones_own_is_advised_on_and_left_as_it_was():
     found = advise_model(*parts, to_batch=128, steps=40)
     assert all(torch.equal(value, parts[0].state_dict()[name]) for name, value in before.items())
     assert not parts[3].state
-    norm = {fact.name: fact.value for fact in found["facts"]}["gradient norm"]
+    norm = {fact["name"]: fact["value"] for fact in found["facts"]}["gradient norm"]
     assert found["lr"] == pytest.approx(0.01 * norm * 2, rel=0.01)
     assert found["weight_decay"] == 2e-3
     epochs = [math.hypot(*found["norms"][i : i + 16]) / 4 for i in (0, 16)]
@@ -350,7 +352,7 @@ def test_a_part_of_an_epoch_and_the_rate_of_a_scheduler():
     model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9, nesterov=True))
     torch.optim.lr_scheduler.LambdaLR(sgd, lambda step: step / 10)  # warm-up: the rate is 0 now
     found = advise_model(model, loss_fn, loader, sgd, steps=4)
-    assert "in the first 4 of 16 steps" in found["facts"][0].why
+    assert "in the first 4 of 16 steps" in found["facts"][0]["why"]
     assert "4 of an epoch's 16 steps" in found["warnings"][0]
     assert found["diff"][0].endswith("SGD(model.parameters(), lr=0.01, momentum=0.9, weight_decay=0, nesterov=True)")
     assert "nesterov=True" in found["diff"][1]
@@ -373,9 +375,10 @@ def test_adam_with_coupled_weight_decay_is_noted_and_stays_adam():
 
 def test_spectral_sngm_in_ones_own_loop():
     found = advise_model(*own_loop(lambda params: SpectralSNGM(params, 0.02, weight_decay=0.5, nesterov=True)), steps=4)
-    assert found["diff"][0].endswith(
-        "sngm.SpectralSNGM(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.5, nesterov=True)"
-    )
+    assert [line.partition("sngm.")[2] for line in found["diff"][:2]] == [
+        "SpectralSNGM(model.parameters(), lr=0.02, momentum=0.9, weight_decay=0.5, nesterov=True)",
+        "SpectralSNGM(sngm.optim.decay_groups(model, weight_decay=0.707), lr=0.0281, momentum=0.9, nesterov=True)",
+    ]
     assert (found["lr"], found["weight_decay"]) == (0.0281, 0.707)
     assert "from_spectral=dict(lr=0.02, batch=32, weight_decay=0.5, momentum=0.9)" in found["check"]
     grouped = own_loop(list)
@@ -383,9 +386,34 @@ def test_spectral_sngm_in_ones_own_loop():
     groups = [{"params": biases, "weight_decay": 0.0}, {"params": weights, "weight_decay": 0.5}]
     found = advise_model(*grouped[:3], SpectralSNGM(groups, 0.02), steps=4)
     assert found["weight_decay"] == 0.707, "of the largest group"
-    assert "the settings of the largest parameter group" in " ".join(found["notes"])
+    groups = [{"params": weights[:1], "weight_decay": 0.5}, {"params": biases, "order": "after"}]
     with pytest.raises(UsageError, match='the rule is for spectral SNGM with order="before"'):
-        advise_model(*own_loop(lambda params: SpectralSNGM(params, 0.02, order="after")), steps=4)
+        advise_model(*grouped[:3], SpectralSNGM(groups, 0.02), steps=4)
+
+
+@pytest.mark.parametrize("embedding", [{"ball": "rows"}, {"ball": "rows", "weight_decay": 0.0}], ids=str)
+def test_advice_on_groups_says_what_to_change_in_each(embedding):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(
+        torch.nn.Embedding(500, 8), torch.nn.Flatten(), torch.nn.Linear(32, 8), torch.nn.LayerNorm(8)
+    )
+    words = torch.randint(500, (512, 4))
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(words), 32)
+    optimizer = SpectralSNGM(decay_groups(model, 0.5, embeddings=embedding), 0.02)
+    found = advise_model(
+        model, lambda model, batch: (model(batch[0]) - 1).square().mean(), loader, optimizer, to_batch=128, steps=4
+    )
+    assert found["diff"][1] == "+ optimizer = sngm.SpectralSNGM(groups, lr=0.0394, momentum=0.9, weight_decay=1)"
+    assert "In the others multiply lr by 1.97 and weight_decay by 2." in " ".join(found["notes"])
+    assert json.loads(json.dumps(found))["lr"] == 0.0394
+
+
+def test_advice_says_what_else_to_change():
+    model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9))
+    torch.optim.lr_scheduler.OneCycleLR(sgd, max_lr=0.05, total_steps=100)
+    found = advise_model(model, loss_fn, loader, sgd, steps=16)
+    assert f"build it with max_lr={found['lr']:g} and the new number of steps" in " ".join(found["notes"])
+    assert "update_bn(loader, model) before each test" in " ".join(found["notes"])
 
 
 def test_further_settings_of_the_optimizer_are_kept_or_named():
@@ -432,7 +460,7 @@ def test_a_stream_of_batches_of_any_kind():
     collate = torch.utils.data.default_collate
     loader = torch.utils.data.DataLoader(Stream(), 32, collate_fn=lambda rows: Pair(*collate(rows)))
     found = advise_model(model, lambda model, batch: (model(batch.x) - batch.y).square().mean(), loader, sgd, steps=4)
-    assert "in steps 1 to 4" in found["facts"][0].why
+    assert "in steps 1 to 4" in found["facts"][0]["why"]
 
 
 def test_batches_are_moved_with_their_types():
@@ -755,7 +783,7 @@ def test_what_a_pilot_measured_is_taken_with_care():
     assert found.relaxed == ((1.0, 17.0), (10.0, 0.5)), "no L below what the Hessian has near a minimum"
     assert found.sigma == 6.0, "the high end of the interval"
     assert found.doubts == ()
-    facts = {fact.name: fact.source for fact in found.facts(measured=True)}
+    facts = {fact["name"]: fact["source"] for fact in found.facts(measured=True)}
     assert (facts["L at lambda 1"], facts["L at lambda 10"]) == ("measured", "rule of thumb")
     assert not any("are safe" in text for text in advise_budget(1e6, found, measured=True)["notes"])
     for high in (None, math.nan):

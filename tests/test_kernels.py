@@ -477,6 +477,23 @@ def test_a_gradient_that_is_on_its_way_is_waited_for(rule):
         pair.check()
 
 
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("rule", RULES)
+def test_a_gradient_whose_memory_was_freed_is_refused(rule, steps):
+    params = make_params(torch.float64, [*FEW, (0, 3)])
+    optimizer = build(rule, params)
+    for t in range(steps + 1):
+        for p, g in zip(params, gradients(params, t), strict=True):
+            p.grad = g
+        if t < steps:
+            optimizer.step()
+    params[1].grad.untyped_storage().resize_(0)
+    before = copy.deepcopy([p.detach() for p in params])
+    with pytest.raises(ValueError, match="the memory of a gradient has been freed"):
+        optimizer.step()
+    assert all(map(torch.equal, before, params))
+
+
 def test_gradients_elsewhere_than_their_parameter_are_refused():
     with pytest.raises(ValueError, match="a gradient is on meta, but its parameter on cpu"):
         checks.gradient(torch.zeros(3, device="meta"), (3,), torch.device("cpu"))

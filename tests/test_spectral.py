@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from sngm import SpectralSNGM
-from sngm.optim import reference
-from sngm.optim.spectral import POLAR, newton_schulz
+from sngm.optim import reference, spectral
+from sngm.optim.spectral import POLAR, newton_schulz, polar_factors
 
 SHAPES = [(8, 5), (5, 8), (4, 3, 3, 3), (7,), (), (8, 5)]
 PATHS = {"default": {}, "foreach": {"foreach": True}, "single": {"foreach": False}, "capturable": {"capturable": True}}
@@ -108,9 +108,10 @@ def test_low_precision_parameters_have_float32_state_and_one_rounding(order, dty
         assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
 
 
-def test_the_buffer_stays_in_its_ball_whatever_the_gradients():
+@pytest.mark.parametrize(("polar", "most"), [("polar-express", 1.0), ("muon", 1.203)])
+def test_the_buffer_stays_in_its_ball_whatever_the_gradients(polar, most):
     params = make()
-    optimizer = SpectralSNGM(params, lr=0.1, momentum=0.8, polar="polar-express")
+    optimizer = SpectralSNGM(params, lr=0.1, momentum=0.8, polar=polar)
     for t in range(50):
         for p, g in zip(params, gradients(t), strict=True):
             p.grad = g * 10.0 ** (t % 9 - 4)
@@ -121,7 +122,7 @@ def test_the_buffer_stays_in_its_ball_whatever_the_gradients():
             assert u.norm() <= 0.3 / 0.2 + 1e-9
         else:
             m = u.reshape(u.shape[0], -1)
-            limit = max(1.0, m.shape[0] / m.shape[1]) ** 0.5 / 0.2
+            limit = most * max(1.0, m.shape[0] / m.shape[1]) ** 0.5 / 0.2
             assert torch.linalg.matrix_norm(m, 2) <= limit * (1 + 1e-9)
 
 
@@ -157,18 +158,21 @@ def test_a_zero_gradient_gives_no_update():
     assert optimizer.skipped == 0
 
 
-def test_the_scale_of_the_loss_does_not_matter():
+@pytest.mark.parametrize(("dtype", "scale"), [(torch.float64, 2.0**20), (torch.float32, 2.0**70)])
+@pytest.mark.parametrize("ball", ["spectral", "rows", "euclidean"])
+def test_the_scale_of_the_loss_does_not_matter(ball, dtype, scale):
+    """Also if squares overflow float32, as those of 2^70 do."""
     runs = []
-    for scale in (1.0, 2.0**20):
-        params = make()
-        optimizer = SpectralSNGM(params, lr=0.1)
+    for factor in (1.0, scale):
+        params = make(dtype)
+        optimizer = SpectralSNGM(params, lr=0.1, ball=ball)
         for t in range(3):
             for p, g in zip(params, gradients(t), strict=True):
-                p.grad = g * scale
+                p.grad = g.to(dtype) * factor
             optimizer.step()
         runs.append(params)
     for a, b in zip(*runs, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=0.0)
+        torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0.0)
 
 
 def test_a_group_may_have_the_euclidean_ball():
@@ -227,6 +231,14 @@ def test_a_batch_of_matrices_equals_one_after_the_other(shape):
     together = newton_schulz(batch, "muon")
     for one, x in zip(batch, together, strict=True):
         torch.testing.assert_close(newton_schulz(one[None], "muon")[0], x, rtol=1e-12, atol=1e-13)
+
+
+def test_large_batches_are_split(monkeypatch):
+    tensors = [g for g in gradients(0) if g.ndim > 1]
+    whole = polar_factors(tensors, "muon")
+    for largest in (1, 80):
+        monkeypatch.setattr(spectral, "LARGEST_BATCH", largest)
+        torch.testing.assert_close(polar_factors(tensors, "muon"), whole, rtol=1e-12, atol=1e-13)
 
 
 @pytest.mark.slow

@@ -70,6 +70,18 @@ def test_a_gradient_of_another_shape_than_its_parameters_is_refused(rule, path, 
     assert p.data.eq(1).all()
 
 
+@pytest.mark.parametrize(("rule", "path", "dtype"), combinations(READING, [torch.float64]))
+def test_a_gradient_whose_memory_was_freed_is_refused(rule, path, dtype):
+    (p,) = params = make_params(dtype, [(6,)])
+    optimizer = build(rule, params, path)
+    run(optimizer, params, 1)
+    before = p.detach().clone()
+    p.grad.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="the memory of a gradient has been freed"):
+        optimizer.step(**({"mean_norms": [1.0]} if rule == "clars" else {}))
+    assert p.equal(before)
+
+
 @pytest.mark.parametrize(("rule", "path", "dtype"), combinations(dtypes=[torch.float32, torch.bfloat16]))
 def test_a_step_leaves_grad_as_it_was_bit_for_bit(rule, path, dtype):
     params = make_params(dtype)

@@ -210,7 +210,7 @@ def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
     """Return the advised numbers by name; {} if the advice is not on a recipe."""
     if found["kind"] != "recipe":
         return {}
-    values = {fact.name.replace(" ", "_"): fact.value for fact in found["facts"]}
+    values = {fact["name"].replace(" ", "_"): fact["value"] for fact in found["facts"]}
     return {"lr": values.pop("learning_rate"), **values}
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import theory
 from ..errors import UsageError
-from .facts import GIVEN, MEASURED, RULE, THEORY, Fact
+from .facts import GIVEN, MEASURED, RULE, THEORY, Fact, fact
 
 NEAR_LOWEST = 1.1  # a batch is allowed if its bound is at most this factor times the lowest bound of all methods
 ROUNDING = 1e-9  # relative difference of bounds that may be a rounding error
@@ -87,20 +87,20 @@ class Constants(NamedTuple):
         highest = "the high end of its 95 % interval, where it has one; " if measured else ""
         floor = "the Hessian's norm where the gradient is smallest; the points visited alone would allow less"
         facts = [
-            Fact(
+            fact(
                 "gap",
                 self.gap,
                 RULE if measured else GIVEN,
                 "the loss at the start; its minimum is taken as 0" * measured,
             ),
-            Fact("sigma", self.sigma, source, highest + most),
-            Fact("beta", self.beta, GIVEN, ""),
+            fact("sigma", self.sigma, source, highest + most),
+            fact("beta", self.beta, GIVEN, ""),
         ]
         if self.L is not None:
-            facts.append(Fact("L", self.L, source, most))
+            facts.append(fact("L", self.L, source, most))
         for lam, L in self.relaxed:
             floored = measured and self.flat_L == L
-            facts.append(Fact(f"L at lambda {lam:g}", L, RULE if floored else source, floor if floored else most))
+            facts.append(fact(f"L at lambda {lam:g}", L, RULE if floored else source, floor if floored else most))
         return facts
 
 

@@ -12,14 +12,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageError
 from ..optim import SpectralSNGM
 from ..options import at_least
 from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
-from .recipe import RECIPES, Recipe, convert, has_momentum
+from .recipe import FEW_STEPS, RECIPES, Recipe, convert, has_momentum
 from .rules import check_trains
+from .verdict import DECAYING, EVERY, OWN_GROUPS
 
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
@@ -59,7 +61,8 @@ def carry_model(
     The result has the keys of :func:`carry_recipe` that need no task. It also has the key "check": code that compares
     the advised settings with the user's own.
     """
-    given = _settings(optimizer)
+    cls, main = _known_class(optimizer), _main_group(optimizer)
+    given = _settings(cls, main)
     if steps is None:  # two epochs, the usual length of the short run in `carry_recipe`
         steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
@@ -104,7 +107,7 @@ def carry_model(
     if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so no learning rate can be computed")
     check_trains([max(losses[:10]), *losses[10:]])  # a trained model may have a first loss near 0 by chance
-    own_class, extra = _class(optimizer), _extra(optimizer)
+    own_class, extra = _class(optimizer), _extra(cls, main)
     recipe = Recipe(**given, batch=batch)
     notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
     if extra.get("dampening") and recipe.momentum:  # without momentum, SGD ignores it
@@ -114,18 +117,42 @@ def carry_model(
     per_epoch = _length(loader)
     longest, which = _longest_epoch(lengths, per_epoch)
     sums = to_batch / batch if scaled else 1.0
-    _, found = convert(recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra)
+    several = len(optimizer.param_groups) > 1
+    decays = recipe.method == "spectral-sngm" and recipe.weight_decay
+    params = (OWN_GROUPS, OWN_GROUPS) if several else (EVERY, DECAYING if decays else EVERY)
+    carried, found = convert(
+        recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra, params
+    )
     warnings = found.pop("warnings")
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
             f"be far from that over an epoch, which the rule needs: pass steps={per_epoch}."
         )
-    if len(optimizer.param_groups) > 1:
+    if several:
+        factors = {"lr": carried.lr / given["lr"]}
+        if given["weight_decay"]:
+            factors["weight_decay"] = carried.weight_decay / given["weight_decay"]
+        multiplied = " and ".join(f"{key} by {factor:.3g}" for key, factor in factors.items())
         notes.append(
-            "These are the settings of the largest parameter group: change those of the others by the same factors."
+            f"`groups` are your parameter groups, and the settings are those of the largest that decays. In the others "
+            f"multiply {multiplied}."
         )
-    if recipe.weight_decay and _is_coupled(optimizer):
+    elif decays:
+        notes.append("decay_groups exempts biases and normalisation layers, for which this weight decay is too large.")
+    if "max_lr" in main:
+        notes.append(
+            f"OneCycleLR sets the learning rate: build it with max_lr={carried.lr:g} and the new number of steps."
+        )
+    elif "initial_lr" in main:
+        notes.append("Build your scheduler anew, with the new optimizer and for the new number of steps.")
+    few = samples is not None and samples < FEW_STEPS * to_batch / 10  # in a run of ten epochs
+    if few and any(isinstance(layer, _BatchNorm) for layer in model.modules()):
+        notes.append(
+            f"In a run of fewer than {FEW_STEPS} steps, BatchNorm's running statistics lag behind the weights: call "
+            "torch.optim.swa_utils.update_bn(loader, model) before each test."
+        )
+    if recipe.weight_decay and _is_coupled(optimizer, main):
         notes.append(COUPLED)
     of_mean = recipe
     if scaled:
@@ -186,19 +213,26 @@ def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
     return size > 1 and whole != 0 and math.isclose(sum(halves), whole, rel_tol=0.01)
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the settings of the optimizer's largest parameter group, as arguments of `Recipe`."""
-    method = METHODS[_known_class(optimizer)]
-    group = _largest_group(optimizer)
-    if group.get("order") == "after":
-        raise UsageError('`optimizer` has order="after"; the rule is for spectral SNGM with order="before"')
+def _settings(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group of an optimizer, as arguments of `Recipe`."""
+    method = METHODS[cls]
     known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0)), "method": method}
     return {**known, "momentum": float(group["momentum"])} if has_momentum(method) else known
 
 
-def _largest_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the parameter group with the most elements: a group of biases may come first, and have no weight decay."""
-    return max(optimizer.param_groups, key=lambda group: sum(p.numel() for p in group["params"]))
+def _main_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """Return the parameter group with the most elements of those that decay, or of all if none does.
+
+    Groups of spectral SNGM with another ball, such as embeddings, are taken only if there is no other group.
+    """
+    if any(group.get("order") == "after" for group in optimizer.param_groups):
+        raise UsageError('`optimizer` has order="after"; the rule is for spectral SNGM with order="before"')
+
+    def rank(group: dict[str, Any]) -> tuple[bool, bool, int]:
+        spectral = group.get("ball") in (None, "spectral")
+        return spectral, bool(group.get("weight_decay")), sum(p.numel() for p in group["params"])
+
+    return max(optimizer.param_groups, key=rank)
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -227,17 +261,16 @@ def _class(optimizer: torch.optim.Optimizer) -> str:
     return own.__name__
 
 
-def _extra(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the non-default arguments of an optimizer that `_settings` does not return."""
-    group, own = _largest_group(optimizer), _known_class(optimizer)
+def _extra(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the non-default arguments in a parameter group that `_settings` does not return."""
     known = {"params", "lr", "weight_decay", "momentum"}
-    defaults = {name: p.default for name, p in inspect.signature(own).parameters.items() if name not in known}
+    defaults = {name: p.default for name, p in inspect.signature(cls).parameters.items() if name not in known}
     return {name: group[name] for name, default in defaults.items() if group.get(name, default) != default}
 
 
-def _is_coupled(optimizer: torch.optim.Optimizer) -> bool:
+def _is_coupled(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> bool:
     """Return True if an optimizer is Adam with coupled weight decay, which is added to the gradient."""
-    decoupled = _largest_group(optimizer).get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
+    decoupled = group.get("decoupled_weight_decay", isinstance(optimizer, torch.optim.AdamW))
     return isinstance(optimizer, torch.optim.Adam) and not decoupled
 
 

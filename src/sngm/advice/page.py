@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ from ..files import results_in, write_atomically, write_json
 from ..report.figures import Figure, Series, slots
 from ..report.html import render
 from .facts import RULE, THEORY
+from .facts import rows as rows_of_facts
 
 MOST = 400  # the most points of a line in a figure
 Record = dict[str, Any]
@@ -25,14 +25,8 @@ def write(folder: Path, advice: Record) -> Path:
 
 
 def plain(advice: Record) -> Record:
-    """Return the advice with its facts and curves as dicts, for JSON."""
-    found = dict(advice)
-    for key in ("facts", "constants"):
-        if key in found:
-            found[key] = [asdict(fact) for fact in found[key]]
-    if "curves" in found:
-        found["curves"] = [curve._asdict() for curve in found["curves"]]
-    return found
+    """Return the advice with its curves as dicts, for JSON."""
+    return {**advice, "curves": [curve._asdict() for curve in advice["curves"]]} if "curves" in advice else advice
 
 
 def answer(advice: Record) -> str:
@@ -72,7 +66,7 @@ def html(advice: Record) -> str:
         subject=title,
         answer=answer(advice),
         advice=advice,
-        facts=[[f.name, f.text, f.source, f.why] for f in advice["facts" if recipe else "constants"]],
+        facts=rows_of_facts(advice["facts" if recipe else "constants"]),
         head=head,
         rows=rows,
         figure=_norms(advice["norms"]) if recipe else _bounds(advice),

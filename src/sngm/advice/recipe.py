@@ -27,9 +27,9 @@ from ..training.build import Setup, prepare
 from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
-from .facts import GIVEN, MEASURED, RULE, Fact
+from .facts import GIVEN, MEASURED, RULE, fact
 from .rules import MOST_DECAY, Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
-from .verdict import MARGIN, Settings, conclude, has_normalisation
+from .verdict import DECAYING, EVERY, MARGIN, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
@@ -158,8 +158,12 @@ def carry_recipe(
     which = f"in epoch {epochs.index(peak) + 1}, whose steps are the longest; by epoch {in_turn}"
     if part is not None:
         which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
-    carried, found = convert(known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums)
-    facts = [*found.pop("facts"), Fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
+    # SNGM's decay is too small to matter for biases and normalisation layers; that of spectral SNGM is not
+    params = DECAYING if recipe.method == "spectral-sngm" and small.decay_on == "weights" else EVERY
+    carried, found = convert(
+        known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums, params=(params, params)
+    )
+    facts = [*found.pop("facts"), fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
     configs = [small, large]
@@ -195,6 +199,7 @@ def convert(
     sums: float = 1.0,
     own_class: str | None = None,
     extra: Mapping[str, Any] | None = None,
+    params: tuple[str, str] = (EVERY, EVERY),
 ) -> tuple[Carried, Record]:
     """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
@@ -210,6 +215,7 @@ def convert(
         own_class: the class of the recipe's optimizer, such as "torch.optim.Adam", if it is not the method's own.
         extra: further arguments of the recipe's optimizer; the advised one has those that its class takes. "lr" is that
             of the recipe's optimizer, if it differs from `recipe.lr`.
+        params: `Settings.params` of the recipe's optimizer and of the advised one.
     """
     decay = recipe.weight_decay or 0.0
     growth = f"sqrt({to_batch} / {recipe.batch})"
@@ -218,9 +224,9 @@ def convert(
     old_arguments: Record = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": decay, **(extra or {})}
     if recipe.method == "msgd":
         carried = carry_over(recipe.lr, decay * sums, norm, to_batch / recipe.batch)
-        measured = [Fact("gradient norm", norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}")]
+        measured = [fact("gradient norm", norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}")]
         how = f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"
-        kept = [Fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike")]
+        kept = [fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike")]
         new_method, new_class = "sngm", None
     elif recipe.method == "adamw":
         carried = carry_adamw(recipe.lr, decay, to_batch / recipe.batch)
@@ -230,27 +236,27 @@ def convert(
     else:
         carried = carry_spectral(recipe.lr, decay, to_batch / recipe.batch, recipe.momentum)
         measured, how = [], "with weight decay, shrinks the weights as much in an epoch as before"
-        kept = [Fact("momentum", recipe.momentum, GIVEN, "as before")]
+        kept = [fact("momentum", recipe.momentum, GIVEN, "as before")]
         shrinks = f"{decay:g} * {growth}"
         if not decay:
             how, shrinks = f"{recipe.lr:g} * {growth}: not tested without weight decay", "none before"
         elif carried.weight_decay < rounded(decay * math.sqrt(to_batch / recipe.batch)):
             shrinks += f" would be above {max(decay, MOST_DECAY / (1 - recipe.momentum)):g}, the most that is advised"
         new_method, new_class = recipe.method, own_class
-    old = Settings(recipe.method, recipe.batch, old_arguments, own_class)
+    old = Settings(recipe.method, recipe.batch, old_arguments, own_class, params[0])
     new_arguments = {**old_arguments, **carried._asdict()}
     if new_method == "sngm":
         new_arguments = {name: value for name, value in new_arguments.items() if name not in NOT_OF_SNGM}
-    new = Settings(new_method, to_batch, new_arguments, new_class)
+    new = Settings(new_method, to_batch, new_arguments, new_class, params[1])
     found = conclude(old, new, noises, has_normalisation(model), samples)
     facts = [
         *measured,
         *found["facts"],
-        Fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
-        Fact("learning rate", carried.lr, RULE, how),
+        fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
+        fact("learning rate", carried.lr, RULE, how),
         *kept,
-        Fact("weight decay", carried.weight_decay, RULE, shrinks),
-        *([] if recipe.epochs is None else [Fact("epochs", recipe.epochs, GIVEN, "as before")]),
+        fact("weight decay", carried.weight_decay, RULE, shrinks),
+        *([] if recipe.epochs is None else [fact("epochs", recipe.epochs, GIVEN, "as before")]),
     ]
     return carried, {**found, "facts": facts}
 
@@ -366,7 +372,7 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
     normed = any(isinstance(m, _BatchNorm) for m in model.modules())
     if normed and steps < FEW_STEPS and not large.bn_samples:
         again = "sngm train --bn-samples 10000 estimates them again before each test."
-        notes.append(f"BatchNorm's running statistics lag behind the weights in only {steps} steps: {again}")
+        notes.append(f"BatchNorm's running statistics lag behind the weights in a run of {steps} steps: {again}")
     if normed and small.bn_group != large.bn_group:
         notes.append(
             f"BatchNorm takes {large.bn_group} samples together at batch {large.batch}, and {small.bn_group} in the "

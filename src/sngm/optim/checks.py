@@ -53,7 +53,10 @@ def rates(groups: list[dict[str, Any]]) -> None:
 
 
 def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a gradient has its parameter's shape and device; else kernels could read past its end."""
+    """Raise ValueError unless a gradient has its parameter's shape and device, and memory.
+
+    Otherwise kernels could read past its end.
+    """
     if grad.size() != shape:
         raise ValueError(
             f"a gradient has shape {tuple(grad.shape)}, but its parameter has {tuple(shape)}; "
@@ -63,6 +66,10 @@ def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None
         raise ValueError(
             f"a gradient is on {grad.device}, but its parameter on {device}; call zero_grad() and run backward() again"
         )
+    if torch.compiler.is_compiling() or type(grad) is not Tensor or grad.layout != torch.strided or grad.is_meta:
+        return
+    if not grad.data_ptr() and grad.numel():
+        raise ValueError("the memory of a gradient has been freed; call zero_grad() and run backward() again")
 
 
 def numpy_to_python(settings: dict[str, Any]) -> None:

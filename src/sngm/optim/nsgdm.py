@@ -13,7 +13,7 @@ from torch.optim.optimizer import ParamsT
 from . import norms
 from .base import LargeBatchOptimizer, lr_of, settings_in
 from .buckets import Work
-from .heavy_ball import Rule, heavy_ball, update_params
+from .heavy_ball import BUFFER, SLICE, Rule, heavy_ball, update_params
 from .norms import upcast
 from .sngm import MIN_EPS
 
@@ -89,7 +89,7 @@ class NSGDM(LargeBatchOptimizer):
             decay = group["weight_decay"] if group["weight_decay_mode"] == "coupled" else 0.0
             rule = Rule(group["momentum"], new / work.scale, rate=None, decay=new * decay, maximize=group["maximize"])
             heavy_ball(bucket, rule, skip)
-        momenta = [bucket.buffers["momentum_buffer"] for bucket in work.buckets]
+        momenta = [bucket.buffers[BUFFER] for bucket in work.buckets]
         total = work.sums([norms.squares(buffers) for buffers in momenta])[0]
         for bucket, buffers in zip(work.buckets, momenta, strict=True):
             group = bucket.group
@@ -97,7 +97,9 @@ class NSGDM(LargeBatchOptimizer):
             inverse = 1.0 / (max(math.sqrt(total), eps) if work.on_host else total.sqrt().clamp_min(eps))
             if isinstance(inverse, Tensor):
                 inverse = inverse.to(bucket.device, buffers[0].dtype)
-            directions = list(torch._foreach_mul(buffers, inverse))
-            if group["weight_decay_mode"] == "decoupled" and (decay := group["weight_decay"]):
-                directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
-            update_params(bucket, -lr_of(group), directions, skip)
+            decay = group["weight_decay"] if group["weight_decay_mode"] == "decoupled" else 0.0
+            for part in bucket.slices(SLICE):
+                directions = list(torch._foreach_mul(part.buffers[BUFFER], inverse))
+                if decay:
+                    directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, part.params, strict=True)]
+                update_params(part, -lr_of(group), directions, skip)

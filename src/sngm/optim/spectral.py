@@ -20,6 +20,7 @@ from .norms import upcast
 from .sharded_norms import group_of, is_dtensor, local, redistribute_like
 from .sngm import MIN_EPS
 
+LARGEST_BATCH = 1 << 26  # elements of the matrices that are multiplied at once, to save memory
 MARGIN = 1.01  # bfloat16 may round singular values to above 1, where the polynomials of "polar-express" grow fast
 EXPRESS = (
     (8.28721201814563, -23.595886519098837, 17.300387312530933),
@@ -108,7 +109,9 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Cost: 4 bytes of state per float32 parameter. Five steps of Newton-Schulz on a matrix of m rows and n >= m columns
     take about 10 m m (2 n + m) operations, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
-    parameters). Matrices of the same shape in one group are multiplied in one batch, unless they are sharded.
+    parameters). Matrices of the same shape in one group are multiplied in batches, unless they are sharded. During a
+    step, each parameter of a group takes 4 more bytes for its x, and each element of a batch (of at most 67 million)
+    up to 16 more.
 
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
@@ -212,20 +215,25 @@ class SpectralSNGM(LargeBatchOptimizer):
 
 def row_norms(tensor: Tensor, owner: Any) -> Tensor:
     """Return the norm of each row of a tensor; `tensor` is the local shard if its parameter `owner` is a DTensor."""
-    norms: Tensor = torch.linalg.vector_norm(upcast(tensor), dim=tuple(range(1, tensor.ndim)), keepdim=True)
+    tensor, dim = upcast(tensor), tuple(range(1, tensor.ndim))
+    largest = torch.linalg.vector_norm(tensor, math.inf, dim, keepdim=True)
+    # divided by the largest element, because squares may overflow float32
+    found: Tensor = largest * torch.linalg.vector_norm(
+        tensor / largest.clamp_min(torch.finfo(tensor.dtype).tiny), dim=dim, keepdim=True
+    )
     split = [k for k, place in enumerate(getattr(owner, "placements", ())) if getattr(place, "dim", 0)]
     if split:  # each row is split over several ranks
-        squares = norms.square()
+        squares = found.to(norms.sum_dtype(found.device)).square()
         for k in split:
             dist.all_reduce(squares, group=owner.device_mesh.get_group(k))
-        norms = squares.sqrt()
-    return norms
+        found = squares.sqrt().to(found.dtype)
+    return found
 
 
 def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:
     """Return sqrt(max(1, rows / columns)) U V^T for each tensor, viewed as a matrix U S V^T of `shape[0]` rows.
 
-    `polar` is a key of `POLAR`. Tensors of the same shape are computed in one batch.
+    `polar` is a key of `POLAR`. Tensors of the same shape are computed in batches.
 
     >>> (x,) = polar_factors([torch.tensor([[2.0, 0.0], [0.0, 5.0], [0.0, 0.0]])], "polar-express")
     >>> x.round(decimals=3)  # times the square root of 3/2
@@ -238,9 +246,11 @@ def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1
         by_shape.setdefault((t.shape[0], t[0].numel(), t.dtype), []).append(i)
     found: dict[int, Tensor] = {}
     for (rows, columns, _), indices in by_shape.items():
-        batch = torch.stack([upcast(tensors[i]).reshape(rows, columns) for i in indices])
-        x = newton_schulz(batch, polar, eps).mul_(math.sqrt(max(1.0, rows / columns)))
-        found |= {i: one.view(tensors[i].shape) for i, one in zip(indices, x.unbind(), strict=True)}
+        most = max(1, LARGEST_BATCH // (rows * columns))
+        for some in (indices[at : at + most] for at in range(0, len(indices), most)):
+            batch = torch.stack([upcast(tensors[i]).reshape(rows, columns) for i in some])
+            x = newton_schulz(batch, polar, eps).mul_(math.sqrt(max(1.0, rows / columns)))
+            found |= {i: one.view(tensors[i].shape) for i, one in zip(some, x.unbind(), strict=True)}
     return [found[i] for i in range(len(tensors))]
 
 
@@ -249,8 +259,7 @@ def newton_schulz(batch: Tensor, polar: str, eps: float | Tensor = 1e-12) -> Ten
     dtype = batch.dtype
     wide = batch.mT if batch.shape[-2] > batch.shape[-1] else batch  # so that the product with its transpose is small
     # divide by the Frobenius norm, which is at least the spectral norm
-    length = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    x = wide / at_least(eps, length)
+    x = wide / at_least(eps, norms.squares(batch.unbind()).sqrt().to(dtype)[:, None, None])
     if batch.device.type == "cuda" and dtype == torch.float32:
         x = x.bfloat16()
     for a, b, c in POLAR[polar]:

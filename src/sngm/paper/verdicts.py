@@ -230,7 +230,7 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
 
 
 def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0) -> str:
-    """Return in words how many seeds of each cell would show the difference of `a` and `b` with a probability of 80 %.
+    """Return in words how many seeds of each cell would show the difference of `a` and `b`: with a power of about 80 %.
 
     If `allowed` is given, it is the number of seeds that would show whether the difference is below or above `allowed`.
 

@@ -222,7 +222,8 @@ def facts(step: KernelStep, rows: Rows) -> tuple[Any, ...]:
     """Return what must not change between two steps with the same layout, except the metadata of tensors."""
     params, grads, *state = rows
     aligned = reduce(or_, grads) % WIDEST_LOAD == 0 or [at % WIDEST_LOAD == 0 for at in grads]
-    return step.has, step.lengths, step.keys, step.adapt, step.shards, params, state, aligned
+    empty = grads.count(0)  # without memory, for example freed since the last step
+    return step.has, step.lengths, step.keys, step.adapt, step.shards, params, state, aligned, empty
 
 
 def chunk_size(elements: int) -> int:
