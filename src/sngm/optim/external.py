@@ -33,16 +33,35 @@ def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     if not place.endswith(".py") and not is_module_name(place):
         raise ValueError(f"no optimizer class at {name[:80]!r}: write package.module:Class or file.py:Class")
     try:
-        module = load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+        module = _import(place)
         found, settings = _registered(module, attribute)
-    except (ImportError, AttributeError, ValueError, TypeError, OSError, SyntaxError) as error:
-        library = place.partition(".")[0]
-        missing = isinstance(error, ImportError) and library in INSTALL
-        install = f"; pip install {INSTALL[library]}" if missing else ""
-        raise ValueError(f"no optimizer class at {name!r}: {error}{install}") from error
+    except (ImportError, ValueError, TypeError, OSError, SyntaxError) as error:
+        raise ValueError(f"no optimizer class at {name!r}: {error}") from error
+    if found is None:
+        raise ValueError(f"no optimizer class at {name!r}: {place} has no {attribute!r}")
     if not (isinstance(found, type) and issubclass(found, torch.optim.Optimizer)):
-        raise TypeError(f"{name!r} must name a subclass of torch.optim.Optimizer, got {found!r}")
+        raise TypeError(f"{name!r} must name a subclass of torch.optim.Optimizer, got a {type(found).__name__}")
     return found, settings
+
+
+def _import(place: str) -> Any:
+    """Return the module at ``file.py`` or ``package.module``.
+
+    Raises:
+        ImportError: a library that sngm uses fails to import; its own error may be of any type.
+    """
+    if place.endswith(".py"):
+        return load_file(Path(place))
+    library = place.partition(".")[0]
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        if library not in INSTALL:
+            raise
+        # the library itself may be installed, and one that it needs missing
+        missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
+        install = f"; pip install {INSTALL.get(missing, missing)}" if missing and "." not in missing else ""
+        raise ImportError(f"{library} cannot be imported: {error}{install}") from error
 
 
 def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
@@ -56,7 +75,7 @@ def _registered(module: Any, name: str) -> tuple[Any, dict[str, Any]]:
         module = optim
     elif module.__name__ == "pytorch_optimizer" and name.lower() in module.get_supported_optimizers():
         return module.load_optimizer(name), {}
-    return getattr(module, name), {}
+    return getattr(module, name, None), {}
 
 
 def in_torch(name: str) -> type[torch.optim.Optimizer] | None:

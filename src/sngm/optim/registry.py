@@ -242,8 +242,8 @@ def find(name: str) -> Found:
         in_torch = external.in_torch(name)
         if in_torch is None and ":" not in name:
             raise ValueError(
-                f"method must be one of {', '.join(names())}, or any class as 'package.module:Class', "
-                f"got {name!r}{nearest(name, names())}"
+                f"method must be one of {', '.join(names())}, or any class as 'package.module:Class', 'file.py:Class' "
+                f"or 'timm:NAME', got {name!r}{nearest(name, names())}"
             )
         method = Method(in_torch or name)
     if not isinstance(method.build, str):

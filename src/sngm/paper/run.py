@@ -43,9 +43,8 @@ def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
         found = [p for p in planned if name in ("", p.row.name.lower()) and batch in ("", str(p.batch))]
         if not found:
             names = ", ".join(dict.fromkeys(p.row.name for p in planned))
-            raise UsageError(
-                f"`cells` {word}: {item.name} has rows {names} and batches {', '.join(map(str, item.batches))}"
-            )
+            batches = ", ".join(map(str, sorted({p.batch for p in planned})))
+            raise UsageError(f"`cells` {word}: {item.name} has rows {names} and batches {batches}")
         chosen += [p for p in found if p not in chosen]
     return chosen
 
