@@ -5,6 +5,7 @@ import json
 import math
 import re
 import statistics
+import sys
 from pathlib import Path
 from typing import NamedTuple
 from unittest import mock
@@ -137,7 +138,9 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     found = advice("own.py:Line --from-adamw lr=0.01,batch=8,weight_decay=0.02 --to-batch 32 --device cpu")
     values = facts(found)
     assert (values["learning rate"], values["weight decay"]) == (0.02, 0.04)
-    assert found["diff"][1] == "+ optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.04)"
+    assert found["diff"][1] == (
+        "+ optimizer = torch.optim.AdamW(sngm.optim.decay_groups(model, weight_decay=0.04), lr=0.02)"
+    )
     assert found["command"].startswith("sngm train own.py:Line --method adamw --lr 0.02 --batch 32")
     assert "no normalisation layer" in found["warnings"][0]
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8,momentum=0.9"), "has no 'momentum'")
@@ -403,9 +406,36 @@ def test_advice_on_groups_says_what_to_change_in_each(embedding):
     found = advise_model(
         model, lambda model, batch: (model(batch[0]) - 1).square().mean(), loader, optimizer, to_batch=128, steps=4
     )
-    assert found["diff"][1] == "+ optimizer = sngm.SpectralSNGM(groups, lr=0.0394, momentum=0.9, weight_decay=1)"
-    assert "In the others multiply lr by 1.97 and weight_decay by 2." in " ".join(found["notes"])
+    assert "+ optimizer = sngm.SpectralSNGM(groups, lr=0.0394, momentum=0.9, weight_decay=1)" in found["diff"]
     assert json.loads(json.dumps(found))["lr"] == 0.0394
+
+
+@pytest.mark.parametrize("cls", [torch.optim.SGD, torch.optim.AdamW, SpectralSNGM])
+@pytest.mark.parametrize("rates", [(None, None), (0.05, 0.005)])
+def test_the_diff_sets_the_settings_of_each_group(cls, rates):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.LayerNorm(8), torch.nn.Linear(8, 1))
+    x = torch.randn(512, 4)
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x), 32)
+
+    def groups():
+        found = decay_groups(model, 0.05)
+        return [group if lr is None else {**group, "lr": lr} for group, lr in zip(found, rates, strict=True)]
+
+    optimizer = cls(groups(), lr=0.05)
+    torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=[rate or 0.05 for rate in rates], total_steps=99, cycle_momentum=False
+    )
+    found = advise_model(
+        model, lambda model, batch: (model(batch[0]) - 1).square().mean(), loader, optimizer, to_batch=128, steps=4
+    )
+    there = {"torch": torch, "sngm": sys.modules["sngm"], "groups": groups()}
+    exec("\n".join(line[2:] for line in found["diff"] if line[0] == "+" and "loader" not in line), there)
+    large, small = there["optimizer"].param_groups
+    assert (large["lr"], large["weight_decay"]) == (found["lr"], found["weight_decay"])
+    assert small["lr"] == pytest.approx(found["lr"] if rates[0] is None else found["lr"] / 10, rel=1e-2)
+    assert small["weight_decay"] == 0.0
+    assert f"max_lr=[{large['lr']:g}, {small['lr']:g}]" in " ".join(found["notes"])
 
 
 def test_advice_says_what_else_to_change():

@@ -963,7 +963,7 @@ def test_runs_without_a_commit_are_refused(tiny, monkeypatch):
         ("show table-22", ["table-2", "must be one of"]),
         ("run nosuch", ["item must be one of", "nosuch"]),
         ("run table-2 --cells nosuch@8192", ["rows MSGD"]),
-        ("run table-2 --cells SNGM@77", ["batches 8192"]),
+        ("run table-2 --cells SNGM@77", ["batches 128, 1024, 2048"]),
         ("run table-2 --seeds 0", ["at least 1"]),
         ("run table-2 --jobs 0", ["from 1 to"]),
         ("run table-2 --seeds 100000000 --dry-run", ["seeds", "at most"]),

@@ -406,32 +406,37 @@ def test_embeddings_have_a_group_of_their_own_also_if_an_output_layer_shares_the
 
 
 @pytest.mark.parametrize(
-    ("code", "reason", "install"),
+    ("code", "reason"),
     [
-        ("raise RuntimeError('operator torchvision::nms does not exist')", "torchvision::nms does not exist", None),
-        ("import no_such_library", "No module named 'no_such_library'", "pip install no_such_library"),
+        ("raise RuntimeError('operator torchvision::nms does not exist')", "torchvision::nms does not exist"),
+        ("import no_such_library", "No module named 'no_such_library'"),
     ],
 )
-def test_a_library_that_cannot_be_imported_is_reported_on_one_line(tmp_path, monkeypatch, code, reason, install):
+def test_a_library_that_cannot_be_imported_is_reported_on_one_line(tmp_path, monkeypatch, code, reason):
     (tmp_path / "timm").mkdir()
     (tmp_path / "timm/__init__.py").write_text(code)
     for name in [name for name in sys.modules if name.partition(".")[0] == "timm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=f"timm cannot be imported: .*{reason}") as raised:
+    with pytest.raises(ValueError, match=f"timm cannot be imported: .*{reason}$"):
         create("timm:nadamw", make_params(), lr=0.1)
-    assert ("pip install" in str(raised.value)) == (install is not None) and (install or "") in str(raised.value)
     console.refused(console.sngm("train digits --method timm:nadamw"), "timm cannot be imported", reason)
     listed = console.sngm("methods")
-    assert listed.code == 0 and "timm cannot be imported" in listed.out and "\nsngm (SNGM)" in listed.out
+    assert listed.code == 0
+    assert "timm cannot be imported" in listed.out
+    assert "\nsngm (SNGM)" in listed.out
 
 
 def test_an_error_about_a_file_of_ones_own_names_the_file(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text("def helper(): ...")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import torch\n\nclass Mine(torch.optim.Nope): ...")
+    with pytest.raises(ValueError, match=r"has no attribute 'Nope'$"):
+        create(f"{broken}:Mine", make_params(), lr=0.1)
     with pytest.raises(ValueError, match=r"mine\.py has no 'Nope'$"):
         create(f"{file}:Nope", make_params(), lr=0.1)
-    with pytest.raises(TypeError, match="got a function$"):
+    with pytest.raises(TypeError, match=r"got a function$"):
         create(f"{file}:helper", make_params(), lr=0.1)
 
 

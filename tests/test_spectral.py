@@ -7,7 +7,7 @@ import torch
 
 from sngm import SpectralSNGM
 from sngm.optim import reference, spectral
-from sngm.optim.spectral import POLAR, newton_schulz, polar_factors
+from sngm.optim.spectral import POLAR, newton_schulz, polar_factors, row_norms
 
 SHAPES = [(8, 5), (5, 8), (4, 3, 3, 3), (7,), (), (8, 5)]
 PATHS = {"default": {}, "foreach": {"foreach": True}, "single": {"foreach": False}, "capturable": {"capturable": True}}
@@ -126,6 +126,21 @@ def test_the_buffer_stays_in_its_ball_whatever_the_gradients(polar, most):
             assert torch.linalg.matrix_norm(m, 2) <= limit * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(("polar", "most", "s"), [("polar-express", 1.0, 1.0), ("muon", 1.2024, 0.00411)])
+def test_the_buffer_reaches_its_limit_and_no_more(polar, most, s):
+    w = torch.nn.Parameter(torch.zeros(2, 2, dtype=torch.float64))
+    optimizer = SpectralSNGM([w], lr=0.1, momentum=0.8, polar=polar)
+    for _ in range(60):
+        w.grad = torch.diag(torch.tensor([1.0, s], dtype=torch.float64))
+        optimizer.step()
+    norm = torch.linalg.matrix_norm(optimizer.state[w]["momentum_buffer"], 2)
+    assert 0.999 * most / 0.2 <= norm <= most / 0.2 * (1 + 1e-4)
+
+
+def test_the_norms_of_rows_of_an_empty_shard_are_zero():
+    assert torch.equal(row_norms(torch.zeros(3, 0), None), torch.zeros(3, 1))
+
+
 @pytest.mark.parametrize("capturable", [False, True])
 @pytest.mark.parametrize("bad", [torch.inf, torch.nan])
 @pytest.mark.parametrize("order", ["before", "after"])
@@ -173,6 +188,12 @@ def test_the_scale_of_the_loss_does_not_matter(ball, dtype, scale):
         runs.append(params)
     for a, b in zip(*runs, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0.0)
+
+
+def test_polar_factors_of_a_matrix_whose_squares_overflow_float32():
+    """With more elements than a norm sums in float64 from the start."""
+    g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(polar_factors([g * 2.0**70], "muon"), polar_factors([g], "muon"))
 
 
 def test_a_group_may_have_the_euclidean_ball():

@@ -31,10 +31,10 @@ def fact(name: str, value: float, source: str, why: str) -> Fact:
     return {"name": name, "value": value, "source": source, "why": why}
 
 
-def rows(facts: list[Fact]) -> list[list[str]]:
+def table_rows(facts: list[Fact]) -> list[list[str]]:
     """Return the rows of a table of facts, with their values formatted.
 
-    >>> rows([fact("noise scale", 325.61, MEASURED, "along the pilot")])
+    >>> table_rows([fact("noise scale", 325.61, MEASURED, "along the pilot")])
     [['noise scale', '325.6', 'measured', 'along the pilot']]
     """
     return [[one["name"], _shown(one["value"]), one["source"], one["why"]] for one in facts]

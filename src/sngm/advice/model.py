@@ -20,7 +20,7 @@ from ..options import at_least
 from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
 from .recipe import FEW_STEPS, RECIPES, Recipe, convert, has_momentum
-from .rules import check_trains
+from .rules import carry_spectral, check_trains, rounded
 from .verdict import DECAYING, EVERY, OWN_GROUPS
 
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
@@ -63,6 +63,8 @@ def carry_model(
     """
     cls, main = _known_class(optimizer), _main_group(optimizer)
     given = _settings(cls, main)
+    if given["method"] == "spectral-sngm":
+        carry_spectral(given["lr"], given["weight_decay"], 1.0)  # raises now, not after the copy has trained
     if steps is None:  # two epochs, the usual length of the short run in `carry_recipe`
         steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
@@ -129,21 +131,21 @@ def carry_model(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
             f"be far from that over an epoch, which the rule needs: pass steps={per_epoch}."
         )
-    if several:
-        factors = {"lr": carried.lr / given["lr"]}
-        if given["weight_decay"]:
-            factors["weight_decay"] = carried.weight_decay / given["weight_decay"]
-        multiplied = " and ".join(f"{key} by {factor:.3g}" for key, factor in factors.items())
-        notes.append(
-            f"`groups` are your parameter groups, and the settings are those of the largest that decays. In the others "
-            f"multiply {multiplied}."
+    rates = [rounded(_peak(group) * carried.lr / given["lr"]) for group in optimizer.param_groups]
+    if several:  # settings of a group override those of the optimizer
+        factor = carried.weight_decay / (given["weight_decay"] or 1.0)
+        settings = ", ".join(
+            f"({lr:g}, {rounded(group.get('weight_decay', 0.0) * factor):g})"
+            for lr, group in zip(rates, optimizer.param_groups, strict=True)
         )
+        found["diff"].insert(1, f"+ for group, (lr, decay) in zip(groups, [{settings}]):")
+        found["diff"].insert(2, "+     group.update(lr=lr, weight_decay=decay)")
+        notes.append("`groups` is the list of parameter groups that you give your optimizer.")
     elif decays:
         notes.append("decay_groups exempts biases and normalisation layers, for which this weight decay is too large.")
     if "max_lr" in main:
-        notes.append(
-            f"OneCycleLR sets the learning rate: build it with max_lr={carried.lr:g} and the new number of steps."
-        )
+        peak = rates if several else carried.lr
+        notes.append(f"OneCycleLR sets the learning rate: build it with max_lr={peak} and the new number of steps.")
     elif "initial_lr" in main:
         notes.append("Build your scheduler anew, with the new optimizer and for the new number of steps.")
     few = samples is not None and samples < FEW_STEPS * to_batch / 10  # in a run of ten epochs

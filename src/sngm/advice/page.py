@@ -9,8 +9,7 @@ from typing import Any
 from ..files import results_in, write_atomically, write_json
 from ..report.figures import Figure, Series, slots
 from ..report.html import render
-from .facts import RULE, THEORY
-from .facts import rows as rows_of_facts
+from .facts import RULE, THEORY, table_rows
 
 MOST = 400  # the most points of a line in a figure
 Record = dict[str, Any]
@@ -66,7 +65,7 @@ def html(advice: Record) -> str:
         subject=title,
         answer=answer(advice),
         advice=advice,
-        facts=rows_of_facts(advice["facts" if recipe else "constants"]),
+        facts=table_rows(advice["facts" if recipe else "constants"]),
         head=head,
         rows=rows,
         figure=_norms(advice["norms"]) if recipe else _bounds(advice),

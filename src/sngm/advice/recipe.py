@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import tasks
 from ..errors import UsageError
+from ..optim.registry import EMBEDDINGS
 from ..options import Execution
 from ..parsing import set_flags
 from ..probes.gradients import NOT_FINITE, NotFinite
@@ -27,9 +28,9 @@ from ..training.build import Setup, prepare
 from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
-from .facts import GIVEN, MEASURED, RULE, fact
-from .rules import MOST_DECAY, Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
-from .verdict import DECAYING, EVERY, MARGIN, Settings, conclude, has_normalisation
+from .facts import GIVEN, MEASURED, RULE, Fact, fact
+from .rules import Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
+from .verdict import DECAYING, DECAYING_ROWS, EVERY, MARGIN, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
 MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
@@ -95,6 +96,11 @@ def has_momentum(method: str) -> bool:
     return method != "adamw"
 
 
+def advised_method(method: str) -> str:
+    """Return the method that the advice for a recipe of this method is for."""
+    return "sngm" if method == "msgd" else method
+
+
 class Epoch(NamedTuple):
     """Root mean squares over the steps of one epoch of the pilot, the short run of the recipe."""
 
@@ -137,7 +143,7 @@ def carry_recipe(
     if to_batch < recipe.batch:
         raise UsageError(f"`to_batch` must be at least the batch of the recipe, {recipe.batch}, got {to_batch}")
     where = probe_device(device)
-    new_method = "sngm" if recipe.method == "msgd" else recipe.method
+    new_method = advised_method(recipe.method)
     common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "task_settings": task_settings}
     small = resolve(task, recipe.method, batch=recipe.batch, method_settings=recipe.settings, **common)
     large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
@@ -158,8 +164,11 @@ def carry_recipe(
     which = f"in epoch {epochs.index(peak) + 1}, whose steps are the longest; by epoch {in_turn}"
     if part is not None:
         which = f"in the first {part} of {setup.per_epoch:,} steps of an epoch"
-    # SNGM's decay is too small to matter for biases and normalisation layers; that of spectral SNGM is not
-    params = DECAYING if recipe.method == "spectral-sngm" and small.decay_on == "weights" else EVERY
+    params = EVERY
+    # SGD's decay is too small to matter for biases and normalisation layers; those of other methods are not
+    if recipe.method != "msgd" and small.decay_on == "weights":
+        embeds = any(isinstance(module, EMBEDDINGS) for module in setup.model.modules())
+        params = DECAYING_ROWS if embeds and recipe.method == "spectral-sngm" else DECAYING
     carried, found = convert(
         known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums, params=(params, params)
     )
@@ -217,44 +226,40 @@ def convert(
             of the recipe's optimizer, if it differs from `recipe.lr`.
         params: `Settings.params` of the recipe's optimizer and of the advised one.
     """
-    decay = recipe.weight_decay or 0.0
-    growth = f"sqrt({to_batch} / {recipe.batch})"
+    method, lr, decay, momentum = recipe.method, recipe.lr, recipe.weight_decay or 0.0, recipe.momentum
+    growth, root = to_batch / recipe.batch, f"sqrt({to_batch} / {recipe.batch})"
+    measured: list[Fact] = []
+    how = f"{lr:g} * {root}: as far in an epoch as before"
     summed = "" if sums == 1 else f" * {sums:g}, for a loss that is a sum"
-    shrinks = f"{decay:g} * {growth}{summed}: shrinks as much an epoch"
-    old_arguments: Record = {"lr": recipe.lr, "momentum": recipe.momentum, "weight_decay": decay, **(extra or {})}
-    if recipe.method == "msgd":
-        carried = carry_over(recipe.lr, decay * sums, norm, to_batch / recipe.batch)
+    shrinks = f"{decay:g} * {root}{summed}: shrinks as much an epoch"
+    if method == "msgd":
+        carried = carry_over(lr, decay * sums, norm, growth)
         measured = [fact("gradient norm", norm, MEASURED, f"SGD at batch {recipe.batch}, root mean square {which}")]
-        how = f"{recipe.lr:g} * gradient norm * {growth}: as far in an epoch as SGD"
-        kept = [fact("momentum", recipe.momentum, GIVEN, "as before: it lengthens the steps of both methods alike")]
-        new_method, new_class = "sngm", None
-    elif recipe.method == "adamw":
-        carried = carry_adamw(recipe.lr, decay, to_batch / recipe.batch)
-        measured, kept, how = [], [], f"{recipe.lr:g} * {growth}: as far in an epoch as before"
-        new_method, new_class = recipe.method, own_class
-        del old_arguments["momentum"]
+        how = f"{lr:g} * gradient norm * {root}: as far in an epoch as SGD"
+    elif method == "adamw":
+        carried = carry_adamw(lr, decay, growth)
     else:
-        carried = carry_spectral(recipe.lr, decay, to_batch / recipe.batch, recipe.momentum)
-        measured, how = [], "with weight decay, shrinks the weights as much in an epoch as before"
-        kept = [fact("momentum", recipe.momentum, GIVEN, "as before")]
-        shrinks = f"{decay:g} * {growth}"
+        carried = carry_spectral(lr, decay, growth, momentum)
+        how, shrinks = "with weight decay, shrinks the weights as much in an epoch as before", f"{decay:g} * {root}"
         if not decay:
-            how, shrinks = f"{recipe.lr:g} * {growth}: not tested without weight decay", "none before"
-        elif carried.weight_decay < rounded(decay * math.sqrt(to_batch / recipe.batch)):
-            shrinks += f" would be above {max(decay, MOST_DECAY / (1 - recipe.momentum)):g}, the most that is advised"
-        new_method, new_class = recipe.method, own_class
-    old = Settings(recipe.method, recipe.batch, old_arguments, own_class, params[0])
+            how, shrinks = f"{lr:g} * {root}: not tested without weight decay", "none before"
+        elif carried.weight_decay < rounded(decay * math.sqrt(growth)):
+            shrinks += f" would be above {carried.weight_decay:g}, the most that is advised"
+    kept = {"momentum": momentum} if has_momentum(method) else {}
+    old_arguments: Record = {"lr": lr, **kept, "weight_decay": decay, **(extra or {})}
     new_arguments = {**old_arguments, **carried._asdict()}
+    new_method = advised_method(method)
     if new_method == "sngm":
         new_arguments = {name: value for name, value in new_arguments.items() if name not in NOT_OF_SNGM}
-    new = Settings(new_method, to_batch, new_arguments, new_class, params[1])
+    old = Settings(method, recipe.batch, old_arguments, own_class, params[0])
+    new = Settings(new_method, to_batch, new_arguments, own_class if new_method == method else None, params[1])
     found = conclude(old, new, noises, has_normalisation(model), samples)
     facts = [
         *measured,
         *found["facts"],
         fact("batch", to_batch, GIVEN, f"{recipe.batch} before"),
         fact("learning rate", carried.lr, RULE, how),
-        *kept,
+        *(fact(name, value, GIVEN, "as before") for name, value in kept.items()),
         fact("weight decay", carried.weight_decay, RULE, shrinks),
         *([] if recipe.epochs is None else [fact("epochs", recipe.epochs, GIVEN, "as before")]),
     ]

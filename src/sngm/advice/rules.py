@@ -79,13 +79,13 @@ def carry_spectral(lr: float, weight_decay: float, growth: float, momentum: floa
     if lr * weight_decay >= 1:
         raise UsageError(
             f"lr {lr:g} times weight decay {weight_decay:g} is {lr * weight_decay:g}, and must be below 1: it is the "
-            "fraction by which a step shrinks the weights"
+            "fraction by which a step shrinks the weights; lower one of them"
         )
     if not weight_decay:
         return Carried(rounded(lr * math.sqrt(growth)), 0.0)
-    decay = min(weight_decay * math.sqrt(growth), max(weight_decay, MOST_DECAY / (1 - momentum)))
+    decay = rounded(min(weight_decay * math.sqrt(growth), max(weight_decay, MOST_DECAY / (1 - momentum))))
     shrinks = -math.expm1(growth * math.log1p(-lr * weight_decay))
-    return Carried(rounded(shrinks / decay), rounded(decay))
+    return Carried(rounded(shrinks / decay), decay)
 
 
 def rounded(value: float) -> float:

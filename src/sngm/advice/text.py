@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from .facts import rows
+from .facts import table_rows
 from .page import methods_table
 
 
@@ -18,7 +18,7 @@ def in_words(advice: dict[str, Any]) -> str:
     stream = io.StringIO()
     console = Console(file=stream, width=Console().width)
     head = ["number", "value", "source", "how"]
-    console.print(_table(head, rows(facts)))
+    console.print(_table(head, table_rows(facts)))
     if not recipe:
         console.print(_table(*methods_table(advice)))
     parts = [stream.getvalue().rstrip("\n"), *(f"Beware: {warning}" for warning in advice["warnings"])]

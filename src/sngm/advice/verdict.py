@@ -48,7 +48,9 @@ MARGIN = {
     "adamw": 4,
     "spectral-sngm": 2,
 }  # the batch is at most the noise scale divided by this; at the noise scale AdamW lost 1.4 points, spectral SNGM 0.5
-TRIED = 16  # growth of the batch up to which the loss was small on every task tried, except for AdamW
+# growth of the batch up to which the loss was small on every task tried with normalisation layers, except for AdamW and
+# from learning rates that were too large for SGD
+TRIED = 16
 MOST_SHRINKING = 0.25  # runs with 10 % trained well, some with 25 % and more lost several points
 CLASSES = {
     "msgd": "torch.optim.SGD",
@@ -57,7 +59,10 @@ CLASSES = {
     "spectral-sngm": "sngm.SpectralSNGM",
 }
 EVERY, OWN_GROUPS = "model.parameters()", "groups"
-DECAYING = "sngm.optim.decay_groups(model, weight_decay={})"  # biases and normalisation layers do not decay
+# biases and normalisation layers do not decay
+DECAYING = "sngm.optim.decay_groups(model, weight_decay={})"
+# as our tasks treat embeddings with spectral SNGM
+DECAYING_ROWS = 'sngm.optim.decay_groups(model, weight_decay={}, embeddings={{"ball": "rows"}})'
 
 
 class Settings(NamedTuple):
@@ -69,7 +74,7 @@ class Settings(NamedTuple):
     own_class: str | None = None
     """The user's optimizer class, such as "torch.optim.Adam", if it is not the method's own class."""
     params: str = EVERY
-    """What the optimizer is given: `EVERY`, `DECAYING` or `OWN_GROUPS`."""
+    """What the optimizer is given: `EVERY`, `OWN_GROUPS`, or one of the templates for `decay_groups`."""
 
     @property
     def optimizer(self) -> str:
@@ -80,7 +85,7 @@ class Settings(NamedTuple):
     def line(self) -> str:
         """The line of Python that builds the optimizer."""
         values = {name: _shown(value) for name, value in self.arguments.items()}
-        params = self.params.format(values.pop("weight_decay")) if self.params == DECAYING else self.params
+        params = self.params.format(values.pop("weight_decay")) if "{}" in self.params else self.params
         return f"optimizer = {self.optimizer}({params}, {', '.join(f'{key}={value}' for key, value in values.items())})"
 
 

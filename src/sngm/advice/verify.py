@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import report
 from ..report.stats import difference
-from ..report.summary import Cell, Summary, welch
+from ..report.summary import Cell, Summary
 
 
 def compare_runs(folder: Path, sides: list[tuple[str, int]]) -> tuple[str, Path]:
@@ -48,12 +48,13 @@ def _difference(summary: Summary, one: Cell, other: Cell) -> tuple[str, int | No
     for cell, verdict in ((other, 1), (one, -1)):
         if cell.only_diverged:
             return f"every run of {cell.method} diverged", verdict if one.n or other.n else None
-    p, gap = welch(one, other), difference(list(one.values.values()), list(other.values.values()))
-    if p is None or gap is None:
+    found = difference(list(one.values.values()), list(other.values.values()))
+    if found is None:
         return "no test is possible with so few seeds", None
     if one.diverged or other.diverged:
         return "runs diverged, so the means cannot be compared", None
-    gain, half = gap[0] if summary.higher_is_better else -gap[0], gap[1]
+    gap, half, p = found
+    gain = gap if summary.higher_is_better else -gap
     if p >= 0.05:
         worse, better = summary.gap(half - gain), summary.gap(half + gain)
         return f"undecided, between {worse} worse and {better} better (95 %, p = {p:.2g}); more seeds may decide", 0

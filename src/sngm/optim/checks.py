@@ -53,7 +53,7 @@ def rates(groups: list[dict[str, Any]]) -> None:
 
 
 def gradient(grad: Tensor, shape: tuple[int, ...], device: torch.device) -> None:
-    """Raise ValueError unless a gradient has its parameter's shape and device, and memory.
+    """Raise ValueError unless a gradient has its parameter's shape and device, and memory if it is a plain tensor.
 
     Otherwise kernels could read past its end.
     """

@@ -35,7 +35,7 @@ def load(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
     try:
         module = _import(place)
         found, settings = _registered(module, attribute)
-    except (ImportError, ValueError, TypeError, OSError, SyntaxError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError, OSError, SyntaxError) as error:
         raise ValueError(f"no optimizer class at {name!r}: {error}") from error
     if found is None:
         raise ValueError(f"no optimizer class at {name!r}: {place} has no {attribute!r}")
@@ -58,9 +58,8 @@ def _import(place: str) -> Any:
     except Exception as error:
         if library not in INSTALL:
             raise
-        # the library itself may be installed, and one that it needs missing
-        missing = (isinstance(error, ModuleNotFoundError) and error.name) or ""
-        install = f"; pip install {INSTALL.get(missing, missing)}" if missing and "." not in missing else ""
+        missing = getattr(error, "name", None)  # perhaps another library, which this one needs
+        install = f"; pip install {INSTALL[missing]}" if missing in INSTALL else ""
         raise ImportError(f"{library} cannot be imported: {error}{install}") from error
 
 

@@ -253,7 +253,7 @@ def find(name: str) -> Found:
 
 
 def is_installed(name: str) -> bool:
-    """Return whether the library of a registered method can be imported.
+    """Return whether the library of a registered method is installed.
 
     >>> is_installed("sngm")
     True

@@ -110,8 +110,8 @@ class SpectralSNGM(LargeBatchOptimizer):
     Cost: 4 bytes of state per float32 parameter. Five steps of Newton-Schulz on a matrix of m rows and n >= m columns
     take about 10 m m (2 n + m) operations, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
     parameters). Matrices of the same shape in one group are multiplied in batches, unless they are sharded. During a
-    step, each parameter of a group takes 4 more bytes for its x, and each element of a batch (of at most 67 million)
-    up to 16 more.
+    step, each float32 parameter of a group takes 4 to 12 more bytes (4 on the CPU with the default settings, 8 on
+    CUDA), and each element of a batch up to 16 more. A batch has at most 67 million elements, or one larger matrix.
 
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
@@ -175,7 +175,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         directions = self._directions(bucket, tensors, max(group["eps"], MIN_EPS))
         if rule.decoupled_decay:
             decay = rule.decoupled_decay
-            directions = [x.add(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
+            directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
         update_params(bucket, -lr_of(group), directions, skip)
 
     def _directions(self, bucket: Bucket, tensors: list[Tensor], eps: float | Tensor) -> list[Tensor]:
@@ -216,11 +216,10 @@ class SpectralSNGM(LargeBatchOptimizer):
 def row_norms(tensor: Tensor, owner: Any) -> Tensor:
     """Return the norm of each row of a tensor; `tensor` is the local shard if its parameter `owner` is a DTensor."""
     tensor, dim = upcast(tensor), tuple(range(1, tensor.ndim))
-    largest = torch.linalg.vector_norm(tensor, math.inf, dim, keepdim=True)
-    # divided by the largest element, because squares may overflow float32
-    found: Tensor = largest * torch.linalg.vector_norm(
-        tensor / largest.clamp_min(torch.finfo(tensor.dtype).tiny), dim=dim, keepdim=True
-    )
+    found: Tensor = torch.linalg.vector_norm(tensor, dim=dim, keepdim=True)
+    # squares may overflow float32; on other devices than the CPU, the step is then skipped
+    if tensor.device.type == "cpu" and not torch.compiler.is_compiling() and not found.isfinite().all():
+        found = torch.linalg.vector_norm(tensor, dim=dim, keepdim=True, dtype=torch.float64).to(tensor.dtype)
     split = [k for k, place in enumerate(getattr(owner, "placements", ())) if getattr(place, "dim", 0)]
     if split:  # each row is split over several ranks
         squares = found.to(norms.sum_dtype(found.device)).square()

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, variance
 
-from ..report.stats import contrast, difference, half_width
+from ..report.stats import difference, half_width
 from ..study.grid import Cell
 from ..training.config import RunConfig
 from .experiments import Item, Planned
@@ -212,27 +212,25 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
         return OPEN, f"{gap}, too few seeds"
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
         return OPEN, f"{gap}, on different hardware"
+    found = difference(a, b)
+    if found is None:
+        return OPEN, f"{gap}, no spread"
+    apart, half, p = found
     if kind == "similar":
-        found = difference(a, b)
-        if found is None:
-            return OPEN, f"{gap}, no spread"
-        (apart, half), allowed = found, tolerance(metric, fmean(b))
+        allowed = tolerance(metric, fmean(b))
         verdict = HOLDS if abs(apart) + half < allowed else CONTRADICTED if abs(apart) - half > allowed else OPEN
         more = f", {seeds_to_decide(a, b, allowed)}" if verdict == OPEN else ""
         return verdict, f"{gap} ± {text_of(half, metric)}{more}"
-    p = contrast((1, a), (-1, b))
-    if p is None:
-        return OPEN, gap
     if p >= LEVEL:
         return OPEN, f"{gap}, p = {p:.2g}, {seeds_to_decide(a, b)}"
     higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
-    return (HOLDS if (fmean(a) > fmean(b)) == higher else CONTRADICTED), f"{gap}, p = {p:.2g}"
+    return (HOLDS if (apart > 0) == higher else CONTRADICTED), f"{gap}, p = {p:.2g}"
 
 
 def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0) -> str:
-    """Return in words how many seeds of each cell would show the difference of `a` and `b`: with a power of about 80 %.
+    """Return in words how many seeds of each cell show the difference of `a` and `b` with a power of about 80 %.
 
-    If `allowed` is given, it is the number of seeds that would show whether the difference is below or above `allowed`.
+    If `allowed` is given, it is the number of seeds that show whether the difference is below or above `allowed`.
 
     >>> seeds_to_decide([0.91, 0.92, 0.93], [0.90, 0.91, 0.92])
     'about 17 seeds to decide'

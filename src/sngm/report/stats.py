@@ -16,16 +16,17 @@ def half_width(values: Sequence[float]) -> float | None:
     return _half_width((1, values))
 
 
-def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float] | None:
-    """Return the difference of two means and half the width of its 95 % interval, by Welch.
+def difference(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float] | None:
+    """Return the difference of two means, half the width of its 95 % interval and its p-value, by Welch.
 
     The result is None if no test is possible, see `contrast`.
 
     >>> tuple(round(value, 4) for value in difference([0.97, 0.98, 0.96], [0.93, 0.95, 0.94]))
-    (0.03, 0.0227)
+    (0.03, 0.0227, 0.0213)
     """
-    half = _half_width((1, ours), (-1, theirs))
-    return (fmean(ours) - fmean(theirs), half) if half else None
+    groups = (1, ours), (-1, theirs)
+    half, p = _half_width(*groups), contrast(*groups)
+    return None if half is None or p is None else (fmean(ours) - fmean(theirs), half, p)
 
 
 def contrast(*groups: tuple[float, Sequence[float]]) -> float | None:
