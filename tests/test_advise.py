@@ -438,12 +438,78 @@ def test_the_diff_sets_the_settings_of_each_group(cls, rates):
     assert f"max_lr=[{large['lr']:g}, {small['lr']:g}]" in " ".join(found["notes"])
 
 
-def test_advice_says_what_else_to_change():
+@pytest.mark.parametrize(
+    "make", [lambda p: torch.optim.SGD(p, 0.01, momentum=0.9), lambda p: torch.optim.AdamW(p, 0.01)]
+)
+def test_advice_is_the_same_wherever_onecyclelr_stands(make):
+    lines = []
+    for steps in (0, 30, 60):
+        model, loss_fn, loader, optimizer = own_loop(make)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.05, total_steps=100, base_momentum=0.8)
+        optimizer.step()
+        for _ in range(steps):
+            schedule.step()
+        found = advise_model(model, loss_fn, loader, optimizer, steps=16)
+        lines.append(found["diff"][1])
+        notes = " ".join(found["notes"])
+        assert f"and the momentum: build it with max_lr={found['lr']:g} and the new number of steps" in notes
+        assert "update_bn(loader, model) before each test" in notes
+    assert lines[0] == lines[1] == lines[2]
+    assert "momentum=0.8" in lines[0] or "betas=(0.8, 0.999)" in lines[0]
+
+
+def test_a_learning_rate_that_may_be_lower_than_at_first_is_reported():
     model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9))
-    torch.optim.lr_scheduler.OneCycleLR(sgd, max_lr=0.05, total_steps=100)
-    found = advise_model(model, loss_fn, loader, sgd, steps=16)
-    assert f"build it with max_lr={found['lr']:g} and the new number of steps" in " ".join(found["notes"])
-    assert "update_bn(loader, model) before each test" in " ".join(found["notes"])
+    assert not any(
+        "built with" in warning for warning in advise_model(model, loss_fn, loader, sgd, steps=4)["warnings"]
+    )
+    sgd.param_groups[0]["lr"] = 0.001
+    found = advise_model(model, loss_fn, loader, sgd, steps=4)
+    assert any("built with lr 0.01" in warning and "0.001" in warning for warning in found["warnings"])
+    torch.optim.lr_scheduler.CyclicLR(sgd, 0.001, 0.2)
+    with pytest.raises(UsageError, match="CyclicLR"):
+        advise_model(model, loss_fn, loader, sgd, steps=4)
+
+
+def test_an_optimizer_of_a_part_of_the_model_is_advised_on_for_this_part():
+    model, loss_fn, loader, _ = own_loop(torch.optim.SGD)
+    head = torch.optim.SGD(model[-1].parameters(), 0.01, momentum=0.9)
+    found = advise_model(model, loss_fn, loader, head, steps=4)
+    assert found["diff"][1].startswith("+ optimizer = sngm.SNGM(params, ")
+    assert "`params` is what your optimizer is given now." in found["notes"]
+    for p in model[:-1].parameters():
+        p.requires_grad_(False)
+    frozen = advise_model(model, loss_fn, loader, head, steps=4)
+    assert frozen["facts"] == found["facts"], "also the gradient noise is that of the trained part"
+    assert frozen["diff"][1].startswith("+ optimizer = sngm.SNGM(model.parameters(), ")
+
+
+def test_unusual_models_and_losses_are_advised_on_or_refused():
+    model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9))
+    plain = advise_model(model, loss_fn, loader, sgd, steps=40)
+    up = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, maximize=True)
+    risen = advise_model(model, lambda model, batch: -loss_fn(model, batch), loader, up, steps=40)
+    assert risen["lr"] == pytest.approx(plain["lr"])
+    with torch.no_grad(), pytest.raises(UsageError, match=r"gradients are disabled here \(torch.no_grad\)"):
+        advise_model(model, loss_fn, loader, sgd, steps=4)
+    with pytest.raises(UsageError, match="Does `loss_fn` use the model that it is given"):
+        advise_model(model, lambda _, batch: loss_fn(model, batch), loader, sgd, steps=4)
+    model.kept = model(next(iter(loader))[0])
+    with pytest.raises(UsageError, match="`model` cannot be copied"):
+        advise_model(model, loss_fn, loader, sgd, steps=4)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "complex"])
+def test_a_model_with_sparse_or_complex_gradients_is_advised_on(kind):
+    torch.manual_seed(0)
+    model = torch.nn.Embedding(50, 8, sparse=True)
+    data = torch.randint(50, (512, 4))
+    if kind == "complex":
+        model, data = torch.nn.Linear(4, 8, dtype=torch.cfloat), torch.randn(512, 4, dtype=torch.cfloat)
+    loader = torch.utils.data.DataLoader(data, 32)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    found = advise_model(model, lambda model, batch: model(batch).abs().square().mean(), loader, optimizer, steps=4)
+    assert found["lr"] > 0
 
 
 def test_further_settings_of_the_optimizer_are_kept_or_named():
@@ -451,6 +517,9 @@ def test_further_settings_of_the_optimizer_are_kept_or_named():
     adamw = advise_model(*own_loop(lambda params: torch.optim.AdamW(params, **settings)), steps=4)
     for line in adamw["diff"][:2]:
         assert line.endswith("betas=(0.9, 0.95), eps=1e-06, amsgrad=True, foreach=False)")
+    betas = (torch.tensor(0.8), torch.tensor(0.95))
+    tensors = advise_model(*own_loop(lambda params: torch.optim.AdamW(params, 1e-3, betas, foreach=False)), steps=4)
+    assert "betas=(0.8, 0.95)" in tensors["diff"][1]
     assert "The check below trains without betas, eps, amsgrad, which `from_adamw` does not take." in adamw["notes"]
     settings = {"momentum": 0.9, "foreach": True}
     damped = advise_model(*own_loop(lambda params: torch.optim.SGD(params, 0.01, dampening=0.1, **settings)), steps=4)

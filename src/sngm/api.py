@@ -62,16 +62,16 @@ def plan_run(
 
 def default_folder(config: RunConfig) -> Path:
     """Return the default folder of a run, runs/<task>-<method>-<hash of the config>."""
-    return Path("runs") / f"{file_name(config.task)}-{config.method.replace(':', '-')}-{config.hash}"
+    return Path("runs") / f"{file_name(config.task)}-{file_name(config.method)}-{config.hash}"
 
 
-def file_name(task: str) -> str:
-    """Return the name of a task as it is used in folder names.
+def file_name(name: str) -> str:
+    """Return the name of a task or a method as it is used in folder names.
 
     >>> file_name("/home/me/my_task.py:MyTask")
     'my_task.py-MyTask'
     """
-    return task.rpartition("/")[2].replace(":", "-")
+    return name.rpartition("/")[2].replace(":", "-")
 
 
 @takes(RunOptions, RecipeOptions, Execution)

@@ -76,7 +76,7 @@ def split_list(text: str) -> list[str]:
             start = i + 1
     parts = [part.strip() for part in [*parts, text[start:]]]
     if depth or least or quote or not all(parts):
-        raise UsageError(f"expected a list separated by commas, got {text!r}")
+        raise UsageError(f"expected a list separated by commas, with brackets and quotes closed, got {text!r}")
     return parts
 
 

@@ -21,7 +21,7 @@ from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
 from .recipe import FEW_STEPS, RECIPES, Recipe, convert, has_momentum
 from .rules import carry_spectral, check_trains, rounded
-from .verdict import DECAYING, EVERY, OWN_GROUPS
+from .verdict import DECAYING, EVERY, OWN_GROUPS, OWN_PARAMS
 
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
@@ -79,13 +79,17 @@ def carry_model(
         raise UsageError(f"`to_batch` must be at least the batch of the loader, {batch}, got {to_batch}")
     if samples is not None and to_batch > samples:
         raise UsageError(f"`to_batch` must be at most the {samples:,} samples of the loader's dataset, got {to_batch}")
-    twin, own = copy.deepcopy((model, optimizer))  # together, so that the copies share their parameters
+    try:
+        twin, own = copy.deepcopy((model, optimizer))  # together, so that the copies share their parameters
+    except RuntimeError as error:  # such as of a tensor that is not a leaf, in old torch.nn.utils.weight_norm
+        raise UsageError(f"`model` cannot be copied: {error}") from error
     device = next(twin.parameters()).device
     summed = _is_sum(twin, loss_fn, _moved(first, device), batch)
     scaled = summed and given["method"] == "msgd"  # Adam's steps do not depend on the scale of the loss
     twin.train()
+    trains = [p for group in own.param_groups for p in group["params"] if p.requires_grad]
     for group in own.param_groups:
-        group["lr"] = _peak(group)
+        group.update(_unscheduled(group))
 
     def mean_loss(data: Any) -> Tensor:
         return loss_fn(twin, data) / (size_of(data) if summed else 1)
@@ -99,7 +103,7 @@ def carry_model(
                 lengths.append(length)
                 losses.append(loss)
             fresh = (_moved(data, device) for data in itertools.islice(iter(loader), NOISE_BATCHES))
-            noises.append(noise(mean_loss, twin.parameters(), fresh))
+            noises.append(noise(mean_loss, trains, fresh))
     except NotFinite:
         raise UsageError(
             f"the recipe diverges: the loss or its gradient is NaN or infinite at step {len(lengths) + 1} with "
@@ -108,7 +112,8 @@ def carry_model(
         ) from None
     if not any(lengths) or not given["lr"]:
         raise UsageError("every gradient or every learning rate is zero, so no learning rate can be computed")
-    check_trains([max(losses[:10]), *losses[10:]])  # a trained model may have a first loss near 0 by chance
+    falling = [-loss for loss in losses] if main.get("maximize") else losses
+    check_trains([max(falling[:10]), *falling[10:]])  # a trained model may have a first loss near 0 by chance
     own_class, extra = _class(optimizer), _extra(cls, main)
     recipe = Recipe(**given, batch=batch)
     notes = ["Keep the number of epochs, and let the learning rate decay to zero at the end."]
@@ -121,7 +126,10 @@ def carry_model(
     sums = to_batch / batch if scaled else 1.0
     several = len(optimizer.param_groups) > 1
     decays = recipe.method == "spectral-sngm" and recipe.weight_decay
-    params = (OWN_GROUPS, OWN_GROUPS) if several else (EVERY, DECAYING if decays else EVERY)
+    params = EVERY, DECAYING if decays else EVERY
+    if several or len(trains) < sum(p.requires_grad for p in model.parameters()):
+        params = (OWN_GROUPS, OWN_GROUPS) if several else (OWN_PARAMS, OWN_PARAMS)
+        notes.append(f"`{params[0]}` is what your optimizer is given now.")
     carried, found = convert(
         recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra, params
     )
@@ -131,7 +139,7 @@ def carry_model(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
             f"be far from that over an epoch, which the rule needs: pass steps={per_epoch}."
         )
-    rates = [rounded(_peak(group) * carried.lr / given["lr"]) for group in optimizer.param_groups]
+    rates = [rounded(_unscheduled(group)["lr"] * carried.lr / given["lr"]) for group in optimizer.param_groups]
     if several:  # settings of a group override those of the optimizer
         factor = carried.weight_decay / (given["weight_decay"] or 1.0)
         settings = ", ".join(
@@ -140,14 +148,21 @@ def carry_model(
         )
         found["diff"].insert(1, f"+ for group, (lr, decay) in zip(groups, [{settings}]):")
         found["diff"].insert(2, "+     group.update(lr=lr, weight_decay=decay)")
-        notes.append("`groups` is the list of parameter groups that you give your optimizer.")
-    elif decays:
+    elif params[1] == DECAYING:
         notes.append("decay_groups exempts biases and normalisation layers, for which this weight decay is too large.")
     if "max_lr" in main:
         peak = rates if several else carried.lr
-        notes.append(f"OneCycleLR sets the learning rate: build it with max_lr={peak} and the new number of steps.")
+        also = " and the momentum" * ("base_momentum" in main)
+        notes.append(
+            f"OneCycleLR sets the learning rate{also}: build it with max_lr={peak} and the new number of steps."
+        )
     elif "initial_lr" in main:
         notes.append("Build your scheduler anew, with the new optimizer and for the new number of steps.")
+    elif not several and main["lr"] != float(optimizer.defaults["lr"]):
+        warnings.append(
+            f"The optimizer was built with lr {float(optimizer.defaults['lr']):g}, and this advice is for its present "
+            f"lr, {main['lr']:g}: if a scheduler or your own code lowered it, pass an optimizer with the old one."
+        )
     few = samples is not None and samples < FEW_STEPS * to_batch / 10  # in a run of ten epochs
     if few and any(isinstance(layer, _BatchNorm) for layer in model.modules()):
         notes.append(
@@ -218,7 +233,7 @@ def _is_sum(model: nn.Module, loss_fn: Loss, data: Any, size: int) -> bool:
 def _settings(cls: type[torch.optim.Optimizer], group: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a parameter group of an optimizer, as arguments of `Recipe`."""
     method = METHODS[cls]
-    known = {"lr": _peak(group), "weight_decay": float(group.get("weight_decay", 0.0)), "method": method}
+    known = {"lr": group["lr"], "weight_decay": float(group.get("weight_decay", 0.0)), "method": method}
     return {**known, "momentum": float(group["momentum"])} if has_momentum(method) else known
 
 
@@ -232,9 +247,9 @@ def _main_group(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
     def rank(group: dict[str, Any]) -> tuple[bool, bool, int]:
         spectral = group.get("ball") in (None, "spectral")
-        return spectral, bool(group.get("weight_decay")), sum(p.numel() for p in group["params"])
+        return spectral, bool(group.get("weight_decay")), sum(p.numel() for p in group["params"] if p.requires_grad)
 
-    return max(optimizer.param_groups, key=rank)
+    return _unscheduled(max(optimizer.param_groups, key=rank))
 
 
 def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
@@ -249,9 +264,21 @@ def _known_class(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer
     )
 
 
-def _peak(group: Mapping[str, Any]) -> float:
-    """Return the learning rate of a group before schedulers changed it; with OneCycleLR, its highest learning rate."""
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
+def _unscheduled(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a copy of a group with the learning rate from before schedulers changed it.
+
+    For OneCycleLR return its highest learning rate, and the momentum that belongs to it.
+    """
+    found = {**group, "lr": float(group.get("max_lr", group.get("initial_lr", group["lr"])))}
+    if "base_momentum" in group:
+        if "max_lr" not in group:
+            raise UsageError(
+                "`optimizer` is changed by CyclicLR, whose highest learning rate it does not store: pass an optimizer "
+                "with that learning rate and without the scheduler"
+            )
+        momentum = group["base_momentum"]
+        found |= {"betas": (momentum, *group["betas"][1:])} if "betas" in group else {"momentum": momentum}
+    return found
 
 
 def _class(optimizer: torch.optim.Optimizer) -> str:
@@ -288,7 +315,10 @@ def _step(model: nn.Module, loss_fn: Loss, data: Any, optimizer: torch.optim.Opt
     torch.autograd.backward(loss)
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if not grads:
-        raise UsageError("no parameter of the optimizer has a gradient: is it the optimizer of this model?")
+        raise UsageError(
+            "no parameter of the optimizer has a gradient: is it the optimizer of this model? Does `loss_fn` use the "
+            "model that it is given?"
+        )
     length = float(torch.stack([norm(g) for g in grads]).norm())
     if not math.isfinite(length) or not math.isfinite(loss.item()):
         raise NotFinite(NOT_FINITE)

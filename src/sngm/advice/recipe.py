@@ -39,10 +39,8 @@ FEW_STEPS = 200  # with fewer steps, BatchNorm's running statistics may be far f
 NOT_OF_SNGM = ("dampening", "differentiable", "foreach", "fused")  # SGD's arguments that SNGM lacks or defines anew
 NOISE_SAMPLES = 1024  # the fewest samples, if there are as many, to measure the noise scale on after each epoch
 Record = dict[str, Any]
-
-
+# the methods whose recipe the rule converts, and the argument that takes it
 RECIPES = {"msgd": "from_sgd", "adamw": "from_adamw", "spectral-sngm": "from_spectral"}
-"""The methods whose recipe the rule converts, and the argument that takes it."""
 FIELDS: dict[str, tuple[Any, Callable[[Any], bool], str]] = {
     "lr": ((int, float), lambda value: 0 < value < math.inf, "a finite number > 0"),
     "batch": (int, lambda value: value > 0, "a whole number > 0"),
@@ -371,9 +369,7 @@ def _said(value: float | str | None) -> str:
 def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, steps: int) -> list[str]:
     """Return notes on what the rule does not take into account."""
     lr = large.lr
-    notes = [
-        f"This learning rate is an estimate; if there is time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."
-    ]
+    notes = [f"This learning rate is an estimate; with time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."]
     normed = any(isinstance(m, _BatchNorm) for m in model.modules())
     if normed and steps < FEW_STEPS and not large.bn_samples:
         again = "sngm train --bn-samples 10000 estimates them again before each test."

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from statistics import geometric_mean
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from ..probes.noise import Noise
 from .facts import MEASURED, RULE, fact
@@ -58,7 +58,7 @@ CLASSES = {
     "sngm": "sngm.SNGM",
     "spectral-sngm": "sngm.SpectralSNGM",
 }
-EVERY, OWN_GROUPS = "model.parameters()", "groups"
+EVERY, OWN_GROUPS, OWN_PARAMS = "model.parameters()", "groups", "params"
 # biases and normalisation layers do not decay
 DECAYING = "sngm.optim.decay_groups(model, weight_decay={})"
 # as our tasks treat embeddings with spectral SNGM
@@ -74,7 +74,7 @@ class Settings(NamedTuple):
     own_class: str | None = None
     """The user's optimizer class, such as "torch.optim.Adam", if it is not the method's own class."""
     params: str = EVERY
-    """What the optimizer is given: `EVERY`, `OWN_GROUPS`, or one of the templates for `decay_groups`."""
+    """What the optimizer is given: `EVERY`, `OWN_GROUPS`, `OWN_PARAMS`, or one of the templates for `decay_groups`."""
 
     @property
     def optimizer(self) -> str:
@@ -90,6 +90,9 @@ class Settings(NamedTuple):
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_shown, value))})"
+    value = value.item() if isinstance(value, Tensor) else value
     return f"{value:g}" if isinstance(value, float) else repr(value)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from .exit_codes import one_line
 from .options import JSON
 
 # settings that are not printed: they do not belong to a method's rule
@@ -44,7 +45,7 @@ def methods(as_json: JSON = False) -> None:
         except ValueError as error:  # the library of the method is not installed, or has no such class
             build = str(registry.METHODS[name].build)
             package = external.INSTALL[build.partition(":")[0].partition(".")[0]]
-            missing = str(error) if registry.is_installed(name) else f"needs: pip install {package}"
+            missing = one_line(str(error)) if registry.is_installed(name) else f"needs: pip install {package}"
             found.append({"name": name, "class": build, "missing": missing})
             continue
         defaults = {

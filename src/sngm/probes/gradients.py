@@ -32,7 +32,8 @@ def check_loss(loss: Tensor) -> None:
         what = f"shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UsageError(f"a loss must be a tensor with one number, got {what}")
     if not loss.requires_grad:
-        raise UsageError("the loss does not depend on the parameters")
+        why = "" if torch.is_grad_enabled() else ", because gradients are disabled here (torch.no_grad)"
+        raise UsageError(f"the loss does not depend on the parameters{why}")
 
 
 def gradients(loss: Tensor, params: Sequence[Tensor], create_graph: bool = False) -> list[Tensor | None]:
@@ -52,7 +53,9 @@ def flat(tensors: Sequence[Tensor | None], like: Sequence[Tensor]) -> Tensor:
 
 def norm(vector: Tensor) -> Tensor:
     """Return the 2-norm as a float64 tensor, without synchronising with the device."""
-    found: Tensor = torch.linalg.vector_norm(vector, dtype=torch.float64)
+    dense = vector if vector.layout == torch.strided else vector.to_dense()
+    dtype = torch.complex128 if dense.is_complex() else torch.float64
+    found: Tensor = torch.linalg.vector_norm(dense, dtype=dtype)
     return found
 
 

@@ -150,7 +150,8 @@ def _fold(vector: Tensor, signs: Tensor) -> Tensor:
     Distances between vectors of at most `FOLDED` elements do not change.
     """
     signed = torch.nn.functional.pad(vector * signs, (0, -len(vector) % FOLDED))
-    return signed.view(-1, FOLDED).sum(0).double()
+    found = signed.view(-1, FOLDED).sum(0)
+    return (torch.view_as_real(found).flatten() if found.is_complex() else found).double()
 
 
 def _deviations(folded: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:

@@ -230,7 +230,8 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
         build = builder(config.method, settings)
         optimizer = build(groups, lr=config.lr)
     except (TypeError, ValueError) as error:
-        raise UsageError(f"{config.method}: {error}") from error
+        named = str(error).startswith(config.method)
+        raise UsageError(str(error) if named else f"{config.method}: {error}") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise UsageError(f"{config.method}: must return a torch.optim.Optimizer, got {optimizer!r}")
     own = config.label, config.method_source
