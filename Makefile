@@ -19,6 +19,8 @@ PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile --
 SLOW := $(PYTEST) -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 # let pytest keep the tests whose assertions it has rewritten: to rewrite all of them takes seconds in each worker
 export PYTHONDONTWRITEBYTECODE :=
+# torch's wheels are large, and some proxies take longer to send the first byte than pip waits for (15 seconds)
+export PIP_DEFAULT_TIMEOUT ?= 120
 QUICK := tests/test_registry.py tests/test_torch_internals.py tests/test_data.py
 
 .PHONY: help setup demo test test-quick test-slow test-nightly test-integrations lint campaign bench docs dist fresh matrix \
