@@ -28,6 +28,7 @@ from sngm.optim import decay_groups
 from sngm.parsing import parse_settings, split_list
 from sngm.probes.noise import Noise
 from sngm.report.summary import Cell
+from sngm.tasks import Splits, Task, Tensors
 from sngm.training import resolve, train
 
 SUMMED = OWN_TASK + "\n    def scale(self, batch):\n        return float(batch)\n"
@@ -486,9 +487,9 @@ def test_an_optimizer_of_a_part_of_the_model_is_advised_on_for_this_part():
 
 def test_unusual_models_and_losses_are_advised_on_or_refused():
     model, loss_fn, loader, sgd = own_loop(lambda params: torch.optim.SGD(params, 0.01, momentum=0.9))
-    plain = advise_model(model, loss_fn, loader, sgd, steps=40)
-    up = torch.optim.SGD(model.parameters(), 0.01, momentum=0.9, maximize=True)
-    risen = advise_model(model, lambda model, batch: -loss_fn(model, batch), loader, up, steps=40)
+    slow, up = (torch.optim.SGD(model.parameters(), 0.002, 0.9, maximize=up) for up in (False, True))
+    plain = advise_model(model, loss_fn, loader, slow, steps=80)
+    risen = advise_model(model, lambda model, batch: -loss_fn(model, batch), loader, up, steps=80)
     assert risen["lr"] == pytest.approx(plain["lr"])
     with torch.no_grad(), pytest.raises(UsageError, match=r"gradients are disabled here \(torch.no_grad\)"):
         advise_model(model, loss_fn, loader, sgd, steps=4)
@@ -497,6 +498,58 @@ def test_unusual_models_and_losses_are_advised_on_or_refused():
     model.kept = model(next(iter(loader))[0])
     with pytest.raises(UsageError, match="`model` cannot be copied"):
         advise_model(model, loss_fn, loader, sgd, steps=4)
+
+
+def test_the_advice_is_for_the_largest_group_that_trains():
+    model, loss_fn, loader, _ = own_loop(torch.optim.SGD)
+    model[0].requires_grad_(False)
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[-1].parameters(), "lr": 0.02}]
+    found = advise_model(model, loss_fn, loader, torch.optim.SGD(groups, 0.1, momentum=0.9), steps=4)
+    assert "SGD(groups, lr=0.02," in found["diff"][0]
+
+
+def test_a_recipe_of_spectral_sngm_that_the_rule_refuses_is_refused_before_training():
+    model, _, loader, spectral = own_loop(lambda params: SpectralSNGM(params, lr=1.0, weight_decay=1.0))
+    with pytest.raises(UsageError, match="must be below 1"):
+        advise_model(model, lambda model, batch: pytest.fail("trained"), loader, spectral)
+
+
+class Words(Task):
+    """Two words, and whether the second follows the first in the alphabet."""
+
+    epochs = 1
+    batches = (8, 32)
+
+    def data(self):
+        words = torch.randint(20, (128, 2), generator=torch.Generator().manual_seed(0))
+        parts = Tensors(words, (words[:, 1] > words[:, 0]).float())
+        return Splits(parts, parts)
+
+    def model(self):
+        return torch.nn.Sequential(torch.nn.Embedding(20, 4), torch.nn.Flatten(), torch.nn.Linear(8, 1))
+
+    def loss(self, model, batch):
+        return self.scores(model, batch)["loss"].mean()
+
+    def scores(self, model, batch):
+        logits, labels = model(batch[0]).squeeze(1), batch[1]
+        loss = torch.nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="none")
+        return {"loss": loss, "accuracy": ((logits > 0) == labels).float()}
+
+
+@pytest.mark.parametrize(
+    ("recipe", "groups"),
+    [
+        ("from_spectral", 'sngm.optim.decay_groups(model, weight_decay=1, embeddings={"ball": "rows"})'),
+        ("from_adamw", "sngm.optim.decay_groups(model, weight_decay=0.02)"),
+        ("from_sgd", "model.parameters()"),
+    ],
+)
+def test_the_diff_for_a_task_has_the_groups_that_the_task_trains_with(recipe, groups):
+    decay = {"from_spectral": 0.5, "from_adamw": 0.01, "from_sgd": 1e-4}[recipe]
+    settings = {recipe: {"lr": 0.01, "batch": 8, "weight_decay": decay}}
+    found = advise(Words(), **settings, to_batch=32, progress=False, device="cpu")
+    assert f"({groups}, lr=" in found["diff"][1]
 
 
 @pytest.mark.parametrize("kind", ["sparse", "complex"])

@@ -21,7 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sngm
-from sngm.optim import heavy_ball, lamb, norms, reference
+from sngm.optim import heavy_ball, lamb, norms, nsgdm, reference
 
 KINDS = ["SNGM coupled global", "SNGM after_norm tensor", "LARS you2017", "LARS unscaled", "CLARS", "LAMB"]
 
@@ -68,10 +68,11 @@ def test_parameters_and_hand_set_gradients_of_any_layout_equal_the_reference(cas
 
 
 @pytest.mark.parametrize("path", ["foreach", "default"])
-@pytest.mark.parametrize("case", ["SNGM coupled tensor", "LARS unscaled", "CLARS", "LAMB"])
+@pytest.mark.parametrize("case", ["SNGM coupled tensor", "LARS unscaled", "CLARS", "LAMB", "NSGDM"])
 def test_low_precision_parameters_worked_on_slice_by_slice_equal_the_reference(case, path, monkeypatch):
     monkeypatch.setattr(heavy_ball, "SLICE", 30)
     monkeypatch.setattr(lamb, "SLICE", 30)
+    monkeypatch.setattr(nsgdm, "SLICE", 30)
     make_twin(case, path, torch.bfloat16).run()
 
 

@@ -218,6 +218,17 @@ def test_noise_that_one_batch_has_alone_has_no_upper_end():
     assert math.isnan(probes.noise(lambda batch: w @ batch[0], [w], batches[3:]).high)
 
 
+def test_noise_of_complex_parameters_is_that_of_their_real_and_imaginary_parts():
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(12, 4, 3, 2, generator=generator) + 1
+    both = torch.zeros(3, 2, requires_grad=True)
+    one = torch.zeros(3, dtype=torch.cfloat, requires_grad=True)
+    real = probes.noise(lambda batch: (both - batch).square().sum((1, 2)).mean(), [both], x)
+    found = probes.noise(lambda batch: (one - torch.view_as_complex(batch)).abs().square().sum(1).mean(), [one], x)
+    for name in ("sigma", "low", "high", "scale", "scale_low", "scale_high"):
+        assert getattr(found, name) == pytest.approx(getattr(real, name), rel=1e-5)
+
+
 def test_the_noise_scale_is_infinite_where_noise_is_all_there_is():
     w = parameter(3)
     batches = [torch.ones(1, 3), -torch.ones(1, 3)] * 3

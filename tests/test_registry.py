@@ -440,6 +440,18 @@ def test_an_error_about_a_file_of_ones_own_names_the_file(tmp_path):
         create(f"{file}:helper", make_params(), lr=0.1)
 
 
+def test_a_run_with_a_class_of_ones_own_gets_a_folder_directly_in_runs(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import torch\n\nclass Mine(torch.optim.SGD): ...")
+    assert "runs/digits-mine.py-Mine-" in console.sngm(f"train digits --method {file}:Mine --lr 0.1 --dry-run").out
+
+
+def test_an_error_names_the_method_once():
+    assert console.sngm("train digits --method 'sngm(foo=1)' --lr 0.1").err.startswith(
+        "sngm: sngm has no setting 'foo'"
+    )
+
+
 def test_muon_leaves_embeddings_to_adamw(monkeypatch):
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 4))
     monkeypatch.setitem(registry.METHODS, "muon", replace(registry.METHODS["muon"], build=Noted))

@@ -257,9 +257,15 @@ def test_a_batch_of_matrices_equals_one_after_the_other(shape):
 def test_large_batches_are_split(monkeypatch):
     tensors = [g for g in gradients(0) if g.ndim > 1]
     whole = polar_factors(tensors, "muon")
-    for largest in (1, 80):
+    sizes = []
+    monkeypatch.setattr(
+        spectral, "newton_schulz", lambda batch, *rest: sizes.append(len(batch)) or newton_schulz(batch, *rest)
+    )
+    for largest, expected in ((1 << 20, [2, 1, 1]), (80, [2, 1, 1]), (79, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
         monkeypatch.setattr(spectral, "LARGEST_BATCH", largest)
         torch.testing.assert_close(polar_factors(tensors, "muon"), whole, rtol=1e-12, atol=1e-13)
+        assert sizes == expected
+        sizes.clear()
 
 
 @pytest.mark.slow
