@@ -183,6 +183,13 @@ def test_weight_decay_of_spectral_sngm_grows_to_a_limit(recipe, decay, why):
     assert decay or carried.lr == 0.02
 
 
+def test_the_rule_of_spectral_sngm_counts_the_steps_of_both_runs():
+    # of 96 samples, batch 40 leaves out 16 in each epoch: 6 times fewer steps than batch 8, not 5
+    found = advice("own.py:Line --to-batch 40 --device cpu --from-spectral lr=0.01,batch=8,weight_decay=0.5")
+    new = facts(found)
+    assert new["learning rate"] * new["weight decay"] == pytest.approx(1 - 0.995**6, rel=2e-3)
+
+
 def test_no_step_of_spectral_sngm_shrinks_the_weights_to_less_than_nothing():
     carried = carry_spectral(lr=0.05, weight_decay=2.0, growth=40)
     assert 0.9 < carried.lr * carried.weight_decay < 1

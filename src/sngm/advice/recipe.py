@@ -168,8 +168,9 @@ def carry_recipe(
         embeds = any(isinstance(module, EMBEDDINGS) for module in setup.model.modules())
         params = DECAYING_ROWS if embeds and recipe.method == "spectral-sngm" else DECAYING
     carried, found = convert(
-        known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums, params=(params, params)
-    )
+        known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums, params=(params, params),
+        fewer=setup.steps / steps,
+    )  # fmt: skip
     facts = [*found.pop("facts"), fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
     large = resolve(task, new_method, batch=to_batch, method_settings=advised, **{**common, "lr": carried.lr})
@@ -207,6 +208,7 @@ def convert(
     own_class: str | None = None,
     extra: Mapping[str, Any] | None = None,
     params: tuple[str, str] = (EVERY, EVERY),
+    fewer: float | None = None,
 ) -> tuple[Carried, Record]:
     """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
@@ -223,6 +225,7 @@ def convert(
         extra: further arguments of the recipe's optimizer; the advised one has those that its class takes. "lr" is that
             of the recipe's optimizer, if it differs from `recipe.lr`.
         params: `Settings.params` of the recipe's optimizer and of the advised one.
+        fewer: how many times fewer steps a run has at the larger batch, if it is known.
     """
     method, lr, decay, momentum = recipe.method, recipe.lr, recipe.weight_decay or 0.0, recipe.momentum
     growth, root = to_batch / recipe.batch, f"sqrt({to_batch} / {recipe.batch})"
@@ -237,8 +240,8 @@ def convert(
     elif method == "adamw":
         carried = carry_adamw(lr, decay, growth)
     else:
-        carried = carry_spectral(lr, decay, growth, momentum)
-        how, shrinks = "with weight decay, shrinks the weights as much in an epoch as before", f"{decay:g} * {root}"
+        carried = carry_spectral(lr, decay, growth, momentum, fewer)
+        how, shrinks = "with weight decay, shrinks the weights as much in a run as before", f"{decay:g} * {root}"
         if not decay:
             how, shrinks = f"{lr:g} * {root}: not tested without weight decay", "none before"
         elif carried.weight_decay < rounded(decay * math.sqrt(growth)):

@@ -63,15 +63,19 @@ def carry_adamw(lr: float, weight_decay: float, growth: float) -> Carried:
     return Carried(rounded(lr * math.sqrt(growth)), rounded(weight_decay * math.sqrt(growth)))
 
 
-def carry_spectral(lr: float, weight_decay: float, growth: float, momentum: float = 0.9) -> Carried:
+def carry_spectral(
+    lr: float, weight_decay: float, growth: float, momentum: float = 0.9, fewer: float | None = None
+) -> Carried:
     """Return spectral SNGM's learning rate and decoupled weight decay for a batch `growth` times that of a recipe.
 
-    - Product: a step multiplies the weights by ``1 - lr * weight_decay``, and there are `growth` times fewer steps. The
-      weights shrink as much as in the recipe if the new factor is the old one to the power of `growth`.
+    - Product: a step multiplies the weights by ``1 - lr * weight_decay``, and there are `fewer` times fewer steps. The
+      weights shrink as much as in the recipe if the new factor is the old one to the power of `fewer`.
     - Weight decay is multiplied by the square root of `growth`, as for AdamW, but not raised above
       ``0.2 / (1 - momentum)``. With more, weights without a normalisation layer behind them become too small.
     - Learning rate: what the product and the weight decay leave. Without weight decay, it is multiplied by the square
       root of `growth`.
+
+    `fewer` differs from `growth`, the default, if the last samples of an epoch are left out or are a smaller batch.
 
     >>> carry_spectral(lr=0.01, weight_decay=0.5, growth=4), carry_spectral(lr=0.01, weight_decay=1.0, growth=16)
     (Carried(lr=0.0199, weight_decay=1.0), Carried(lr=0.0743, weight_decay=2.0))
@@ -84,7 +88,7 @@ def carry_spectral(lr: float, weight_decay: float, growth: float, momentum: floa
     if not weight_decay:
         return Carried(rounded(lr * math.sqrt(growth)), 0.0)
     decay = rounded(min(weight_decay * math.sqrt(growth), max(weight_decay, MOST_DECAY / (1 - momentum))))
-    shrinks = -math.expm1(growth * math.log1p(-lr * weight_decay))
+    shrinks = -math.expm1((fewer or growth) * math.log1p(-lr * weight_decay))
     return Carried(rounded(shrinks / decay), decay)
 
 

@@ -11,7 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import reduce
+from functools import partial, reduce
 from itertools import chain, compress, groupby, zip_longest
 from operator import itemgetter, or_
 from typing import Any
@@ -177,21 +177,11 @@ class Layout:
         for (param, grad, buffered, aligned), alike in groupby(found, key=itemgetter(1)):
             tensors += len(list(alike))
             end = int(ends[tensors - 1])
-            section = {
-                "P": TRITON_DTYPES[param],
-                "G": TRITON_DTYPES[grad],
-                "WIDE": tl.float64 if param == torch.float64 else tl.float32,
-                "BUFFERED": buffered,
-                "ALIGNED": aligned,
-                "base": base,
-                "programs": end - base,
-            }
-            self.sections.append(section)
+            wide = tl.float64 if param == torch.float64 else tl.float32
+            dtypes = {"P": TRITON_DTYPES[param], "G": TRITON_DTYPES[grad], "WIDE": wide}
+            self.sections.append({**dtypes, "BUFFERED": buffered, "ALIGNED": aligned, "base": base, "end": end})
             base = end
-
-        def zeros(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=step.home)
-
+        zeros = partial(torch.zeros, dtype=torch.float64, device=step.home)
         self.values: dict[str, Any] = {
             "table": to_device(step, torch.from_numpy(table)),
             "owners": to_device(step, torch.from_numpy(np.repeat(np.arange(tensors, dtype=np.int32), row["chunks"]))),
@@ -291,7 +281,7 @@ def launch(step: KernelStep, values: dict[str, Any], layout: Layout) -> None:
         ready = []
         for section in layout.sections:
             every = {**layout.values, **fixed, **values, **section}
-            grid = section["programs"], 1, 1
+            grid = section["end"] - section["base"], 1, 1
             compiled = kernel[grid](*(every[name] for name in kernel.arg_names), num_warps=4, **ONE_ROUNDING)
             if compiled is not None:  # None in the interpreter, which compiles nothing
                 addressed = {name: v.data_ptr() if isinstance(v, Tensor) else v for name, v in every.items()}
@@ -323,8 +313,8 @@ def sum_spans(step: KernelStep, values: dict[str, Any]) -> None:
     if step.whole_square is not None:
         values["spans"][:2] = step.whole_square
     elif step.shards.active:
-        packed = per_parameter(step, values, OF_GRAD, OF_GRAD)[0]
-        spans = step.shards.spans(packed, step.lengths, by_group=step.scope == "group")
+        of_grad = per_parameter(step, values, OF_GRAD, OF_GRAD)[0]
+        spans = step.shards.spans(of_grad, step.lengths, by_group=step.scope == "group")
         values["spans"][0] = spans.sum()
         values["spans"][1 : 1 + len(spans)] = spans
 

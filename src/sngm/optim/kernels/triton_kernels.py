@@ -114,17 +114,15 @@ def measure(
     decay = tl.full((), 0.0, tl.float64)
     if COUPLED_DECAY:
         own = _own(numbers, table, tensors, i)
-        if tl.load(own + MODE) == COUPLED:
-            decay = tl.load(own + DECAY) * tl.load(own + SIGN) * tl.load(numbers + SCALE)
-    if COUPLED_DECAY and decay != 0.0:
-        if left >= CHUNK:
-            of_grad, of_param = squares(g, w, decay.to(WIDE), left, True, True, WIDE, True, CHUNK, BLOCK)
-        else:
-            of_grad, of_param = squares(g, w, decay.to(WIDE), left, True, True, WIDE, False, CHUNK, BLOCK)
-    elif left >= CHUNK:
-        of_grad, of_param = squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, True, CHUNK, BLOCK)
-    else:
-        of_grad, of_param = squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, False, CHUNK, BLOCK)
+        coupled = tl.load(own + DECAY) * tl.load(own + SIGN) * tl.load(numbers + SCALE)
+        decay = tl.where(tl.load(own + MODE) == COUPLED, coupled, 0.0)
+    of_grad, of_param = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+    for WHOLE in tl.static_range(2):
+        if (left >= CHUNK) == WHOLE:
+            if COUPLED_DECAY and decay != 0.0:
+                of_grad, of_param = squares(g, w, decay.to(WIDE), left, True, True, WIDE, WHOLE, CHUNK, BLOCK)
+            else:
+                of_grad, of_param = squares(g, w, decay.to(WIDE), left, PARAM_NORMS, False, WIDE, WHOLE, CHUNK, BLOCK)
     if MEANS:  # if a mean norm overflowed, a gradient overflowed
         mean = tl.load(means + tl.load(table + INDEX * tensors + i))
         of_grad = tl.where(tl.abs(mean) < float("inf"), of_grad, float("inf"))
@@ -173,8 +171,7 @@ def _key(table, tensors, i, rounds, STOCHASTIC: tl.constexpr):
 
 @triton.jit
 def coefficients(
-    table, own, sums, spans, means, i, tensors, scale, METHOD: tl.constexpr, SCOPE: tl.constexpr,
-    AVERAGES: tl.constexpr,
+    table, own, sums, spans, means, i, tensors, scale, METHOD: tl.constexpr, SCOPE: tl.constexpr, AVERAGES: tl.constexpr
 ):  # fmt: skip
     """Return the coefficients (unscale, decay, boost, rate, pull) of the step of tensor i, which is:
 
@@ -265,7 +262,6 @@ def update(
         unscale, decay, boost, rate, pull = coefficients(
             table, own, sums, spans, means, i, tensors, tl.load(numbers + SCALE), METHOD, SCOPE, AVERAGES
         )
-        averaged = tl.load(own + MODE) == AVERAGED
         g = _at(addresses, GRAD, tensors, i, start, G, ALIGNED)
         w = _at(addresses, PARAM, tensors, i, start, P, ALIGNED)
         v = w.to(tl.pointer_type(WIDE))
@@ -275,17 +271,14 @@ def update(
         momentum, stochastic = tl.load(own + MOMENTUM).to(WIDE), tl.load(own + STOCHASTIC_ROUNDING)
         key = _key(table, tensors, i, rounds, STOCHASTIC)
         decay, unscale, boost = decay.to(WIDE), unscale.to(WIDE), boost.to(WIDE)
-        rate, pull = rate.to(WIDE), pull.to(WIDE)
-        if left >= CHUNK:
-            square = heavy_ball(
-                g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull,
-                nesterov, averaged, BUFFERED, P, WIDE, AVERAGES, CLAMPS, STOCHASTIC, True, CHUNK, BLOCK,
-            )  # fmt: skip
-        else:
-            square = heavy_ball(
-                g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull,
-                nesterov, averaged, BUFFERED, P, WIDE, AVERAGES, CLAMPS, STOCHASTIC, False, CHUNK, BLOCK,
-            )  # fmt: skip
+        rate, pull, averaged = rate.to(WIDE), pull.to(WIDE), tl.load(own + MODE) == AVERAGED
+        square = tl.full((), 0.0, tl.float64)
+        for WHOLE in tl.static_range(2):
+            if (left >= CHUNK) == WHOLE:
+                square = heavy_ball(
+                    g, w, v, left, start, key, stochastic, sign, decay, unscale, clamp, boost, momentum, rate, pull,
+                    nesterov, averaged, BUFFERED, P, WIDE, AVERAGES, CLAMPS, STOCHASTIC, WHOLE, CHUNK, BLOCK,
+                )  # fmt: skip
         if AVERAGES:
             tl.store(partial + chunk, square)
             _finish(table, partial, sums, counters, i, chunks, tensors, 1, OF_DIRECTION)
@@ -314,8 +307,7 @@ def moments(
         i, start, left = _chunk(table, owners, chunk, tensors, CHUNK)
         own = _own(numbers, table, tensors, i)
         length = tl.sqrt(tl.load(spans)) / tl.load(numbers + SCALE)
-        clip = tl.load(own + MAX_NORM) / tl.where(length > 0.0, length, 1.0)
-        clip = tl.where(length > 0.0, tl.minimum(clip, 1.0), 1.0)
+        clip = tl.minimum(tl.load(own + MAX_NORM) / tl.where(length > 0.0, length, 1.0), 1.0)
         factor = (tl.load(own + SIGN) * clip / tl.load(numbers + SCALE)).to(WIDE)
         count = tl.load(addresses + COUNT * tensors + i).to(tl.pointer_type(tl.float32))
         t = tl.load(count) + 1.0
@@ -328,16 +320,13 @@ def moments(
         rest1, rest2 = (1.0 - beta1).to(WIDE), (1.0 - beta2).to(WIDE)
         beta1, beta2 = beta1.to(WIDE), beta2.to(WIDE)
         eps, decay = tl.load(own + EPS).to(WIDE), tl.load(own + DECAY).to(WIDE)
-        if left >= CHUNK:
-            of_param, of_direction = lamb_moments(
-                g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
-                WIDE, True, CHUNK, BLOCK,
-            )  # fmt: skip
-        else:
-            of_param, of_direction = lamb_moments(
-                g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
-                WIDE, False, CHUNK, BLOCK,
-            )  # fmt: skip
+        of_param, of_direction = tl.full((), 0.0, tl.float64), tl.full((), 0.0, tl.float64)
+        for WHOLE in tl.static_range(2):
+            if (left >= CHUNK) == WHOLE:
+                of_param, of_direction = lamb_moments(
+                    g, w, m, v, left, factor, beta1, rest1, beta2, rest2, correction1, correction2, eps, decay,
+                    WIDE, WHOLE, CHUNK, BLOCK,
+                )  # fmt: skip
         tl.store(partial + chunk, of_param)
         tl.store(partial + chunks + chunk, of_direction)
         if _finish(table, partial, sums, counters, i, chunks, tensors, 2, OF_PARAM):
@@ -374,13 +363,9 @@ def apply(
         v = m
         if LAMB:
             v = _at(addresses, SECOND_BUFFER, tensors, i, start, WIDE, ALIGNED)
-        if left >= CHUNK:
-            apply_direction(
-                w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
-                LAMB, P, WIDE, STOCHASTIC, True, CHUNK, BLOCK,
-            )  # fmt: skip
-        else:
-            apply_direction(
-                w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
-                LAMB, P, WIDE, STOCHASTIC, False, CHUNK, BLOCK,
-            )  # fmt: skip
+        for WHOLE in tl.static_range(2):
+            if (left >= CHUNK) == WHOLE:
+                apply_direction(
+                    w, m, v, left, start, key, stochastic, rate, correction1, correction2, eps, decay,
+                    LAMB, P, WIDE, STOCHASTIC, WHOLE, CHUNK, BLOCK,
+                )  # fmt: skip
