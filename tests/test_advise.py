@@ -163,11 +163,11 @@ def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_an_epoch():
     ("recipe", "decay", "why"),
     [
         ({"weight_decay": 0.5}, 1.0, "0.5 * sqrt(32 / 8)"),
-        ({"weight_decay": 1.5}, 2.0, "1.5 * sqrt(32 / 8) would be above 2, the most that is advised"),
+        ({"weight_decay": 0.7}, 1.2, "0.7 * sqrt(32 / 8) would be above 1.2, the most that is advised"),
         (
-            {"weight_decay": 0.4, "momentum": 0.5},
-            0.4,
-            "0.4 * sqrt(32 / 8) would be above 0.4, the most that is advised",
+            {"weight_decay": 0.2, "momentum": 0.5},
+            0.24,
+            "0.2 * sqrt(32 / 8) would be above 0.24, the most that is advised",
         ),
         ({"weight_decay": 3.0}, 3.0, "3 * sqrt(32 / 8) would be above 3, the most that is advised"),
         ({"weight_decay": 0.0}, 0.0, "none before"),
