@@ -25,6 +25,7 @@ from sngm.advice.rules import carry_spectral
 from sngm.advice.verdict import Settings, conclude, has_normalisation
 from sngm.errors import UsageError
 from sngm.optim import decay_groups
+from sngm.paper import experiments
 from sngm.parsing import parse_settings, split_list
 from sngm.probes.noise import Noise
 from sngm.report.summary import Cell
@@ -148,7 +149,7 @@ def test_an_adamw_recipe_keeps_adamw_and_scales_by_the_square_root():
     refused(sngm("advise own.py:Line --from-adamw lr=0.01,batch=8 --from-sgd lr=0.1,batch=8"), "one of")
 
 
-def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_an_epoch():
+def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_a_run():
     line = "own.py:Line --to-batch 32 --device cpu --from-spectral"
     found = advice(f"{line} lr=0.01,batch=8,weight_decay=0.25,momentum=0.8")
     assert found["diff"][1] == (
@@ -163,13 +164,9 @@ def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_an_epoch():
     ("recipe", "decay", "why"),
     [
         ({"weight_decay": 0.5}, 1.0, "0.5 * sqrt(32 / 8)"),
-        ({"weight_decay": 0.7}, 1.2, "0.7 * sqrt(32 / 8) would be above 1.2, the most that is advised"),
-        (
-            {"weight_decay": 0.2, "momentum": 0.5},
-            0.24,
-            "0.2 * sqrt(32 / 8) would be above 0.24, the most that is advised",
-        ),
-        ({"weight_decay": 3.0}, 3.0, "3 * sqrt(32 / 8) would be above 3, the most that is advised"),
+        ({"weight_decay": 0.7}, 1.2, "0.7 * sqrt(32 / 8), at most 1.2"),
+        ({"weight_decay": 0.2, "momentum": 0.5}, 0.24, "0.2 * sqrt(32 / 8), at most 0.24"),
+        ({"weight_decay": 3.0}, 3.0, "as before, as it is above 1.2"),
         ({"weight_decay": 0.0}, 0.0, "none before"),
     ],
 )
@@ -186,8 +183,39 @@ def test_weight_decay_of_spectral_sngm_grows_to_a_limit(recipe, decay, why):
 def test_the_rule_of_spectral_sngm_counts_the_steps_of_both_runs():
     # of 96 samples, batch 40 leaves out 16 in each epoch: 6 times fewer steps than batch 8, not 5
     found = advice("own.py:Line --to-batch 40 --device cpu --from-spectral lr=0.01,batch=8,weight_decay=0.5")
-    new = facts(found)
-    assert new["learning rate"] * new["weight decay"] == pytest.approx(1 - 0.995**6, rel=2e-3)
+    assert found["lr"] * found["weight_decay"] == pytest.approx(1 - 0.995**6, rel=2e-3)
+    assert "Each epoch leaves out 16 of 96 samples" in found["notes"][-1]
+    # if they are kept, batch 40 has 3 steps and batch 8 has 12
+    line = "own.py:Line --to-batch 40 --last-batch keep --device cpu --from-spectral"
+    kept = advice(f"{line} lr=0.01,batch=8,weight_decay=0.5")
+    assert kept["lr"] * kept["weight_decay"] == pytest.approx(1 - 0.995**4, rel=2e-3)
+    assert kept["steps"] * 2 == found["steps"] * 3
+    assert "leaves out" not in str(kept["notes"])
+    assert "--batch 40 --last-batch keep" in kept["command"]
+    assert "--to-batch 40 --last-batch keep" in kept["check"]
+    assert kept["diff"][-1].endswith("drop_last=False)")
+    refused(sngm("advise own.py:Line --gradients 1000 --last-batch keep"), "--last-batch and --verify need a recipe")
+    refused(sngm(f"advise {line.replace('keep', 'stay')} lr=0.01,batch=8"), "stay")
+
+
+def test_advice_on_a_model_counts_the_steps_of_its_loader():
+    data = torch.utils.data.TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
+    loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
+    optimizer = SpectralSNGM(model.parameters(), lr=0.01, weight_decay=0.5)
+    found = advise_model(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), loader, optimizer, to_batch=40)
+    assert found["lr"] * found["weight_decay"] == pytest.approx(1 - 0.995**6, rel=2e-3)
+
+
+def test_the_carried_settings_in_the_results_are_those_of_the_rule():
+    (carried,) = (row for row in experiments.find("spectral-rule").rows if row.name == "carried")
+    for batch, fewer in ((8192, 8), (16384, 16), (32768, 24)):
+        assert carry_spectral(0.00354, 1.19, batch / 1024, fewer=fewer) == (carried.rates[batch], 1.2)
+    assert carried.method_settings == {"weight_decay": 1.2}
+    for row in experiments.find("spectral-decay").rows:
+        product = carry_spectral(0.00354, 1.19, 2)
+        lr, decay = row.rates[2048], row.method_settings["weight_decay"]
+        assert lr * decay == pytest.approx(product.lr * product.weight_decay, rel=5e-3)
 
 
 def test_no_step_of_spectral_sngm_shrinks_the_weights_to_less_than_nothing():

@@ -895,6 +895,14 @@ def test_a_mean_norm_next_to_nothing_makes_no_weight_infinite():
     assert params[0].isfinite().all()
 
 
+def test_lamb_does_not_clip_gradients_whose_squares_underflow():
+    weight = torch.nn.Parameter(torch.ones(4))
+    weight.grad = torch.full((4,), 1e-24)
+    optimizer = sngm.LAMB([weight], lr=0.1, betas=(0.5, 0.5), max_grad_norm=0.25)
+    optimizer.step()
+    assert torch.equal(optimizer.state[weight]["exp_avg"], torch.full((4,), 0.5e-24))
+
+
 def test_tensors_that_are_no_leaves_may_be_stepped():
     leaf = torch.ones(2, 3, dtype=torch.float64, requires_grad=True)
     product = leaf * 2.0

@@ -36,6 +36,7 @@ def advise(
     from_spectral: Mapping[str, Any] | None = None,
     to_batch: int | None = None,
     pilot_steps: int | None = None,
+    last_batch: str | None = None,
     verify: bool = False,
     seeds: int | None = None,
     settings: dict[str, Any] | None = None,
@@ -60,6 +61,8 @@ def advise(
         from_adamw: the AdamW recipe, such as ``dict(lr=1e-3, batch=64, weight_decay=0.01, epochs=30)``.
         from_spectral: the recipe of spectral SNGM, such as ``dict(lr=0.02, batch=1024, weight_decay=0.5)``.
         to_batch: the larger batch size. Default: twice the batch size of the recipe.
+        last_batch: what an epoch of the larger batch does with the samples that fill no whole batch: "drop" (default)
+            or "keep", as in `train`.
         verify: train with the recipe and with the advised settings, and compare the results. With `from_sgd`, also
             train SGD at the larger batch with the learning rate scaled linearly.
         seeds: number of runs that `verify` makes with each of these settings. Default: 3.
@@ -73,7 +76,7 @@ def advise(
     """
     execution = Execution(device=device, data_dir=None if data_dir is None else Path(data_dir))
     recipes = {"msgd": from_sgd, "adamw": from_adamw, "spectral-sngm": from_spectral}
-    asked = Asked(task, recipes, to_batch, budgetoptions, pilot_steps, settings, verify, seeds)
+    asked = Asked(task, recipes, to_batch, budgetoptions, pilot_steps, settings, verify, seeds, last_batch)
     check_advice(asked)
     return advise_into(None if out is None else Path(out), asked, execution, progress)
 
@@ -135,6 +138,7 @@ class Asked(NamedTuple):
     settings: dict[str, Any] | None
     verify: bool = False
     seeds: int | None = None
+    last_batch: str | None = None
 
     @property
     def recipe(self) -> tuple[str, Mapping[str, Any]] | None:
@@ -201,7 +205,7 @@ def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, 
             return _of_probe(task, pilot.along(config, steps=asked.pilot_steps, **how), asked.budget.gradients)
         method, given = asked.recipe
         recipe = Recipe.of(given, method)
-        how |= {"task_settings": settings, "pilot_steps": asked.pilot_steps}
+        how |= {"task_settings": settings, "pilot_steps": asked.pilot_steps, "last_batch": asked.last_batch}
         found = carry_recipe(task, recipe, asked.to_batch, **how)
     return found if asked.verify else {**found, "check": check_command(asked)}
 
@@ -221,10 +225,12 @@ def check_command(asked: Asked) -> str:
     name = RECIPES[method]
     if not isinstance(asked.task, str):
         to_batch = "" if asked.to_batch is None else f", to_batch={asked.to_batch}"
-        return f"sngm.advise(task, {name}={dict(given)!r}{to_batch}, verify=True)"
+        last_batch = "" if asked.last_batch is None else f", last_batch={asked.last_batch!r}"
+        return f"sngm.advise(task, {name}={dict(given)!r}{to_batch}{last_batch}, verify=True)"
     recipe = ",".join(f"{key}={value}" for key, value in given.items())
     words = ["sngm", "advise", asked.task, f"--{name.replace('_', '-')}", recipe]
     words += [] if asked.to_batch is None else ["--to-batch", str(asked.to_batch)]
+    words += [] if asked.last_batch is None else ["--last-batch", asked.last_batch]
     return shlex.join([*words, *set_flags({}, asked.settings or {}), "--verify"])
 
 
@@ -260,9 +266,9 @@ def check_advice(asked: Asked) -> None:
     is_folder = isinstance(task, (str, Path)) and Path(task).is_dir()
     if sum(value is not None for value in (*asked.recipes.values(), gradients)) != 1:
         raise UsageError(f"give one of {', '.join(f'`{name}`' for name in RECIPES.values())} and `gradients`")
-    if recipe is None and (asked.to_batch is not None or asked.verify):
+    if recipe is None and (asked.to_batch is not None or asked.last_batch is not None or asked.verify):
         names = " or ".join(f"`{name}`" for name in RECIPES.values())
-        raise UsageError(f"`to_batch` and `verify` need a recipe: {names}")
+        raise UsageError(f"`to_batch`, `last_batch` and `verify` need a recipe: {names}")
     if asked.seeds is not None and asked.seeds < 1:
         raise UsageError(f"`seeds` must be at least 1, got {asked.seeds}")
     if asked.seeds is not None and not asked.verify:

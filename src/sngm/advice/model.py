@@ -130,9 +130,11 @@ def carry_model(
     if several or len(trains) < sum(p.requires_grad for p in model.parameters()):
         params = (OWN_GROUPS, OWN_GROUPS) if several else (OWN_PARAMS, OWN_PARAMS)
         notes.append(f"`{params[0]}` is what your optimizer is given now.")
+    drawn = None if samples is None else _length(loader.sampler)  # type: ignore[attr-defined]
     carried, found = convert(
-        recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra, params
-    )
+        recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra, params,
+        fewer=per_epoch / (drawn // to_batch) if per_epoch and drawn and drawn >= to_batch else None,
+    )  # fmt: skip
     warnings = found.pop("warnings")
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
         warnings.append(

@@ -29,7 +29,7 @@ from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
 from .facts import GIVEN, MEASURED, RULE, Fact, fact
-from .rules import Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
+from .rules import MOST_DECAY, Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
 from .verdict import DECAYING, DECAYING_ROWS, EVERY, MARGIN, Settings, conclude, has_normalisation
 
 GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
@@ -115,6 +115,7 @@ def carry_recipe(
     *,
     task_settings: Record | None = None,
     pilot_steps: int | None = None,
+    last_batch: str | None = None,
     device: str | None = None,
     data_dir: Path | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -128,6 +129,7 @@ def carry_recipe(
         to_batch: the larger batch. Default: twice the recipe's batch.
         task_settings: settings of the task that differ from its defaults.
         pilot_steps: the most steps of the pilot, the short run of the recipe.
+        last_batch: the setting of this name for the larger batch. Default: "drop".
         device, data_dir, say, progress: as in :func:`sngm.probes.along`.
 
     Returns:
@@ -144,13 +146,16 @@ def carry_recipe(
     new_method = advised_method(recipe.method)
     common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "task_settings": task_settings}
     small = resolve(task, recipe.method, batch=recipe.batch, method_settings=recipe.settings, **common)
+    common["last_batch"] = last_batch
     large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     if recipe.method == "spectral-sngm":
         carry_spectral(recipe.lr, small.method_settings["weight_decay"], 1.0)  # raises now, not after the pilot
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
     # computed before the pilot, because it raises an error if `to_batch` is too large
-    steps = steps_per_epoch(large, len(in_streams(samples, to_batch))) * large.epochs
+    count = len(in_streams(samples, to_batch))
+    left = count % to_batch
+    steps = (steps_per_epoch(large, count) + (left > 0 and large.last_batch == "keep")) * large.epochs
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
     norms, epochs, noises = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
@@ -169,7 +174,7 @@ def carry_recipe(
         params = DECAYING_ROWS if embeds and recipe.method == "spectral-sngm" else DECAYING
     carried, found = convert(
         known, to_batch, peak.norm, which, noises, setup.model, len(samples), sums, params=(params, params),
-        fewer=setup.steps / steps,
+        fewer=setup.steps / steps, drop_last=large.last_batch == "drop",
     )  # fmt: skip
     facts = [*found.pop("facts"), fact("steps", steps, GIVEN, f"counted; {setup.steps:,} before")]
     advised = {**recipe.settings, "weight_decay": carried.weight_decay}
@@ -188,7 +193,7 @@ def carry_recipe(
         "facts": facts,
         "command": _command(task, recipe, large, data_dir),
         "warnings": found.pop("warnings") + _warnings(setup, small, large, epochs, part, weights),
-        "notes": _notes(setup.model, small, large, weights, steps),
+        "notes": _notes(setup.model, small, large, weights, steps) + _left_out(large, left, count),
         "norms": norms,
         "configs": [config.as_dict() for config in configs],
         **found,
@@ -209,6 +214,7 @@ def convert(
     extra: Mapping[str, Any] | None = None,
     params: tuple[str, str] = (EVERY, EVERY),
     fewer: float | None = None,
+    drop_last: bool = True,
 ) -> tuple[Carried, Record]:
     """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
@@ -226,6 +232,7 @@ def convert(
             of the recipe's optimizer, if it differs from `recipe.lr`.
         params: `Settings.params` of the recipe's optimizer and of the advised one.
         fewer: how many times fewer steps a run has at the larger batch, if it is known.
+        drop_last: whether an epoch at the larger batch leaves out the samples that fill no whole batch.
     """
     method, lr, decay, momentum = recipe.method, recipe.lr, recipe.weight_decay or 0.0, recipe.momentum
     growth, root = to_batch / recipe.batch, f"sqrt({to_batch} / {recipe.batch})"
@@ -245,7 +252,10 @@ def convert(
         if not decay:
             how, shrinks = f"{lr:g} * {root}: not tested without weight decay", "none before"
         elif carried.weight_decay < rounded(decay * math.sqrt(growth)):
-            shrinks += f" would be above {carried.weight_decay:g}, the most that is advised"
+            most = f"{MOST_DECAY / (1 - momentum):g}"
+            shrinks = (
+                f"as before, as it is above {most}" if carried.weight_decay == decay else f"{shrinks}, at most {most}"
+            )
     kept = {"momentum": momentum} if has_momentum(method) else {}
     old_arguments: Record = {"lr": lr, **kept, "weight_decay": decay, **(extra or {})}
     new_arguments = {**old_arguments, **carried._asdict()}
@@ -254,7 +264,7 @@ def convert(
         new_arguments = {name: value for name, value in new_arguments.items() if name not in NOT_OF_SNGM}
     old = Settings(method, recipe.batch, old_arguments, own_class, params[0])
     new = Settings(new_method, to_batch, new_arguments, own_class if new_method == method else None, params[1])
-    found = conclude(old, new, noises, has_normalisation(model), samples)
+    found = conclude(old, new, noises, has_normalisation(model), samples, drop_last)
     facts = [
         *measured,
         *found["facts"],
@@ -324,10 +334,12 @@ def _command(task: str, recipe: Recipe, large: RunConfig, data_dir: Path | None)
     if task in tasks.LOCAL:  # such a task has no name on the command line
         momentum = "" if recipe.momentum == 0.9 else f", momentum={recipe.momentum:g}"
         epochs = "" if recipe.epochs is None else f", epochs={recipe.epochs}"
+        epochs += ', last_batch="keep"' * (large.last_batch == "keep")
         method = f"{large.method}(weight_decay={decay:g}{momentum})"
         return f'sngm.train(task, "{method}", lr={lr}, batch={large.batch}{epochs})'
     words = ["sngm", "train", task, "--method", large.method, "--lr", lr, "--batch", str(large.batch)]
     words += [] if recipe.epochs is None else ["--epochs", str(recipe.epochs)]
+    words += ["--last-batch", "keep"] * (large.last_batch == "keep")
     words += set_flags(dataclasses.replace(recipe, weight_decay=decay).settings, large.task_settings)
     if data_dir is not None:
         words += ["--data-dir", str(data_dir)]
@@ -391,6 +403,16 @@ def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float,
     if large.method in ("sngm", "spectral-sngm") and large.schedule == "constant":
         notes.append("The schedule is constant, but SNGM's steps do not shrink by themselves: try --schedule cosine.")
     return notes
+
+
+def _left_out(large: RunConfig, left: int, count: int) -> list[str]:
+    """Return a note if an epoch of the larger batch leaves out more than a tenth of the samples."""
+    if large.last_batch == "keep" or left <= count / 10:
+        return []
+    return [
+        f"Each epoch leaves out {left:,} of {count:,} samples, which fill no whole batch; for runs that take them as a "
+        "smaller batch, use sngm advise --last-batch keep."
+    ]
 
 
 def _longest_step(config: RunConfig) -> float:

@@ -142,6 +142,7 @@ def conclude(
     noises: Sequence[Noise],
     normalised: bool,
     samples: float,
+    drop_last: bool = True,
 ) -> dict[str, Any]:
     """Return a dict: facts, the answer in one sentence, a diff for the user's training loop, the evidence for the rule.
 
@@ -152,6 +153,7 @@ def conclude(
             mostly noise, and the number of samples is used in place of the scale.
         normalised: whether the model has normalisation layers.
         samples: number of training samples, which is the largest batch.
+        drop_last: whether to leave out the last samples of an epoch.
     """
     scales, measured_on = [one.scale for one in noises], min(one.samples for one in noises)
     known = [min(scale, measured_on) for scale in scales if scale == scale]
@@ -194,7 +196,7 @@ def conclude(
     diff = [
         f"- {before.line}",
         f"+ {after.line}",
-        f"+ loader = DataLoader(dataset, batch_size={after.batch}, shuffle=True, drop_last=True)",
+        f"+ loader = DataLoader(dataset, batch_size={after.batch}, shuffle=True, drop_last={drop_last})",
     ]
     warnings = warnings_of(after, normalised)
     return {"answer": text, "facts": facts, "diff": diff, "evidence": EVIDENCE[before.method], "warnings": warnings}

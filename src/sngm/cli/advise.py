@@ -45,6 +45,12 @@ def advise(
     to_batch: Annotated[
         int | None, typer.Option("--to-batch", help="Target batch size. Default: twice the recipe's.")
     ] = None,
+    last_batch: Annotated[
+        str | None,
+        typer.Option(
+            "--last-batch", help="What an epoch of the larger batch does with its last samples: drop (default) or keep."
+        ),
+    ] = None,
     verify: Annotated[
         bool,
         typer.Option(
@@ -78,12 +84,12 @@ def advise(
     given = {"msgd": from_sgd, "adamw": from_adamw, "spectral-sngm": from_spectral}
     recipes = {method: None if text is None else parse_settings(split_list(text)) for method, text in given.items()}
     chosen = parse_settings(settings or [])
-    asked = advising.Asked(what, recipes, to_batch, budget, pilot_steps, chosen, verify, seeds)
+    asked = advising.Asked(what, recipes, to_batch, budget, pilot_steps, chosen, verify, seeds, last_batch)
     advising.check_advice(asked)
     name = (what or "numbers").rstrip("/").rpartition("/")[2].replace(":", "-")
     goal = f"b{to_batch or 'double'}" if budget.gradients is None else f"{budget.gradients:g}"
     where = what and (str(Path(what).resolve()) if Path(what).is_dir() else tasks.canonical(what))
-    key = short_hash([where, to_batch, as_dict(budget), given, pilot_steps, chosen])
+    key = short_hash([where, to_batch, as_dict(budget), given, pilot_steps, chosen, last_batch])
     folder = out or Path("runs") / f"advise-{name}-{goal}-{key}"
     execution = Execution(device=device, data_dir=data_dir)
     show = (lambda advice: None) if as_json else (lambda advice: print(f"{advice}\n"))

@@ -308,6 +308,7 @@ def moments(
         own = _own(numbers, table, tensors, i)
         length = tl.sqrt(tl.load(spans)) / tl.load(numbers + SCALE)
         clip = tl.minimum(tl.load(own + MAX_NORM) / tl.where(length > 0.0, length, 1.0), 1.0)
+        clip = tl.where(length > 0.0, clip, 1.0)  # squares of gradients may underflow
         factor = (tl.load(own + SIGN) * clip / tl.load(numbers + SCALE)).to(WIDE)
         count = tl.load(addresses + COUNT * tensors + i).to(tl.pointer_type(tl.float32))
         t = tl.load(count) + 1.0
