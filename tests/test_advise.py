@@ -198,13 +198,44 @@ def test_the_rule_of_spectral_sngm_counts_the_steps_of_both_runs():
     refused(sngm(f"advise {line.replace('keep', 'stay')} lr=0.01,batch=8"), "stay")
 
 
-def test_advice_on_a_model_counts_the_steps_of_its_loader():
+@pytest.fixture
+def small():
+    """Return a model, its loss and a loader of 12 batches of 8."""
     data = torch.utils.data.TensorDataset(torch.randn(96, 4), torch.randn(96, 1))
     loader = torch.utils.data.DataLoader(data, batch_size=8, shuffle=True)
     model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 1))
-    optimizer = SpectralSNGM(model.parameters(), lr=0.01, weight_decay=0.5)
-    found = advise_model(model, lambda m, b: (m(b[0]) - b[1]).square().mean(), loader, optimizer, to_batch=40)
+    return model, lambda model, batch: (model(batch[0]) - batch[1]).square().mean(), loader
+
+
+def test_advice_on_a_model_counts_the_steps_of_its_loader(small):
+    found = advise_model(*small, SpectralSNGM(small[0].parameters(), lr=0.01, weight_decay=0.5), to_batch=40)
     assert found["lr"] * found["weight_decay"] == pytest.approx(1 - 0.995**6, rel=2e-3)
+
+
+def test_each_group_of_spectral_sngm_gets_its_own_advice(small):
+    first, second = ({"params": small[0][i].weight, "weight_decay": decay} for i, decay in ((0, 0.1), (2, 1.0)))
+    bias = {"params": [small[0][0].bias], "weight_decay": 0.0}
+    found = advise_model(*small, SpectralSNGM([first, second, bias], lr=0.06), to_batch=48)
+    one, two = carry_spectral(0.06, 0.1, 6), carry_spectral(0.06, 1.0, 6)
+    assert f"[({one.lr:g}, {one.weight_decay:g}), ({two.lr:g}, 1.2), ({one.lr:g}, 0)]" in found["diff"][1]
+    assert "Each step shrinks the weights by 31% (lr * weight_decay)" in found["warnings"][-1]
+    bad = {"params": small[0][2].weight, "weight_decay": 20.0}
+    with pytest.raises(UsageError, match="times weight decay 20 is"):
+        advise_model(*small, SpectralSNGM([first, bad], lr=0.06))
+
+
+@pytest.mark.parametrize("scale", [1e9, 0.0])
+def test_advice_with_too_much_decay_promises_nothing(scale):
+    given = Recipe(lr=0.1, batch=8, weight_decay=1.2, method="spectral-sngm")
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(2))
+    _, found = convert(given, 32, 1.0, "", measured(scale, samples=1000), model, 1000)
+    assert found["answer"].startswith("At batch 32 expect a loss; use SpectralSNGM")
+    assert "shrinks the weights by 40%" in found["warnings"][0]
+
+
+def test_the_default_batch_is_at_most_the_data():
+    found = advice("own.py:Line --device cpu --from-spectral lr=0.01,batch=64,weight_decay=0.5")
+    assert found["batch"] == 96
 
 
 def test_the_carried_settings_in_the_results_are_those_of_the_rule():
@@ -220,6 +251,8 @@ def test_the_carried_settings_in_the_results_are_those_of_the_rule():
 
 def test_no_step_of_spectral_sngm_shrinks_the_weights_to_less_than_nothing():
     carried = carry_spectral(lr=0.05, weight_decay=2.0, growth=40)
+    assert 0.9 < carried.lr * carried.weight_decay < 1
+    carried = carry_spectral(lr=0.4, weight_decay=2.0, growth=16)
     assert 0.9 < carried.lr * carried.weight_decay < 1
     found = advice("own.py:Line --to-batch 48 --device cpu --from-spectral lr=0.05,batch=8,weight_decay=2")
     assert (
@@ -824,8 +857,8 @@ def test_what_cannot_be_advised_is_one_line(tmp_path):
 
     line("digits", "give one of --from-sgd, --from-adamw, --from-spectral and --gradients")
     line("digits --from-sgd lr=0.1,batch=32 --gradients 100 --to-batch 64", "give one of --from-sgd")
-    line("digits --gradients 100 --to-batch 64", "--to-batch and --verify need a recipe")
-    line("digits --gradients 100 --verify", "--to-batch and --verify need a recipe")
+    line("digits --gradients 100 --to-batch 64", "--to-batch, --last-batch and --verify need a recipe")
+    line("digits --gradients 100 --verify", "--to-batch, --last-batch and --verify need a recipe")
     line(
         "digits --from-sgd lr=0.1,batch=32 --seeds 5",
         "--seeds is the number of runs that --verify makes: give --verify too",

@@ -661,7 +661,7 @@ def test_advise_carries_a_recipe_over():
     assert advice["command"] == f'sngm.train(task, "sngm(weight_decay=0.0002)", lr={advice["lr"]:g}, batch=80)'
     budget = sngm.advise(gradients=8e6, gap=2.3, L=20, sigma=15, progress=False)
     assert {row["method"] for row in budget["methods"]} == {"msgd", "sngm"}
-    with pytest.raises(UsageError, match="`to_batch` and `verify` need a recipe"):
+    with pytest.raises(UsageError, match="`to_batch`, `last_batch` and `verify` need a recipe"):
         sngm.advise(gradients=8e6, to_batch=20)
 
 

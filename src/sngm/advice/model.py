@@ -19,9 +19,10 @@ from ..optim import SpectralSNGM
 from ..options import at_least
 from ..probes.gradients import NOT_FINITE, NotFinite, check_loss, norm
 from ..probes.noise import Noise, noise, size_of
-from .recipe import FEW_STEPS, RECIPES, Recipe, convert, has_momentum
-from .rules import carry_spectral, check_trains, rounded
-from .verdict import DECAYING, EVERY, OWN_GROUPS, OWN_PARAMS
+from .caveats import FEW_STEPS
+from .recipe import RECIPES, Recipe, convert, has_momentum
+from .rules import Carried, carry_spectral, check_trains, rounded
+from .verdict import DECAYING, EVERY, OWN_GROUPS, OWN_PARAMS, shrinking
 
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
@@ -64,7 +65,8 @@ def carry_model(
     cls, main = _known_class(optimizer), _main_group(optimizer)
     given = _settings(cls, main)
     if given["method"] == "spectral-sngm":
-        carry_spectral(given["lr"], given["weight_decay"], 1.0)  # raises now, not after the copy has trained
+        for group in map(_unscheduled, optimizer.param_groups):
+            carry_spectral(group["lr"], group["weight_decay"], 1.0)  # raises now, not after the copy has trained
     if steps is None:  # two epochs, the usual length of the short run in `carry_recipe`
         steps = max(2, min(MOST_STEPS, 2 * (_length(loader) or MOST_STEPS)))
     first = _first_batch(model, loss_fn, loader, to_batch, steps)
@@ -131,9 +133,10 @@ def carry_model(
         params = (OWN_GROUPS, OWN_GROUPS) if several else (OWN_PARAMS, OWN_PARAMS)
         notes.append(f"`{params[0]}` is what your optimizer is given now.")
     drawn = None if samples is None else _length(loader.sampler)  # type: ignore[attr-defined]
+    fewer = per_epoch / (drawn // to_batch) if per_epoch and drawn and drawn >= to_batch else None
     carried, found = convert(
         recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra, params,
-        fewer=per_epoch / (drawn // to_batch) if per_epoch and drawn and drawn >= to_batch else None,
+        fewer,
     )  # fmt: skip
     warnings = found.pop("warnings")
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
@@ -141,19 +144,28 @@ def carry_model(
             f"The copy took {len(lengths)} of an epoch's {per_epoch:,} steps. The gradient norm over these steps may "
             f"be far from that over an epoch, which the rule needs: pass steps={per_epoch}."
         )
-    rates = [rounded(_unscheduled(group)["lr"] * carried.lr / given["lr"]) for group in optimizer.param_groups]
-    if several:  # settings of a group override those of the optimizer
-        factor = carried.weight_decay / (given["weight_decay"] or 1.0)
-        settings = ", ".join(
-            f"({lr:g}, {rounded(group.get('weight_decay', 0.0) * factor):g})"
-            for lr, group in zip(rates, optimizer.param_groups, strict=True)
+    faster, factor = carried.lr / given["lr"], carried.weight_decay / (given["weight_decay"] or 1.0)
+    settings = []
+    for group in map(_unscheduled, optimizer.param_groups):
+        lr, decay = group["lr"], group.get("weight_decay", 0.0)
+        own_rule = recipe.method == "spectral-sngm" and decay
+        settings.append(
+            carry_spectral(lr, decay, to_batch / batch, group["momentum"], fewer)
+            if own_rule
+            else Carried(rounded(lr * faster), rounded(decay * factor))
         )
-        found["diff"].insert(1, f"+ for group, (lr, decay) in zip(groups, [{settings}]):")
+    if several:  # settings of a group override those of the optimizer
+        if recipe.method == "spectral-sngm" and (most := max(lr * decay for lr, decay in settings)) > math.prod(
+            carried
+        ):
+            warnings += shrinking(to_batch, most)
+        listed = ", ".join(f"({lr:g}, {decay:g})" for lr, decay in settings)
+        found["diff"].insert(1, f"+ for group, (lr, decay) in zip(groups, [{listed}]):")
         found["diff"].insert(2, "+     group.update(lr=lr, weight_decay=decay)")
     elif params[1] == DECAYING:
         notes.append("decay_groups exempts biases and normalisation layers, for which this weight decay is too large.")
     if "max_lr" in main:
-        peak = rates if several else carried.lr
+        peak = [lr for lr, _ in settings] if several else carried.lr
         also = " and the momentum" * ("base_momentum" in main)
         notes.append(
             f"OneCycleLR sets the learning rate{also}: build it with max_lr={peak} and the new number of steps."

@@ -8,11 +8,10 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from .. import tasks
 from ..errors import UsageError
@@ -28,14 +27,11 @@ from ..training.build import Setup, prepare
 from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
 from ..training.run_folder import provenance
+from .caveats import GROWING, Epoch, left_out, notes_on, warnings_of_recipe
 from .facts import GIVEN, MEASURED, RULE, Fact, fact
 from .rules import MOST_DECAY, Carried, carry_adamw, carry_over, carry_spectral, check_trains, rounded
 from .verdict import DECAYING, DECAYING_ROWS, EVERY, MARGIN, Settings, conclude, has_normalisation
 
-GROWING = 1.05  # steps still grow if they are longer by this factor than in the previous epoch
-MAY_DIFFER = ("schedule", "warmup", "clip")  # settings that the rule assumes equal at both batches; defaults may vary
-TOO_LONG = 5  # a recipe probably does not train if a step can be longer than the norm of the weights times this
-FEW_STEPS = 200  # with fewer steps, BatchNorm's running statistics may be far from those of the last weights
 NOT_OF_SNGM = ("dampening", "differentiable", "foreach", "fused")  # SGD's arguments that SNGM lacks or defines anew
 NOISE_SAMPLES = 1024  # the fewest samples, if there are as many, to measure the noise scale on after each epoch
 Record = dict[str, Any]
@@ -99,15 +95,6 @@ def advised_method(method: str) -> str:
     return "sngm" if method == "msgd" else method
 
 
-class Epoch(NamedTuple):
-    """Root mean squares over the steps of one epoch of the pilot, the short run of the recipe."""
-
-    step: float
-    """Length of SGD's steps: learning rate times norm of the gradient."""
-    norm: float
-    """Norm of the gradient, each step weighted by its squared learning rate."""
-
-
 def carry_recipe(
     task: str,
     recipe: Recipe,
@@ -126,7 +113,7 @@ def carry_recipe(
     Args:
         task: name of a task.
         recipe: a recipe of SGD, AdamW or spectral SNGM.
-        to_batch: the larger batch. Default: twice the recipe's batch.
+        to_batch: the larger batch. Default: twice the recipe's batch, but at most the number of samples.
         task_settings: settings of the task that differ from its defaults.
         pilot_steps: the most steps of the pilot, the short run of the recipe.
         last_batch: the setting of this name for the larger batch. Default: "drop".
@@ -139,19 +126,20 @@ def carry_recipe(
         run. If the recipe is of SGD, "configs" also has SGD at the larger batch, with its learning rate (for a loss
         that is a sum, its weight decay) scaled linearly.
     """
-    to_batch = 2 * recipe.batch if to_batch is None else to_batch
-    if to_batch < recipe.batch:
+    if to_batch is not None and to_batch < recipe.batch:
         raise UsageError(f"`to_batch` must be at least the batch of the recipe, {recipe.batch}, got {to_batch}")
     where = probe_device(device)
     new_method = advised_method(recipe.method)
     common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "task_settings": task_settings}
     small = resolve(task, recipe.method, batch=recipe.batch, method_settings=recipe.settings, **common)
-    common["last_batch"] = last_batch
-    large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     if recipe.method == "spectral-sngm":
         carry_spectral(recipe.lr, small.method_settings["weight_decay"], 1.0)  # raises now, not after the pilot
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
+    if to_batch is None:
+        to_batch = min(2 * recipe.batch, len(samples))
+    common["last_batch"] = last_batch
+    large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     # computed before the pilot, because it raises an error if `to_batch` is too large
     count = len(in_streams(samples, to_batch))
     left = count % to_batch
@@ -192,8 +180,8 @@ def carry_recipe(
         "recipe": dataclasses.asdict(known),
         "facts": facts,
         "command": _command(task, recipe, large, data_dir),
-        "warnings": found.pop("warnings") + _warnings(setup, small, large, epochs, part, weights),
-        "notes": _notes(setup.model, small, large, weights, steps) + _left_out(large, left, count),
+        "warnings": found.pop("warnings") + warnings_of_recipe(setup, small, large, epochs, part, weights),
+        "notes": notes_on(setup.model, small, large, weights, steps) + left_out(large, left, count),
         "norms": norms,
         "configs": [config.as_dict() for config in configs],
         **found,
@@ -344,80 +332,6 @@ def _command(task: str, recipe: Recipe, large: RunConfig, data_dir: Path | None)
     if data_dir is not None:
         words += ["--data-dir", str(data_dir)]
     return shlex.join(words)
-
-
-def _warnings(
-    setup: Setup, small: RunConfig, large: RunConfig, epochs: list[Epoch], part: int | None, weights: float
-) -> list[str]:
-    """Return warnings for cases in which the rule is known to fail, or its assumptions do not hold."""
-    found = []
-    if large.method == "sngm" and (longest := _longest_step(large)) > TOO_LONG * weights:
-        found.append(
-            f"A step may be {longest / weights:.2g} times as long as all weights together: the lr of the recipe is "
-            "probably so large that it does not train, and then this advice is worthless."
-        )
-    pairs = [(name, getattr(small, name), getattr(large, name)) for name in MAY_DIFFER]
-    if differ := [f"{name} {_said(old)} before, {_said(new)} now" for name, old, new in pairs if old != new]:
-        found.append(
-            f"The task does not train both alike: {'; '.join(differ)}. The rule takes them to be the same, and where "
-            "they are not it has hardly been tried."
-        )
-    if small.method != "msgd":  # the other rules use no gradient norm
-        return found
-    cut = "--pilot-steps ended the pilot" if len(epochs) < small.epochs else "the recipe ended"
-    if part is not None:
-        found.append(
-            f"--pilot-steps ended the pilot after {part} of an epoch's {setup.per_epoch:,} steps. The gradient norm "
-            "over these steps may be far from that over an epoch, which the rule needs: leave out --pilot-steps."
-        )
-    elif len(epochs) == 1:
-        found.append(f"{cut.capitalize()} after one epoch: whether its steps are the longest is not known.")
-    elif epochs[-1].step >= GROWING * epochs[-2].step:
-        found.append(f"Steps were still growing when {cut}, after {len(epochs)} epochs: the rate may be too small.")
-    return found
-
-
-def _said(value: float | str | None) -> str:
-    return "none" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _notes(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, steps: int) -> list[str]:
-    """Return notes on what the rule does not take into account."""
-    lr = large.lr
-    notes = [f"This learning rate is an estimate; with time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."]
-    normed = any(isinstance(m, _BatchNorm) for m in model.modules())
-    if normed and steps < FEW_STEPS and not large.bn_samples:
-        again = "sngm train --bn-samples 10000 estimates them again before each test."
-        notes.append(f"BatchNorm's running statistics lag behind the weights in a run of {steps} steps: {again}")
-    if normed and small.bn_group != large.bn_group:
-        notes.append(
-            f"BatchNorm takes {large.bn_group} samples together at batch {large.batch}, and {small.bn_group} in the "
-            f"recipe; sngm train --bn-group {small.bn_group} keeps that."
-        )
-    longest = _longest_step(large)
-    if large.method == "sngm" and longest > weights:
-        notes.append(
-            f"A step may be as long as lr / (1 - momentum) = {longest:.3g}, and all weights together are {weights:.3g} "
-            "at the start: if the loss jumps about, take a smaller lr."
-        )
-    if large.method in ("sngm", "spectral-sngm") and large.schedule == "constant":
-        notes.append("The schedule is constant, but SNGM's steps do not shrink by themselves: try --schedule cosine.")
-    return notes
-
-
-def _left_out(large: RunConfig, left: int, count: int) -> list[str]:
-    """Return a note if an epoch of the larger batch leaves out more than a tenth of the samples."""
-    if large.last_batch == "keep" or left <= count / 10:
-        return []
-    return [
-        f"Each epoch leaves out {left:,} of {count:,} samples, which fill no whole batch; for runs that take them as a "
-        "smaller batch, use sngm advise --last-batch keep."
-    ]
-
-
-def _longest_step(config: RunConfig) -> float:
-    """Return the largest possible norm of an update of SNGM: learning rate / (1 - momentum)."""
-    return float(config.lr / (1 - config.method_settings.get("momentum", 0.9)))
 
 
 def _rms(values: Sequence[float]) -> float:

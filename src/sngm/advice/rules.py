@@ -88,7 +88,7 @@ def carry_spectral(
     if not weight_decay:
         return Carried(rounded(lr * math.sqrt(growth)), 0.0)
     decay = rounded(min(weight_decay * math.sqrt(growth), max(weight_decay, MOST_DECAY / (1 - momentum))))
-    shrinks = -math.expm1((fewer or growth) * math.log1p(-lr * weight_decay))
+    shrinks = min(-math.expm1((fewer or growth) * math.log1p(-lr * weight_decay)), 0.99)  # below 1 also when rounded
     return Carried(rounded(shrinks / decay), decay)
 
 

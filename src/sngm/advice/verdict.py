@@ -82,6 +82,12 @@ class Settings(NamedTuple):
         return self.own_class or CLASSES[self.method]
 
     @property
+    def shrinks(self) -> float:
+        """The fraction by which a step of spectral SNGM shrinks the weights; 0 for other methods."""
+        spectral = self.method == "spectral-sngm"
+        return float(self.arguments["lr"] * self.arguments["weight_decay"]) if spectral else 0.0
+
+    @property
     def line(self) -> str:
         """The line of Python that builds the optimizer."""
         values = {name: _shown(value) for name, value in self.arguments.items()}
@@ -126,14 +132,17 @@ def warnings_of(after: Settings, normalised: bool) -> list[str]:
     """Return warnings about the advised settings of a model with or without normalisation layers."""
     if after.method != "spectral-sngm":
         return [] if normalised else [WITHOUT_NORMALISATION]
-    found = [] if normalised else [NOT_TRIED]
-    shrinks = after.arguments["lr"] * after.arguments["weight_decay"]
-    if shrinks > MOST_SHRINKING:
-        found.append(
-            f"Each step shrinks the weights by {shrinks:.0%} (lr * weight_decay): batch {after.batch:,} has too few "
-            "steps for the weight decay of this recipe."
-        )
-    return found
+    return [*([] if normalised else [NOT_TRIED]), *shrinking(after.batch, after.shrinks)]
+
+
+def shrinking(batch: int, shrinks: float) -> list[str]:
+    """Return a warning if a step at this batch shrinks the weights by too large a fraction."""
+    if shrinks <= MOST_SHRINKING:
+        return []
+    return [
+        f"Each step shrinks the weights by {shrinks:.0%} (lr * weight_decay): batch {batch:,} has too few steps for "
+        "the weight decay of this recipe."
+    ]
 
 
 def conclude(
@@ -165,7 +174,8 @@ def conclude(
     lossless = f"up to {'at least ' * least}batch {limit:,} you should lose nothing measurable"
     arguments = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in after.arguments.items())
     use = f"use {after.optimizer.rpartition('.')[2]} with {arguments}"
-    if after.batch <= limit:
+    tried = after.shrinks <= MOST_SHRINKING
+    if after.batch <= limit and tried:
         yes = "Yes" if normalised else "Yes, but check it, as the model has no normalisation layer"
         text = f"{yes}: {lossless}; at batch {after.batch:,} {use}."
     elif not normalised:
@@ -174,8 +184,10 @@ def conclude(
             f"rate, or stay at batch {before.batch:,}."
         )
     else:
-        small = "small " * (before.method != "adamw" and after.batch <= TRIED * before.batch)
-        text = f"{f'{lossless}; ' * (limit > before.batch)}at batch {after.batch:,} expect a {small}loss; {use}."
+        small = "small " * (tried and before.method != "adamw" and after.batch <= TRIED * before.batch)
+        text = (
+            f"{f'{lossless}; ' * (tried and limit > before.batch)}at batch {after.batch:,} expect a {small}loss; {use}."
+        )
         text = text[0].upper() + text[1:]
     in_turn = ", ".join(map(_with_interval, noises))
     facts = [
