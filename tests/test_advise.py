@@ -194,6 +194,8 @@ def test_the_rule_of_spectral_sngm_counts_the_steps_of_both_runs():
     assert "--batch 40 --last-batch keep" in kept["command"]
     assert "--to-batch 40 --last-batch keep" in kept["check"]
     assert kept["diff"][-1].endswith("drop_last=False)")
+    whole = advice(f"{line.replace('40', '48')} lr=0.01,batch=8,weight_decay=0.5")
+    assert whole["lr"] * whole["weight_decay"] == pytest.approx(1 - 0.995**6, rel=2e-3)
     refused(sngm("advise own.py:Line --gradients 1000 --last-batch keep"), "--last-batch and --verify need a recipe")
     refused(sngm(f"advise {line.replace('keep', 'stay')} lr=0.01,batch=8"), "stay")
 
@@ -221,7 +223,7 @@ def test_each_group_of_spectral_sngm_gets_its_own_advice(small):
     assert "Each step shrinks the weights by 31% (lr * weight_decay)" in found["warnings"][-1]
     bad = {"params": small[0][2].weight, "weight_decay": 20.0}
     with pytest.raises(UsageError, match="times weight decay 20 is"):
-        advise_model(*small, SpectralSNGM([first, bad], lr=0.06))
+        advise_model(small[0], lambda *_: pytest.fail("trained first"), small[2], SpectralSNGM([first, bad], lr=0.06))
 
 
 @pytest.mark.parametrize("scale", [1e9, 0.0])
