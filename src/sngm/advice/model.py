@@ -155,9 +155,8 @@ def carry_model(
             else Carried(rounded(lr * faster), rounded(decay * factor))
         )
     if several:  # settings of a group override those of the optimizer
-        if recipe.method == "spectral-sngm" and (most := max(lr * decay for lr, decay in settings)) > math.prod(
-            carried
-        ):
+        most = max(lr * decay for lr, decay in settings)
+        if recipe.method == "spectral-sngm" and most > math.prod(carried):
             warnings += shrinking(to_batch, most)
         listed = ", ".join(f"({lr:g}, {decay:g})" for lr, decay in settings)
         found["diff"].insert(1, f"+ for group, (lr, decay) in zip(groups, [{listed}]):")
