@@ -90,7 +90,7 @@ def left_out(large: RunConfig, left: int, count: int) -> list[str]:
         return []
     return [
         f"Each epoch leaves out {left:,} of {count:,} samples, which fill no whole batch; for runs that take them as a "
-        "smaller batch, use sngm advise --last-batch keep."
+        "smaller batch, set last-batch to keep."
     ]
 
 

@@ -22,7 +22,7 @@ from ..probes.noise import Noise, noise, size_of
 from .caveats import FEW_STEPS
 from .recipe import RECIPES, Recipe, convert, has_momentum
 from .rules import Carried, carry_spectral, check_trains, rounded
-from .verdict import DECAYING, EVERY, OWN_GROUPS, OWN_PARAMS, shrinking
+from .verdict import DECAYING, EVERY, OWN_GROUPS, OWN_PARAMS
 
 MOST_STEPS = 200  # the most steps, unless the user gives `steps`
 NOISE_BATCHES = 16  # the most batches that the noise scale is measured on
@@ -132,11 +132,21 @@ def carry_model(
     if several or len(trains) < sum(p.requires_grad for p in model.parameters()):
         params = (OWN_GROUPS, OWN_GROUPS) if several else (OWN_PARAMS, OWN_PARAMS)
         notes.append(f"`{params[0]}` is what your optimizer is given now.")
+    growth, fewer = to_batch / batch, None
     drawn = None if samples is None else _length(loader.sampler)  # type: ignore[attr-defined]
-    fewer = per_epoch / (drawn // to_batch) if per_epoch and drawn and drawn >= to_batch else None
+    # not of a batch sampler of the user's own, which has another sampler
+    if drawn and per_epoch in (drawn // batch, -(-drawn // batch)) and drawn >= to_batch:
+        fewer = per_epoch / (drawn // to_batch)
+    groups = list(map(_unscheduled, optimizer.param_groups))
+    by_rule = [  # of groups that decay, by the rule of spectral SNGM
+        carry_spectral(group["lr"], group["weight_decay"], growth, group["momentum"], fewer)
+        if recipe.method == "spectral-sngm" and group["weight_decay"]
+        else None
+        for group in groups
+    ]
     carried, found = convert(
         recipe, to_batch, longest, which, noises, model, samples or math.inf, sums, own_class, extra, params,
-        fewer,
+        fewer, shrinks_most=max(one.lr * one.weight_decay if one else 0.0 for one in by_rule),
     )  # fmt: skip
     warnings = found.pop("warnings")
     if recipe.method == "msgd" and per_epoch is not None and len(lengths) < per_epoch:
@@ -145,19 +155,11 @@ def carry_model(
             f"be far from that over an epoch, which the rule needs: pass steps={per_epoch}."
         )
     faster, factor = carried.lr / given["lr"], carried.weight_decay / (given["weight_decay"] or 1.0)
-    settings = []
-    for group in map(_unscheduled, optimizer.param_groups):
-        lr, decay = group["lr"], group.get("weight_decay", 0.0)
-        own_rule = recipe.method == "spectral-sngm" and decay
-        settings.append(
-            carry_spectral(lr, decay, to_batch / batch, group["momentum"], fewer)
-            if own_rule
-            else Carried(rounded(lr * faster), rounded(decay * factor))
-        )
+    settings = [
+        one or Carried(rounded(group["lr"] * faster), rounded(group.get("weight_decay", 0.0) * factor))
+        for one, group in zip(by_rule, groups, strict=True)
+    ]
     if several:  # settings of a group override those of the optimizer
-        most = max(lr * decay for lr, decay in settings)
-        if recipe.method == "spectral-sngm" and most > math.prod(carried):
-            warnings += shrinking(to_batch, most)
         listed = ", ".join(f"({lr:g}, {decay:g})" for lr, decay in settings)
         found["diff"].insert(1, f"+ for group, (lr, decay) in zip(groups, [{listed}]):")
         found["diff"].insert(2, "+     group.update(lr=lr, weight_decay=decay)")

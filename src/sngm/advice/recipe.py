@@ -23,6 +23,7 @@ from ..probes.noise import Noise
 from ..probes.pilot import Norms, probe_device, training
 from ..probes.sample import Sample
 from ..training import RunConfig, resolve
+from ..training.batch_plan import BatchPlan
 from ..training.build import Setup, prepare
 from ..training.distributed import Processes
 from ..training.evaluate import in_streams, samples_of, steps_per_epoch
@@ -113,7 +114,7 @@ def carry_recipe(
     Args:
         task: name of a task.
         recipe: a recipe of SGD, AdamW or spectral SNGM.
-        to_batch: the larger batch. Default: twice the recipe's batch, but at most the number of samples.
+        to_batch: the larger batch. Default: twice the recipe's batch.
         task_settings: settings of the task that differ from its defaults.
         pilot_steps: the most steps of the pilot, the short run of the recipe.
         last_batch: the setting of this name for the larger batch. Default: "drop".
@@ -126,24 +127,25 @@ def carry_recipe(
         run. If the recipe is of SGD, "configs" also has SGD at the larger batch, with its learning rate (for a loss
         that is a sum, its weight decay) scaled linearly.
     """
-    if to_batch is not None and to_batch < recipe.batch:
+    to_batch = 2 * recipe.batch if to_batch is None else to_batch
+    if to_batch < recipe.batch:
         raise UsageError(f"`to_batch` must be at least the batch of the recipe, {recipe.batch}, got {to_batch}")
     where = probe_device(device)
     new_method = advised_method(recipe.method)
     common: Record = {"lr": recipe.lr, "epochs": recipe.epochs, "device": where, "task_settings": task_settings}
     small = resolve(task, recipe.method, batch=recipe.batch, method_settings=recipe.settings, **common)
+    common["last_batch"] = last_batch
+    large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     if recipe.method == "spectral-sngm":
         carry_spectral(recipe.lr, small.method_settings["weight_decay"], 1.0)  # raises now, not after the pilot
     setup = prepare(small, Processes(0, 1, where), Execution(data_dir=data_dir, step="eager"))
     samples = samples_of(setup.task, small)[0]
-    if to_batch is None:
-        to_batch = min(2 * recipe.batch, len(samples))
-    common["last_batch"] = last_batch
-    large = resolve(task, new_method, batch=to_batch, method_settings=recipe.settings, **common)
     # computed before the pilot, because it raises an error if `to_batch` is too large
     count = len(in_streams(samples, to_batch))
     left = count % to_batch
-    steps = (steps_per_epoch(large, count) + (left > 0 and large.last_batch == "keep")) * large.epochs
+    plan = BatchPlan.of(large.batch, large.workers, large.micro, large.bn_group)
+    rest = plan.for_rest(left) if large.last_batch == "keep" else None
+    steps = (steps_per_epoch(large, count) + (rest is not None)) * large.epochs
     weights = math.hypot(*(p.detach().double().norm().item() for p in setup.model.parameters()))
     norms, epochs, noises = _pilot(small, setup, where, pilot_steps, say, progress)
     peak = max(epochs, key=lambda epoch: epoch.step)
@@ -203,6 +205,7 @@ def convert(
     params: tuple[str, str] = (EVERY, EVERY),
     fewer: float | None = None,
     drop_last: bool = True,
+    shrinks_most: float = 0.0,
 ) -> tuple[Carried, Record]:
     """Return the advised learning rate and weight decay, and a dict with facts, answer, diff and evidence.
 
@@ -221,6 +224,7 @@ def convert(
         params: `Settings.params` of the recipe's optimizer and of the advised one.
         fewer: how many times fewer steps a run has at the larger batch, if it is known.
         drop_last: whether an epoch at the larger batch leaves out the samples that fill no whole batch.
+        shrinks_most: the largest fraction by which a step shrinks the weights of any other group of spectral SNGM.
     """
     method, lr, decay, momentum = recipe.method, recipe.lr, recipe.weight_decay or 0.0, recipe.momentum
     growth, root = to_batch / recipe.batch, f"sqrt({to_batch} / {recipe.batch})"
@@ -241,18 +245,19 @@ def convert(
             how, shrinks = f"{lr:g} * {root}: not tested without weight decay", "none before"
         elif carried.weight_decay < rounded(decay * math.sqrt(growth)):
             most = f"{MOST_DECAY / (1 - momentum):g}"
-            shrinks = (
-                f"as before, as it is above {most}" if carried.weight_decay == decay else f"{shrinks}, at most {most}"
-            )
+            kept_decay = carried.weight_decay == rounded(decay)
+            shrinks = f"as before, as it is raised to {most} at most" if kept_decay else f"{shrinks}, at most {most}"
     kept = {"momentum": momentum} if has_momentum(method) else {}
     old_arguments: Record = {"lr": lr, **kept, "weight_decay": decay, **(extra or {})}
     new_arguments = {**old_arguments, **carried._asdict()}
     new_method = advised_method(method)
     if new_method == "sngm":
         new_arguments = {name: value for name, value in new_arguments.items() if name not in NOT_OF_SNGM}
+    if method == "spectral-sngm":
+        shrinks_most = max(shrinks_most, carried.lr * carried.weight_decay)
     old = Settings(method, recipe.batch, old_arguments, own_class, params[0])
     new = Settings(new_method, to_batch, new_arguments, own_class if new_method == method else None, params[1])
-    found = conclude(old, new, noises, has_normalisation(model), samples, drop_last)
+    found = conclude(old, new, noises, has_normalisation(model), samples, drop_last, shrinks_most)
     facts = [
         *measured,
         *found["facts"],

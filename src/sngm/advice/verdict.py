@@ -82,12 +82,6 @@ class Settings(NamedTuple):
         return self.own_class or CLASSES[self.method]
 
     @property
-    def shrinks(self) -> float:
-        """The fraction by which a step of spectral SNGM shrinks the weights; 0 for other methods."""
-        spectral = self.method == "spectral-sngm"
-        return float(self.arguments["lr"] * self.arguments["weight_decay"]) if spectral else 0.0
-
-    @property
     def line(self) -> str:
         """The line of Python that builds the optimizer."""
         values = {name: _shown(value) for name, value in self.arguments.items()}
@@ -128,21 +122,20 @@ def has_normalisation(model: nn.Module) -> bool:
     return any("norm" in type(module).__name__.lower() for module in layers)
 
 
-def warnings_of(after: Settings, normalised: bool) -> list[str]:
-    """Return warnings about the advised settings of a model with or without normalisation layers."""
+def warnings_of(after: Settings, normalised: bool, shrinks: float) -> list[str]:
+    """Return warnings about the advised settings of a model with or without normalisation layers.
+
+    `shrinks` is the largest fraction by which a step of spectral SNGM shrinks weights.
+    """
     if after.method != "spectral-sngm":
         return [] if normalised else [WITHOUT_NORMALISATION]
-    return [*([] if normalised else [NOT_TRIED]), *shrinking(after.batch, after.shrinks)]
-
-
-def shrinking(batch: int, shrinks: float) -> list[str]:
-    """Return a warning if a step at this batch shrinks the weights by too large a fraction."""
-    if shrinks <= MOST_SHRINKING:
-        return []
-    return [
-        f"Each step shrinks the weights by {shrinks:.0%} (lr * weight_decay): batch {batch:,} has too few steps for "
-        "the weight decay of this recipe."
-    ]
+    found = [] if normalised else [NOT_TRIED]
+    if shrinks > MOST_SHRINKING:
+        found.append(
+            f"Each step shrinks weights by up to {shrinks:.0%} (lr * weight_decay): batch {after.batch:,} has too few "
+            "steps for the weight decay of this recipe."
+        )
+    return found
 
 
 def conclude(
@@ -152,6 +145,7 @@ def conclude(
     normalised: bool,
     samples: float,
     drop_last: bool = True,
+    shrinks: float = 0.0,
 ) -> dict[str, Any]:
     """Return a dict: facts, the answer in one sentence, a diff for the user's training loop, the evidence for the rule.
 
@@ -163,6 +157,7 @@ def conclude(
         normalised: whether the model has normalisation layers.
         samples: number of training samples, which is the largest batch.
         drop_last: whether to leave out the last samples of an epoch.
+        shrinks: the largest fraction by which a step of spectral SNGM shrinks weights.
     """
     scales, measured_on = [one.scale for one in noises], min(one.samples for one in noises)
     known = [min(scale, measured_on) for scale in scales if scale == scale]
@@ -174,7 +169,7 @@ def conclude(
     lossless = f"up to {'at least ' * least}batch {limit:,} you should lose nothing measurable"
     arguments = ", ".join(f"{name.replace('_', ' ')} {_shown(value)}" for name, value in after.arguments.items())
     use = f"use {after.optimizer.rpartition('.')[2]} with {arguments}"
-    tried = after.shrinks <= MOST_SHRINKING
+    tried = shrinks <= MOST_SHRINKING
     if after.batch <= limit and tried:
         yes = "Yes" if normalised else "Yes, but check it, as the model has no normalisation layer"
         text = f"{yes}: {lossless}; at batch {after.batch:,} {use}."
@@ -210,5 +205,5 @@ def conclude(
         f"+ {after.line}",
         f"+ loader = DataLoader(dataset, batch_size={after.batch}, shuffle=True, drop_last={drop_last})",
     ]
-    warnings = warnings_of(after, normalised)
+    warnings = warnings_of(after, normalised, shrinks)
     return {"answer": text, "facts": facts, "diff": diff, "evidence": EVIDENCE[before.method], "warnings": warnings}
