@@ -73,6 +73,8 @@ class Item:
     """Number of trials in a search over `Row.ranges`."""
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Settings of the runs of all rows."""
+    task_settings: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the task for all rows."""
     keep_last: Sequence[int] = ()
     """Batches at which the last samples of an epoch are kept as a smaller batch, for all rows."""
     needs: str = ""
@@ -140,7 +142,7 @@ class Planned:
             epochs=item.epochs or cls.epochs,
             lrs=rates,
             method_settings=dict(row.method_settings),
-            task_settings=dict(row.task_settings),
+            task_settings={**item.task_settings, **row.task_settings},
             settings=settings,
             extend=item.extend,
             search=at_batch(row.ranges, self.batch),
