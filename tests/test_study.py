@@ -25,7 +25,7 @@ from sngm.training import Options, RunConfig
 pytestmark = pytest.mark.usefixtures("in_one_process")
 
 TINY = "compare --methods msgd,sngm --batches 128 --lrs 0.03,0.1 --epochs 1 --seeds 2 --set width=2 --jobs 2"
-LONG = "compare --methods sngm --batches 16 --lrs 0.03,0.1 --epochs 4 --seeds 2 --jobs 2"
+LONG = "compare --methods sngm --batches 16 --lrs 0.03,0.1 --epochs 3 --seeds 2 --jobs 2"
 
 
 @pytest.fixture(autouse=True)
