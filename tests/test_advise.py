@@ -851,6 +851,7 @@ def test_what_is_printed_can_be_run_as_it_is_and_the_page_says_the_same(tmp_path
         ("lr=a,batch=32", "lr must be a finite number"),
         ("lr=-1,batch=32", "from_sgd`: lr must be a finite number > 0"),
         ("lr=0.1,batch=0", "batch must be a whole number > 0"),
+        ("lr=0.1,batch=32.5", "batch must be a whole number > 0"),
         ("lr=0.1,batch=32,momentum=1", "momentum must be"),
         ("lr=0.1,batch=32,weight_decay=-1", "weight_decay must be"),
         ("lr=0.1,,batch=32", "separated by commas"),
@@ -860,6 +861,12 @@ def test_what_is_printed_can_be_run_as_it_is_and_the_page_says_the_same(tmp_path
 def test_a_recipe_that_makes_no_sense_is_refused(text, words):
     with pytest.raises(UsageError, match=words):
         Recipe.of(parse_settings(split_list(text)))
+
+
+def test_whole_numbers_of_a_recipe_may_have_an_exponent():
+    recipe = Recipe.of(parse_settings(split_list("lr=0.1,batch=1e3,epochs=2e1")))
+    assert (recipe.batch, recipe.epochs) == (1000, 20)
+    assert isinstance(recipe.batch, int)
 
 
 def test_what_cannot_be_advised_is_one_line(tmp_path):

@@ -526,7 +526,8 @@ def test_an_unknown_verb_is_refused_in_one_line():
 
 def test_a_tracker_that_is_not_installed_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    refused(sngm(f"train digits {QUICK} --track wandb"), "wandb is not installed", "sngm[wandb]")
+    for line in (f"train digits {QUICK}", f"train digits {QUICK} --dry-run", "compare digits --methods sngm --dry-run"):
+        refused(sngm(f"{line} --track wandb"), "wandb is not installed", "sngm[wandb]")
 
 
 # ---------------------------------------------------------------- errors: folders

@@ -1,5 +1,6 @@
 """Studies on Ray and SLURM give the records of one on this machine, also after workers and jobs were killed."""
 
+import itertools
 import json
 import os
 import random
@@ -71,8 +72,8 @@ def test_options_of_a_cluster_are_checked_before_anything_is_run(options, words,
 
 def test_an_executor_that_is_not_installed_is_an_error_that_says_what_to_install(monkeypatch):
     monkeypatch.setattr(executors.importlib.util, "find_spec", lambda name: None)
-    refused(sngm("compare --methods sngm --batches 128 --executor ray"), "pip install 'sngm[ray]'")
-    refused(sngm("compare --methods sngm --batches 128 --executor slurm"), "pip install 'sngm[slurm]'")
+    for name, more in itertools.product(("ray", "slurm"), ("", " --dry-run")):
+        refused(sngm(f"compare --methods sngm --batches 128 --executor {name}{more}"), f"pip install 'sngm[{name}]'")
     assert not Path("runs").exists()
     assert [(name, usable) for name, usable, _ in executors.executors_usable()] == [
         ("local", True), ("ray", False), ("slurm", False),

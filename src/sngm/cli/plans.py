@@ -166,9 +166,11 @@ def show_study(
 
     Time and memory are measured at each batch size with the first method only, because more would take too long.
     """
+    from ..study.executors import check_usable
     from ..study.launch import check, load_data, one_thread
     from ..study.search import names_in
 
+    check_usable(cluster.executor)
     options = cluster.here(options)
     script = _job_script(cluster, folder)
     cells = study.cells()
@@ -211,10 +213,8 @@ def _job_script(cluster: Cluster, folder: Path) -> str:
     """Return the script with which runs are submitted to SLURM; empty for other executors."""
     if cluster.executor != "slurm":
         return ""
-    from ..study.executors import check_usable
     from ..study.executors.on_slurm import job_script
 
-    check_usable("slurm")
     return job_script(cluster, folder.absolute())
 
 

@@ -87,9 +87,11 @@ TRACKERS: dict[str, Callable[[Path, str, dict[str, Any], str | None], Tracker]] 
 
 
 def check_tracker(name: str | None) -> None:
-    """Raise UsageError unless `name` is the name of a tracker or None."""
+    """Raise UsageError unless `name` is None or the name of a tracker that is installed."""
     if name not in (None, *TRACKERS):
         raise UsageError(f"`track` must be one of {', '.join(TRACKERS)}, got {name!r}")
+    if name is not None:
+        _import(name)
 
 
 def open_tracker(
@@ -104,12 +106,9 @@ def open_tracker(
 
 
 def prepare_group(tracker: str | None, group: str) -> None:
-    """Check that a tracker is installed, and create the shared MLflow experiment before several runs start at once."""
-    check_tracker(tracker)
-    if tracker is not None:
-        module = _import(tracker)
-        if tracker == "mlflow":  # MLflow creates its database together with the first experiment
-            module.set_experiment(_experiment(group))
+    """Create the MLflow experiment that runs share before several start at once; it is created with the database."""
+    if tracker == "mlflow":
+        _import(tracker).set_experiment(_experiment(group))
 
 
 def _experiment(group: str | None) -> str:
