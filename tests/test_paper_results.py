@@ -1,5 +1,6 @@
 """`sngm paper`: the paper's numbers, stored runs, verdicts, and pages that agree with the runs."""
 
+import dataclasses
 import json
 import os
 import re
@@ -90,6 +91,21 @@ def test_methods_of_a_table_get_as_many_rates():
         assert len({tuple(round(width, 6) for width in row) for row in widths}) == 1, item.name
     advised = next(p for p in experiments.find("table-2").cells() if p.name == "SNGM with advised decay@8192")
     assert advised.cell().config(0.8, "full", 0).method_settings["weight_decay"] == pytest.approx(8e-4)
+
+
+def test_settings_of_an_experiment_a_row_and_a_batch_reach_the_runs():
+    def settings(name, cell):
+        (planned,) = [p for p in experiments.find(name).cells() if p.name == cell]
+        config = planned.cell().config(planned.row.rates[planned.batch], "full", 0)
+        return config.task_settings, config.method_settings["weight_decay"]
+
+    task, decay = settings("tiny-imagenet", "spectral SNGM@256")
+    assert (task["stem"], decay) == ("7x7", 0.125)
+    task, decay = settings("small-vit", "spectral SNGM@4096")
+    assert (task["model"], task["size"], decay) == ("small-vit", 64, 1.0)
+    item = dataclasses.replace(experiments.find("tiny-imagenet"), task_settings={"stem": "3x3", "smoothing": 0.2})
+    row = dataclasses.replace(item.rows[0], task_settings={"stem": "7x7"})
+    assert experiments.Planned(item, row, 256).study().task_settings == {"stem": "7x7", "smoothing": 0.2}
 
 
 # ---------------------------------------------------------------- stored runs

@@ -69,14 +69,13 @@ class Recipe:
         if not isinstance(given, Mapping):
             raise UsageError(f"`{name}` must be a dict such as dict(lr=0.1, batch=128), got {given!r}")
         known = ["lr", "batch", "weight_decay", *["momentum"] * has_momentum(method), "epochs"]
-        own = dict(given)
+        own = {}
         for key, value in given.items():
             if key not in known:
                 raise UsageError(f"`{name}` has no {key!r}; it takes {', '.join(known)}")
             types, fits, wanted = FIELDS[key]
-            if types is int and isinstance(value, float) and value.is_integer():  # such as 1e3
-                own[key] = value = int(value)
-            if isinstance(value, bool) or not isinstance(value, types) or not fits(value):
+            own[key] = int(value) if types is int and isinstance(value, float) and value.is_integer() else value  # 1e3
+            if isinstance(value, bool) or not isinstance(own[key], types) or not fits(value):
                 raise UsageError(f"`{name}`: {key} must be {wanted}, got {value!r}")
         if missing := [key for key in ("lr", "batch") if key not in given]:
             raise UsageError(f"`{name}` needs {' and '.join(missing)}, as in lr=0.1,batch=128")

@@ -35,6 +35,8 @@ class Row:
     method: str
     rates: Rates = field(default_factory=dict)
     """The middle of the grid of learning rates for each batch; the only learning rate if `Item.search` is False."""
+    decays: Rates = field(default_factory=dict)
+    """The weight decay for each batch at which it is not that of `method_settings`, nor the default."""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Settings to search instead of the grid, with their ranges at batch 8192; see `at_batch`."""
     seeds: int = 3
@@ -131,6 +133,7 @@ class Planned:
             rates = tuple(float(f"{rate:.3g}") for rate in grid)
         if row.grows:
             method += f"(weight_decay={usual['weight_decay'] * math.sqrt(self.batch / 128):.3g})"
+        decay = {"weight_decay": row.decays[self.batch]} if self.batch in row.decays else {}
         settings = {"precision": usual["precision_on_gpu"], **item.settings, **row.settings}  # on CPUs too
         if self.batch in item.keep_last:
             settings["last_batch"] = "keep"
@@ -141,7 +144,7 @@ class Planned:
             seeds=row.seeds if seeds is None else seeds,
             epochs=item.epochs or cls.epochs,
             lrs=rates,
-            method_settings=dict(row.method_settings),
+            method_settings={**row.method_settings, **decay},
             task_settings={**item.task_settings, **row.task_settings},
             settings=settings,
             extend=item.extend,
@@ -184,7 +187,7 @@ def between(known: Rates, batch: int) -> float:
 def _row_or_item(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row or item of experiments.toml with batches as integers, and settings such as betas as tuples."""
     found = dict(given)
-    for key in {"rates", "seconds"} & found.keys():
+    for key in {"rates", "decays", "seconds"} & found.keys():
         found[key] = {int(batch): value for batch, value in found[key].items()}
     if own := found.get("method_settings"):
         found["method_settings"] = {key: tuple(v) if isinstance(v, list) else v for key, v in own.items()}

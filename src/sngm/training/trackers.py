@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+from ..environment import is_first
 from ..errors import UsageError
 from ..files import write_atomically
 
@@ -23,7 +24,6 @@ class TensorBoard:
     """TensorBoard event files in the run folder."""
 
     def __init__(self, folder: Path, name: str, config: dict[str, Any], group: str | None = None) -> None:
-        _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self.writer = SummaryWriter(str(folder / "tensorboard"))
@@ -87,10 +87,10 @@ TRACKERS: dict[str, Callable[[Path, str, dict[str, Any], str | None], Tracker]] 
 
 
 def check_tracker(name: str | None) -> None:
-    """Raise UsageError unless `name` is None or the name of a tracker that is installed."""
+    """Raise UsageError unless `name` is None or the name of a tracker, installed where the first process runs."""
     if name not in (None, *TRACKERS):
         raise UsageError(f"`track` must be one of {', '.join(TRACKERS)}, got {name!r}")
-    if name is not None:
+    if name is not None and is_first():  # only the first process opens a tracker
         _import(name)
 
 
@@ -106,8 +106,8 @@ def open_tracker(
 
 
 def prepare_group(tracker: str | None, group: str) -> None:
-    """Create the MLflow experiment that runs share before several start at once; it is created with the database."""
-    if tracker == "mlflow":
+    """Create the MLflow experiment of a study before its runs start at once; for other trackers do nothing."""
+    if tracker == "mlflow":  # it creates its database with the first experiment
         _import(tracker).set_experiment(_experiment(group))
 
 
