@@ -156,6 +156,8 @@ def test_a_recipe_of_spectral_sngm_keeps_the_shrinking_of_a_run():
         "+ optimizer = sngm.SpectralSNGM(sngm.optim.decay_groups(model, weight_decay=0.5), lr=0.0199, momentum=0.8)"
     )
     assert found["command"].startswith("sngm train own.py:Line --method spectral-sngm --lr 0.0199 --batch 32")
+    assert "--from-spectral lr=0.01,batch=8,weight_decay=0.25,momentum=0.8 --to-batch 32" in found["check"]
+    assert "batch=8 " in advice(f"{line} lr=0.01,batch=0.8e1")["check"]
     refused(sngm("advise own.py:Line --from-spectral lr=0.01,batch=8,beta=0.9"), "--from-spectral has no 'beta'")
     refused(sngm(f"advise {line} lr=1,batch=8,weight_decay=1"), "lr 1 times weight decay 1 is 1, and must be below 1")
 
@@ -270,6 +272,9 @@ def test_no_step_of_spectral_sngm_shrinks_the_weights_to_less_than_nothing():
         "Each step shrinks weights by up to 47% (lr * weight_decay): batch 48 has too few steps" in found["warnings"][1]
     )
     assert "the rule of spectral SNGM has hardly been tried" in found["warnings"][0]
+    assert found["notes"][0].endswith("try 0.117 and 0.468 too.")
+    found = advice("own.py:Line --to-batch 48 --device cpu --from-spectral lr=0.1,batch=8,weight_decay=2")
+    assert found["notes"][0].endswith("try 0.184 too."), "twice the rate would change the sign of the weights"
 
 
 def measured(*scales, samples):

@@ -111,8 +111,10 @@ def test_a_dry_run_names_ranges_budget_and_recipe():
         "sngm at batch 8: 4 trials over lr 0.00577 to 0.173, weight_decay 1e-05 to 0.001, momentum 0.7 to 0.99" in plan
     )
     assert "schedule cosine, warm-up 0 epochs" in plan
+    assert not any(of_a_grid in plan for of_a_grid in ("at least", "beyond the grid"))
     plan = sngm("compare own.py:Line --methods sngm --lrs 0.1,0.2 --dry-run").out
     assert "weight decay 0.0001, schedule cosine" in plan
+    assert all(of_a_grid in plan for of_a_grid in ("at least", "beyond the grid"))
 
 
 @pytest.mark.parametrize(

@@ -227,7 +227,8 @@ def check_command(asked: Asked) -> str:
         to_batch = "" if asked.to_batch is None else f", to_batch={asked.to_batch}"
         last_batch = "" if asked.last_batch is None else f", last_batch={asked.last_batch!r}"
         return f"sngm.advise(task, {name}={dict(given)!r}{to_batch}{last_batch}, verify=True)"
-    recipe = ",".join(f"{key}={value}" for key, value in given.items())
+    whole = {key: int(value) for key, value in given.items() if isinstance(value, float) and value.is_integer()}
+    recipe = ",".join(f"{key}={value}" for key, value in {**given, **whole}.items())  # batch=1e3 as 1000
     words = ["sngm", "advise", asked.task, f"--{name.replace('_', '-')}", recipe]
     words += [] if asked.to_batch is None else ["--to-batch", str(asked.to_batch)]
     words += [] if asked.last_batch is None else ["--last-batch", asked.last_batch]

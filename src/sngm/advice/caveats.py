@@ -62,8 +62,10 @@ def _said(value: float | str | None) -> str:
 
 def notes_on(model: nn.Module, small: RunConfig, large: RunConfig, weights: float, steps: int) -> list[str]:
     """Return notes on what the rule does not take into account."""
-    lr = large.lr
-    notes = [f"This learning rate is an estimate; with time for more runs, try {lr / 2:.3g} and {lr * 2:.3g} too."]
+    half, double = large.lr / 2, large.lr * 2
+    trains = double * large.method_settings.get("weight_decay", 0.0) < 1  # else the weights would change their sign
+    others = f"{half:.3g} and {double:.3g}" if trains else f"{half:.3g}"
+    notes = [f"This learning rate is an estimate; with time for more runs, try {others} too."]
     normed = any(isinstance(m, _BatchNorm) for m in model.modules())
     if normed and steps < FEW_STEPS and not large.bn_samples:
         again = "sngm train --bn-samples 10000 estimates them again before each test."

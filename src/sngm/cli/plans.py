@@ -191,7 +191,8 @@ def show_study(
     if as_json:
         print(json.dumps(found, indent=2))
         return
-    print(f"{study.task}, {study.epochs} epochs, {study.seeds} seeds; at least {runs} runs into {folder}")
+    least = "" if study.search else "at least "  # a grid of learning rates may grow
+    print(f"{study.task}, {study.epochs} epochs, {study.seeds} seeds; {least}{runs} runs into {folder}")
     for plan in plans:
         if "ranges" in plan:
             ranges = ", ".join(f"{name} {low:g} to {high:g}" for name, (low, high) in plan["ranges"].items())
@@ -254,7 +255,8 @@ def _study_time_in_words(found: dict[str, Any]) -> str:
     time, device = found["time"], found["cells"][0]["device"]
     pace = f"{time['runs_at_once']} runs at a time" if time["runs_at_once"] > 1 else "one run after another"
     pace += "" if device == "cpu" else ", in eager steps: captured and compiled ones are faster"
+    grid = "" if found["study"]["search"] else ", and rates beyond the grid,"
     return (
         f"about {duration(time['seconds'])} of training on this machine ({device}), {pace}; from one pass of "
-        f"{time['method']} at each batch; tests, and rates beyond the grid, come on top"
+        f"{time['method']} at each batch; tests{grid} come on top"
     )

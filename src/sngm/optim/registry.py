@@ -242,8 +242,9 @@ def find(name: str) -> Found:
         in_torch = external.in_torch(name)
         if in_torch is None and ":" not in name:
             raise ValueError(
-                f"method must be one of {', '.join(names())}, or any class as 'package.module:Class', 'file.py:Class' "
-                f"or 'timm:NAME', got {name!r}{nearest(name, names())}"
+                f"method must be one of {', '.join(names())}, a class of torch.optim such as 'RMSprop', or any class "
+                f"as 'package.module:Class', 'file.py:Class', 'timm:NAME' or 'pytorch_optimizer:NAME', got {name!r}"
+                f"{nearest(name, names())}"
             )
         method = Method(in_torch or name)
     if not isinstance(method.build, str):
