@@ -9,6 +9,7 @@ import pytest
 from console import finish
 from waiting import launch
 
+from sngm.errors import UsageError
 from sngm.training import trackers
 
 STUDY = "compare --methods msgd,sngm --batches 128 --lrs 0.1 --epochs 2 --seeds 1 --set width=2 --jobs 2 --out study"
@@ -46,6 +47,27 @@ def test_runs_of_two_studies_have_ids_of_their_own(monkeypatch, tmp_path):
     assert [(call["id"], call["group"], call["name"]) for call in calls] == [
         ("abc", None, "abc"), ("first-abc", "first", "abc"), ("second-abc", "second", "abc"),
     ]  # fmt: skip
+
+
+def test_only_mlflow_prepares_a_group(monkeypatch):
+    class MLflow:
+        set_experiment = staticmethod(lambda name: prepared.append(name))
+
+    prepared: list[str] = []
+    monkeypatch.setitem(sys.modules, "mlflow", MLflow())
+    monkeypatch.setitem(sys.modules, "wandb", object())  # has no experiments
+    for tracker in ("mlflow", "wandb", None):
+        trackers.prepare_group(tracker, "study")
+    assert prepared == ["sngm study"]
+
+
+def test_only_the_first_process_needs_the_tracker(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setenv("RANK", "1")
+    trackers.check_tracker("wandb")
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError, match="wandb is not installed"):
+        trackers.check_tracker("wandb")
 
 
 @pytest.mark.nightly
