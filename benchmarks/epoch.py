@@ -1,8 +1,9 @@
 """Seconds per epoch of the image tasks, through the code of `sngm train`, compared with a good plain PyTorch loop.
 
 ResNet20 on CIFAR-10 at several batch sizes, step modes and methods, with peak memory and the lower bound from memory
-bandwidth; then images per second of ResNet-50 and ViT-B/16 on synthetic images of ImageNet's size. No number includes
-evaluation or the first epoch, which compiles.
+bandwidth; then images per second of ResNet-50 and ViT-B/16 on synthetic images of ImageNet's size, and of the task
+`tiny-imagenet-resnet50` on synthetic images of its size. No number includes evaluation or the first epoch, which
+compiles.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from sngm.models.resnet_cifar import resnet20
 from sngm.models.vit import vit_b16
 from sngm.tasks import Splits, Task, Tensors
 from sngm.tasks.cifar import MEAN, STD
+from sngm.tasks.tiny_imagenet import TinyImageNetResNet50
 
 EXAMPLES = """examples:
   python benchmarks/epoch.py --data-dir .data --out build/bench            all of it, some ten minutes on one GPU
@@ -48,10 +50,12 @@ LIMITS = {8192: 0.20, 1024: 0.26, 128: 0.50}  # seconds per epoch of SNGM on one
 GIB = 8.0  # memory limit at the largest batch
 TIMES_PLAIN = 5.0
 IMAGES_A_SECOND = {"resnet50": 2500.0, "vit_b16": 2000.0}
+INPUTS_A_SECOND = 40_000.0  # images of Tiny-ImageNet, gathered, augmented and normalised
 CONV_OUTPUTS = 188_416  # elements per image, in ResNet20
 # Reads and writes of each element: forward, convolution 2 and BatchNorm with ReLU 3; backward, BatchNorm 3 and 3
 # (gradient, input and output; a mask can be recomputed), the gradients of input and weights 2 and 2.
 PASSES = 15
+RESNET50_OUTPUTS = 907_264  # elements per image of 64 x 64 pixels of the convolutions of ResNet-50, stem 7x7
 FLOPS = {"resnet50": 3 * 2 * 4.09e9, "vit_b16": 3 * 2 * 17.56e9}  # per image, forward and backward
 KINDS = {  # kinds of kernels, by parts of their names; the first match counts
     "attention": ("flash", "fmha", "attention"),
@@ -109,6 +113,22 @@ class ViTB16(Synthetic):
 
     def model(self) -> nn.Module:
         return vit_b16(1000)
+
+
+class TinyImages(TinyImageNetResNet50):
+    """Tiny-ImageNet's task on random images, of which an epoch has 32,768."""
+
+    images = 32_768
+
+    def __init__(self) -> None:
+        super().__init__(stem="7x7")
+
+    def data(self) -> Splits:
+        draw = torch.Generator().manual_seed(0)
+        images = torch.randint(0, 256, (self.images, 3, 64, 64), dtype=torch.uint8, generator=draw)
+        labels = torch.randint(0, self.classes, (self.images,), generator=draw)
+        few = Tensors(images[:512], labels[:512])
+        return Splits(Tensors(images.contiguous(memory_format=torch.channels_last), labels), few)
 
 
 # ---------------------------------------------------------------- the plain loop
@@ -289,6 +309,9 @@ def cells(args: argparse.Namespace) -> Iterator[tuple[str, Callable[[], Any]]]:
     for mode in args.modes:
         for name in ("resnet50", "vit_b16"):
             yield f"pictures/{name}/{mode}", of(pictures, name, mode)
+    yield "tiny/input", tiny_input
+    for batch in (256, 4096, 16384):
+        yield f"tiny/{batch}", of(tiny, batch)
     for name in ("resnet50", "vit_b16"):
         yield f"profile/{name}", of(profile, name)
     for mode in args.modes:
@@ -305,6 +328,23 @@ def pictures(name: str, mode: str) -> dict[str, Any]:
         peak = next((v for k, v in PEAK.items() if k in torch.cuda.get_device_name()), None)
         result["utilisation"] = peak and result["images_a_second"] * FLOPS[name] / peak
     return result
+
+
+def tiny(batch: int) -> dict[str, Any]:
+    """Measure the images per second of the task `tiny-imagenet-resnet50`, in the default step mode."""
+    result: dict[str, Any] = measure(f"{HERE}:TinyImages", "sngm", batch, "auto", None, 3)
+    if "failed" not in result:
+        result["images_a_second"] = TinyImages.images // batch * batch / result["seconds_per_epoch"]
+    return result
+
+
+def tiny_input() -> float:
+    """Return the images per second that are gathered, augmented and normalised on the GPU, in batches of 4096."""
+    task, epoch = TinyImages(), torch.zeros((), dtype=torch.int64, device="cuda")
+    samples = task.data().train.to("cuda")
+    indices = torch.randperm(TinyImages.images, device="cuda")[:4096]
+    with torch.autocast("cuda", torch.bfloat16):
+        return 4096e3 / milliseconds(functools.partial(task.batch, samples, indices, seed=0, epoch=epoch))
 
 
 def profile(name: str) -> dict[str, float]:
@@ -337,6 +377,8 @@ def verdicts(found: dict[str, Any]) -> Iterator[tuple[str, ...]]:
         ]
         best = max(rates, default=None)
         yield verdict(f"{name}, images a second", f"at least {least:g}", best, lambda v, m=least: v >= m, "{:.0f}")
+    inputs, least = found.get("tiny/input"), INPUTS_A_SECOND
+    yield verdict("inputs of 64 x 64 pixels a second", f"at least {least:g}", inputs, lambda v: v >= least, "{:.3g}")
 
 
 def page(record: dict[str, Any]) -> str:
@@ -380,6 +422,21 @@ def page(record: dict[str, Any]) -> str:
             used = f"{m['utilisation']:.0%}" if m["utilisation"] else ""
             lines.append(f"| {name} | {mode} | {m['images_a_second']:.0f} | {used} | {m['peak_gib']} "
                          f"| {m['first_epoch_seconds']} |")  # fmt: skip
+        lines.append("")
+    if runs := [parts[1] for parts in split if parts[0] == "tiny" and parts[1] != "input"]:
+        lines += ["ResNet-50 on images of 64 x 64 pixels, made up (`tiny-imagenet-resnet50`, stem 7x7), SNGM:", ""]
+        lines += ["| batch | mode | images/s | of the bound | GiB |", "|---|---|---|---|---|"]
+        bound = found["bandwidth"] / (RESNET50_OUTPUTS * 2 * PASSES) if "bandwidth" in found else None
+        for batch in runs:
+            m = found[f"tiny/{batch}"]
+            if "failed" in m:
+                lines.append(f"| {batch} | failed: {m['failed']} | | | |")
+                continue
+            share = f"{m['images_a_second'] / bound:.0%}" if bound else ""
+            lines.append(f"| {batch} | {m['mode']} | {m['images_a_second']:.0f} | {share} | {m['peak_gib']} |")
+        if bound:
+            lines += ["", f"Bound: {PASSES} passes over {RESNET50_OUTPUTS:,} outputs of bfloat16 an image, "
+                      f"{bound:,.0f} images/s."]  # fmt: skip
         lines.append("")
     if profiles := [parts[1] for parts in split if parts[0] == "profile"]:
         lines += [

@@ -107,7 +107,7 @@ class Task:
     running_stats: ClassVar[str] = "first"
     result_of: ClassVar[str] = "last"
     precision_on_gpu: ClassVar[str] = "float32"
-    pass_size: ClassVar[int | None] = None
+    pass_size: int | None = None  # not a ClassVar: a task may set it by its settings
     pass_size_on_cpu: ClassVar[int] = 512
     stacks: ClassVar[bool] = False
     loaders: ClassVar[int] = 0

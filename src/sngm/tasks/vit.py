@@ -22,6 +22,7 @@ from .base import Batch, Samples, Splits, Task, Tensors
 SIDE = 32  # width and height of an image in pixels
 GRID = 512  # number of areas, and of aspect ratios, from which crops are drawn
 AUGMENTS = ("resized-crop", "flip")
+PASS = 128  # samples per pass of images scaled to 224 x 224 pixels
 
 
 class CifarViT(Task):
@@ -48,7 +49,7 @@ class CifarViT(Task):
     workers = 8
     micro = 128
     precision_on_gpu = "bfloat16"
-    pass_size = 128
+    pass_size = PASS
     step = "eager"  # steps captured as a CUDA graph take nearly twice as long with ViT-B/16: see docs/speed.md
     holdout = 0.1
     lrs = {  # noqa: RUF012
@@ -75,6 +76,7 @@ class CifarViT(Task):
         if augment not in AUGMENTS:
             raise ValueError(f"augment must be one of {', '.join(AUGMENTS)}, got {augment!r}")
         self.source, self.size, self.augment = model, size, augment
+        self.pass_size = PASS * max(1, 224 // size) ** 2  # about as many pixels per pass at every size
 
     def settings(self) -> dict[str, Any]:
         return {"model": self.source, "size": self.size, "augment": self.augment}
