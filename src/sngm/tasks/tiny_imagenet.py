@@ -14,14 +14,14 @@ from ..models.vit import new_vit
 from .base import Batch, Samples, Splits
 from .imagenet import MEAN, STD, ImageNetResNet50
 
-SHARE = 6  # the epochs of ImageNet's recipe, and those of its warm-up, are divided by this
+SHARE = 9  # the epochs of ImageNet's recipe, and those of its warm-up, are divided by this
 
 
 class TinyImageNetResNet50(ImageNetResNet50):
-    """ResNet-50 on Tiny-ImageNet (200 classes, 64 x 64 pixels): 15 epochs of the ImageNet recipe.
+    """ResNet-50 on Tiny-ImageNet (200 classes, 64 x 64 pixels): 10 epochs of the ImageNet recipe.
 
     This experiment is not in the SNGM paper. Loss, label smoothing, schedule, weight decay, BatchNorm groups and scores
-    are those of `imagenet-resnet50`. The epochs are a sixth of its 90, and the warm-up is a sixth of its warm-up at
+    are those of `imagenet-resnet50`. The epochs are a ninth of its 90, and the warm-up is a ninth of its warm-up at
     twice the batch, so that batch 16,384 here corresponds to its batch of 32,768. The learning rates are guesses: none
     has been tried.
 
