@@ -24,6 +24,7 @@ from sngm.paper.experiments import Item, Row
 from sngm.paper.results import Line, Results, command_of, keep, read
 from sngm.paper.tables import CLAIMS, FIGURES, NUMBERS, Claim
 from sngm.parsing import parse_settings
+from sngm.progress import duration
 from sngm.study.grid import run_name
 from sngm.training import RunConfig, resolve
 from sngm.training.run_folder import commit, provenance
@@ -599,6 +600,8 @@ HIGH, LOW = [0.92, 0.921, 0.919], [0.9, 0.901, 0.899]
         ("better", HIGH, LOW, "holds"),
         ("better", LOW, HIGH, "contradicted"),
         ("better", [0.92, 0.9, 0.88], [0.9, 0.89, 0.88], "open"),
+        ("better", [0.9, 0.9001, 0.9002], [0.9, 0.9002, 0.9001], "contradicted"),  # they are similar
+        ("better", [0.9, 0.9001, 0.9002], [0.899, 0.8991, 0.8992], "holds"),  # similar, but different
         ("better", HIGH[:2], LOW[:2], "open"),
         ("better", [0.99], [0.1], "open"),
         ("better", [], LOW, "open"),
@@ -639,7 +642,43 @@ def test_a_claim_that_two_are_similar_is_shown_with_the_interval_it_rests_on():
     scipy = pytest.importorskip("scipy.stats")
     low, high = scipy.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
     gap = f"SNGM at 32 - MSGD at 32: {50 * (low + high):+.2f} ± {50 * (high - low):.2f}"
-    assert found == ("open", f"{gap}, more than 100 seeds to decide")
+    none = "no affordable number of runs would decide all of it (more than 100 seeds)"
+    assert found == ("open", f"{gap}, more than 100 seeds to decide; {none}")
+
+
+def test_an_open_claim_says_what_it_would_cost_to_decide():
+    claim = Claim("table-9", "", (PAIR,))
+    there = outcomes([0.91, 0.92, 0.93], [0.9, 0.91, 0.92])
+    run = next(iter(there.values())).planned.seconds()
+    price = (
+        f"about 17 seeds to decide; to decide all of it: about 28 more runs, {duration(28 * run)} on one NVIDIA H200"
+    )
+    assert verdicts.of_claim(claim, small(), there)[1].endswith(price)
+    two = verdicts.of_claim(claim, small(), outcomes(HIGH, LOW[:1]))[1]
+    assert two.endswith(
+        f"too few seeds; to decide all of it: about 2 more runs, {duration(2 * run)} on one NVIDIA H200"
+    )
+    nothing = {cell: verdicts.outcome_of(o.planned, Results([])) for cell, o in there.items()}
+    assert "about 12 more runs" in verdicts.of_claim(claim, small(), nothing)[1]  # three trials and three seeds each
+    assert "more runs" not in verdicts.of_claim(claim, small(), outcomes(HIGH, LOW))[1]
+
+
+def test_cells_come_in_the_order_in_which_their_runs_decide_most_per_minute():
+    rows = tuple(replace(row, rates={32: 0.1, 64: 0.1}) for row in small().rows)
+    cells = list(small(batches=(32, 64), rows=rows).cells())
+    found = [verdicts.Outcome(cell, None, [], cell.cell().first_runs(), 3) for cell in cells]
+    missing = {(o.planned.row.name, o.planned.batch): o for o in found}
+    claim = Claim("table-9", "", ((("MSGD", 64), ("SNGM", 64)),))
+
+    def order(*claims):
+        return [(o.planned.row.name, o.planned.batch) for o in verdicts.by_worth(found, claims)]
+
+    assert {*order()[:2]} == {("MSGD", 32), ("SNGM", 32)}  # the paper has no numbers for batch 64
+    assert order() == order(replace(claim, item="table-2"))
+    assert {*order(*[claim] * 3)[:2]} == {("MSGD", 64), ("SNGM", 64)}
+    found = [replace(missing["SNGM", 64], missing=[]), *(o for key, o in missing.items() if key != ("SNGM", 64))]
+    assert order(*[claim] * 3)[0] == ("MSGD", 64)
+    assert order(claim)[-1] == ("SNGM", 64), "nothing of it is missing"
 
 
 def test_a_claim_about_validation_data_is_tested_there():
@@ -868,7 +907,10 @@ def test_other_data_than_those_of_the_results_are_refused_before_training(tiny):
 
 def test_what_is_missing_is_run_kept_and_not_run_again(tiny):
     plan = sngm("paper run table-9 --dry-run --json").json
-    assert [(cell["cell"], cell["runs"]) for cell in plan["cells"]] == [("SNGM@32", 5), ("MSGD@32", 4)]
+    assert [(cell["cell"], cell["runs"]) for cell in plan["cells"]] == [
+        ("MSGD@32", 4),
+        ("SNGM@32", 5),
+    ]  # cheapest first
     elsewhere = [line(lr, part="select", value=value) for lr, value in ((0.05, 0.8), (0.1, 0.9), (0.2, 0.85))]
     keep(elsewhere, Path("results"))  # from another machine
     found = sngm("paper run table-9 --cells sngm --device cpu --jobs 1 --json")

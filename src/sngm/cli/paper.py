@@ -143,10 +143,10 @@ def run(
     found = experiments.find(item)
     check_jobs(jobs)
     limit = None if budget is None else duration_of(budget)
-    planned = making.select(found, None if cells is None else cells.split(","))
+    there = read(results)
+    planned = making.select(found, None if cells is None else cells.split(","), there)
     missing = _is_missing(results)
     if dry_run:
-        there = read(results)
         outcomes = [outcome_of(one, there, seeds) for one in planned]
         if missing:
             others = f"; --results {kept} has the runs that come with sngm" if (kept := _of_package()) else ""

@@ -21,18 +21,22 @@ from ..training.distributed import choose_device
 from ..training.loop import Options
 from ..training.run_folder import FINISHED, RunFolder, commit, provenance
 from .experiments import Item, Planned
-from .results import FOLDER, NAMED, check_new_data, from_folder, keep, read
-from .verdicts import Outcome, outcome_of
+from .results import FOLDER, NAMED, Results, check_new_data, from_folder, keep, read
+from .tables import CLAIMS
+from .verdicts import Outcome, by_worth, outcome_of, outcomes_of
 
 Failure = tuple[RunConfig, launch.Record]
 Show = Callable[[], AbstractContextManager[Callable[[launch.Progress], None]]]  # shows the progress of a study
 
 
-def select(item: Item, cells: Sequence[str] | None) -> list[Planned]:
-    """Return the cells of an experiment chosen by row, batch, or ROW@BATCH; all cells if `cells` is None."""
-    planned = list(item.cells())
+def select(item: Item, cells: Sequence[str] | None, results: Results) -> list[Planned]:
+    """Return the cells of an experiment chosen by row, batch, or ROW@BATCH.
+
+    If `cells` is None, return all cells, those first whose missing runs lead to most verdicts per second.
+    """
     if cells is None:
-        return planned
+        return [outcome.planned for outcome in by_worth(outcomes_of(item, results), CLAIMS)]
+    planned = list(item.cells())
     chosen: list[Planned] = []
     for word in cells:
         name, at, batch = (part.strip().lower() for part in word.partition("@"))

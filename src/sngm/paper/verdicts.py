@@ -8,10 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist, fmean, variance
 
+from ..progress import duration
 from ..report.stats import difference, half_width
 from ..study.grid import Cell
 from ..training.config import RunConfig
-from .experiments import Item, Planned
+from .experiments import COSTS_ON, Item, Planned
 from .results import Line, Results
 from .tables import Claim
 
@@ -70,6 +71,27 @@ class Outcome:
 def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
     """Return outcomes in a dict by (method, batch), the names of cells in claims and figures."""
     return {(outcome.planned.row.name, outcome.planned.batch): outcome for outcome in outcomes}
+
+
+def by_worth(outcomes: Sequence[Outcome], claims: Iterable[Claim]) -> list[Outcome]:
+    """Return the outcomes of an experiment's cells, those first whose missing runs lead to most verdicts per second.
+
+    A claim that is open counts for each of its cells with missing runs, the more the sooner the missing runs of all its
+    cells are made. So does the verdict on a cell's own number.
+    """
+    item, there = outcomes[0].planned.item, by_cell(outcomes)
+    worth = dict.fromkeys(there, 0.0)
+    own = [{key} for key, outcome in there.items() if of_number(outcome) == OPEN]
+    shared = [
+        {cell for pair in claim.pairs for cell in pair if cell in there}
+        for claim in claims
+        if claim.item == item.name and of_claim(claim, item, there)[0] == OPEN
+    ]
+    for cells in own + shared:
+        seconds = {cell: there[cell].to_come * there[cell].planned.seconds() for cell in cells}
+        for cell in cells:
+            worth[cell] += 1 / sum(seconds.values()) if seconds[cell] else 0.0
+    return sorted(outcomes, key=lambda o: -worth[o.planned.row.name, o.planned.batch])
 
 
 def values_of(lines: Iterable[Line], metric: str) -> list[float]:
@@ -132,10 +154,10 @@ def _but_for_rate(config: RunConfig) -> RunConfig:
     return replace(config, lr=1.0, seed=0, method_settings=settings)
 
 
-def tolerance(metric: str, paper: float) -> float:
-    """Return the largest difference at which a result counts as equal to the paper's number: 1 % of a perplexity, or
+def tolerance(metric: str, value: float) -> float:
+    """Return the largest difference from `value` at which two results count as equal: 1 % of a perplexity or a time, or
     0.005 of a fraction such as an accuracy."""
-    return 0.01 * paper if metric.removeprefix("validation_") == "perplexity" else 0.005
+    return 0.01 * value if metric.removeprefix("validation_") in ("perplexity", "seconds") else 0.005
 
 
 def of_number(outcome: Outcome) -> str | None:
@@ -167,36 +189,63 @@ def judge_number(values: Sequence[float], paper: float, metric: str, diverged: i
     return NOT_REPRODUCED if difference - half > allowed else OPEN
 
 
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """The verdict on whether one pair of cells shows a claim, the reason, and the seeds that would decide it."""
+
+    verdict: str
+    why: str
+    seeds: float = 0
+    """About how many seeds both cells need for a verdict, if it is open; infinite if more than `MOST_SEEDS`."""
+
+
 def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]) -> tuple[str, str]:
-    """Return the verdict on a claim, and the numbers behind it as text."""
+    """Return the verdict on a claim, and the numbers behind it as text. For an open claim, they end with the runs that
+    would decide all its pairs."""
     found: dict[int, list[str]] = {}  # by batch
     numbers: list[str] = []
     left = 0
+    wanted: dict[tuple[str, int], float] = {}  # seeds by cell
     for metric, (first, second) in itertools.product((claim.metric or item.metric, *claim.also), claim.pairs):
         ours, theirs = outcomes.get(first), outcomes.get(second)
-        at_batch = found.setdefault(first[1], [])
         if ours is None or theirs is None or not (ours.tried and theirs.tried):
-            at_batch.append(OPEN)
+            pair = Pair(OPEN, "", SEEDS)
             left += 1
-            continue
-        verdict, why = _pair(claim.kind, ours, theirs, metric)
-        at_batch.append(verdict)
-        of = "" if metric == item.metric else f"{metric.replace('_', ' ')} of "
-        numbers.append(f"{of}{first[0]} at {first[1]} - {second[0]} at {second[1]}: {why}")
+        else:
+            pair = _pair(claim.kind, ours, theirs, metric)
+            of = "" if metric == item.metric else f"{metric.replace('_', ' ')} of "
+            numbers.append(f"{of}{first[0]} at {first[1]} - {second[0]} at {second[1]}: {pair.why}")
+        found.setdefault(first[1], []).append(pair.verdict)
+        for cell in (first, second):
+            wanted[cell] = max(wanted.get(cell, 0), pair.seeds)
     if left:
         numbers.append(f"{left} comparison{'s' * (left > 1)} not run yet" if numbers else "no runs yet")
     needed = claim.share * len(found)
     if sum(CONTRADICTED in verdicts for verdicts in found.values()) > len(found) - needed:
         return CONTRADICTED, "; ".join(numbers)
-    holding = sum(set(verdicts) == {HOLDS} for verdicts in found.values())
-    return (HOLDS if holding >= needed else OPEN), "; ".join(numbers)
+    if sum(set(verdicts) == {HOLDS} for verdicts in found.values()) >= needed:
+        return HOLDS, "; ".join(numbers)
+    return OPEN, "; ".join([*numbers, *_price(wanted, outcomes)])
 
 
-def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, str]:
-    """Return the verdict on whether one pair of cells shows a claim of this kind, and the reason."""
+def _price(wanted: Mapping[tuple[str, int], float], outcomes: Mapping[tuple[str, int], Outcome]) -> list[str]:
+    """Return what it would cost to have these numbers of seeds, as text; nothing if no run is missing or known."""
+    if math.inf in wanted.values():
+        return [f"no affordable number of runs would decide all of it (more than {MOST_SEEDS} seeds)"]
+    runs = {cell: max(seeds - len(outcomes[cell].lines), 0) for cell, seeds in wanted.items() if cell in outcomes}
+    for cell in runs:
+        if outcomes[cell].lr is None and outcomes[cell].missing:  # the search comes before the seeds
+            runs[cell] += len(outcomes[cell].missing)
+    if not (count := sum(runs.values())):
+        return []
+    seconds = sum(number * outcomes[cell].planned.seconds() for cell, number in runs.items())
+    return [f"to decide all of it: about {count:.0f} more runs, {duration(seconds)} on {COSTS_ON}"]
+
+
+def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> Pair:
     item, (a, b) = ours.planned.item, (values_of(cell.lines, metric) for cell in (ours, theirs))
     if any(not values and cell.values for values, cell in ((a, ours), (b, theirs))):
-        return OPEN, f"no {metric.replace('_', ' ')} in their records"
+        return Pair(OPEN, f"no {metric.replace('_', ' ')} in their records")
     if not (a and b) or ours.diverged or theirs.diverged:
         why = " and ".join(
             "all rates" if cell.nothing_trains else f"{cell.diverged} of {len(cell.lines)}" for cell in (ours, theirs)
@@ -205,39 +254,48 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> tuple[str, 
         worse = sure and not a and b and not theirs.diverged
         better = sure and not b and a and not ours.diverged
         if better and kind == "better":
-            return HOLDS, f"{why} diverged"
-        return (CONTRADICTED if worse or better else OPEN), f"{why} diverged"
+            return Pair(HOLDS, f"{why} diverged")
+        return Pair(CONTRADICTED if worse or better else OPEN, f"{why} diverged")
     gap = text_of(fmean(a) - fmean(b), metric, signed=True)
     if min(len(a), len(b)) < SEEDS:
-        return OPEN, f"{gap}, too few seeds"
+        return Pair(OPEN, f"{gap}, too few seeds", SEEDS)
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
-        return OPEN, f"{gap}, on different hardware"
+        return Pair(OPEN, f"{gap}, on different hardware")
     found = difference(a, b)
     if found is None:
-        return OPEN, f"{gap}, no spread"
+        return Pair(OPEN, f"{gap}, no spread")
     apart, half, p = found
+    allowed = tolerance(metric, fmean(b))
+    equal = abs(apart) + half < allowed
+    shown = f"{gap} ± {text_of(half, metric)}"
     if kind == "similar":
-        allowed = tolerance(metric, fmean(b))
-        verdict = HOLDS if abs(apart) + half < allowed else CONTRADICTED if abs(apart) - half > allowed else OPEN
-        more = f", {seeds_to_decide(a, b, allowed)}" if verdict == OPEN else ""
-        return verdict, f"{gap} ± {text_of(half, metric)}{more}"
-    if p >= LEVEL:
-        return OPEN, f"{gap}, p = {p:.2g}, {seeds_to_decide(a, b)}"
-    higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
-    return (HOLDS if (apart > 0) == higher else CONTRADICTED), f"{gap}, p = {p:.2g}"
+        verdict = HOLDS if equal else CONTRADICTED if abs(apart) - half > allowed else OPEN
+        return _undecided(shown, seeds_to_decide(a, b, allowed)) if verdict == OPEN else Pair(verdict, shown)
+    if p < LEVEL:
+        higher = item.higher_is_better and metric.removeprefix("validation_") == item.metric
+        return Pair(HOLDS if (apart > 0) == higher else CONTRADICTED, f"{gap}, p = {p:.2g}")
+    if equal:
+        return Pair(CONTRADICTED, f"{shown}, similar")
+    return _undecided(f"{gap}, p = {p:.2g}", seeds_to_decide(a, b))
 
 
-def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0) -> str:
-    """Return in words how many seeds of each cell show the difference of `a` and `b` with a power of about 80 %.
+def _undecided(shown: str, seeds: float) -> Pair:
+    many = f"more than {MOST_SEEDS}" if seeds == math.inf else f"about {seeds}"
+    return Pair(OPEN, f"{shown}, {many} seeds to decide", seeds)
+
+
+def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0) -> float:
+    """Return how many seeds of each cell show the difference of `a` and `b` with a power of about 80 %; infinity if it
+    is more than `MOST_SEEDS`.
 
     If `allowed` is given, it is the number of seeds that show whether the difference is below or above `allowed`.
 
     >>> seeds_to_decide([0.91, 0.92, 0.93], [0.90, 0.91, 0.92])
-    'about 17 seeds to decide'
+    17
     >>> seeds_to_decide([0.91, 0.92, 0.93], [0.911, 0.921, 0.931])
-    'more than 100 seeds to decide'
+    inf
     >>> seeds_to_decide([0.9, 0.9], [0.9, 0.9])
-    'more than 100 seeds to decide'
+    inf
     """
     difference, quantile = abs(fmean(a) - fmean(b)), NormalDist().inv_cdf
     # below `allowed`, both ends of the interval must turn out to be below it
@@ -245,9 +303,7 @@ def seeds_to_decide(a: Sequence[float], b: Sequence[float], allowed: float = 0.0
     distance = (difference - allowed) ** 2
     # the last term corrects for the t distribution
     seeds = (level + power) ** 2 * (variance(a) + variance(b)) / distance + level**2 / 4 if distance else math.inf
-    if seeds > MOST_SEEDS:
-        return f"more than {MOST_SEEDS} seeds to decide"
-    return f"about {max(math.ceil(seeds), len(a) + 1, len(b) + 1)} seeds to decide"
+    return math.inf if seeds > MOST_SEEDS else max(math.ceil(seeds), len(a) + 1, len(b) + 1)
 
 
 def text_of(value: float | None, metric: str, signed: bool = False) -> str:
