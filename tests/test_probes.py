@@ -631,7 +631,7 @@ def test_norms_are_of_the_right_tensors_where_some_gradients_come_late_or_go():
 def test_one_sample_or_one_group_is_too_few():
     with pytest.raises(UsageError, match="no two groups of 1"):
         chains(Tensors(torch.zeros(1, 2)), 512, None)
-    with pytest.raises(UsageError, match="smaller `bn_group`"):
+    with pytest.raises(UsageError, match="of at most"):
         chains(Tensors(torch.zeros(100, 2)), 512, 64)
 
 
@@ -719,7 +719,7 @@ def test_what_the_verb_cannot_do_is_one_line(tmp_path):
     refused(sngm("probe digits --steps 0"), "steps must be at least 1")
     refused(sngm("probe digits --lambdas 0,-1"), "--lambdas wants numbers of at least 0")
     refused(sngm("probe digits --lambdas a"), "--lambdas wants numbers")
-    refused(sngm("probe digits --batch 1280"), "smaller --bn-group")
+    refused(sngm("probe digits --batch 1280"), "of at most 640")
     refused(sngm("probe cifar10-resnet20 --data-dir empty"), "cifar", code=3)
     assert not (tmp_path / "runs").exists(), "what is refused writes nothing"
 

@@ -89,6 +89,8 @@ def show(item: ITEM, results: RESULTS = FOLDER, as_json: JSON = False) -> None:
             _print([document.theory()])
         return
     found = experiments.find(item)
+    if found.name != item.strip().lower():
+        note(f"sngm: {item} shows runs of {found.name}")
     outcomes = outcomes_of(found, read(_to_show(results)))
     if as_json:
         print(json.dumps(document.as_data(found, outcomes), indent=2))

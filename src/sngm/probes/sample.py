@@ -173,8 +173,10 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
     wanted = max(samples // group, LEAST)
     if streams is None:
         if count < 2 * group:
-            there = f"there are {count} samples to train on, which make no two groups of {group}"
-            raise UsageError(f"the noise is measured between groups of samples, and {there}; take a smaller `bn_group`")
+            raise UsageError(
+                f"the noise is measured between BatchNorm groups, and {count} training samples make no two groups of "
+                f"{group}; take groups, or a batch, of at most {count // 2}"
+            )
         order = rng.permutation(count, PROBE)  # the same for every run, so that runs can be compared
         return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]
     group = min(group, streams)
