@@ -788,6 +788,7 @@ def test_a_method_whose_every_seed_diverged_is_a_cross_and_one_that_lost_some_sa
 
 
 def test_a_figure_s_name_leads_to_its_table_and_its_file(copied):
+    assert "figure-3 shows runs of table-6" in sngm("paper show figure-3").err
     assert sngm("paper show FIGURE-3").out.rstrip().endswith("results/figure-3.svg, results/table-6-by-batch.svg")
     refused(sngm("paper show table-5"), "did you mean table-5-cifar10 or table-5-cifar100?", "figure-3", "table-1")
     cell = next(
