@@ -319,6 +319,8 @@ def test_a_batch_of_a_vit_task_carries_what_its_crops_follow_from(cifar, tiny):
     assert 0 <= inputs.min() <= inputs.max() <= 1
     parts = [task._inputs(model, images[i : i + 10], numbers[i : i + 10]) for i in range(0, 40, 10)]
     torch.testing.assert_close(torch.cat(parts), inputs)
+    passes = {size: tasks.build("cifar10-vit", {"size": size}).pass_size for size in (32, 64, 224, 384, 4096)}
+    assert passes == {32: 6272, 64: 1568, 224: 128, 384: 43, 4096: 1}  # as many pixels each
     flips = tasks.build("cifar10-vit", {"model": str(tiny), "size": 32, "augment": "flip"}, cifar)
     pixels = images.float() / 255
     same = [torch.equal(a, b) for a, b in zip(flips._inputs(model, images, numbers), pixels, strict=True)]

@@ -104,6 +104,10 @@ def test_settings_of_an_experiment_a_row_and_a_batch_reach_the_runs():
     assert (task["stem"], decay) == ("7x7", 0.125)
     task, decay = settings("small-vit", "spectral SNGM@4096")
     assert (task["model"], task["size"], decay) == ("small-vit", 64, 1.0)
+    warmups = {
+        p.name: p.study().cells()[0].config(1.0, "full", 0).warmup for p in experiments.find("tiny-imagenet").cells()
+    }
+    assert (warmups["MSGD@256"], warmups["MSGD with 7 warm-up steps@4096"]) == (2.0, 10 / 4 / 9)
     item = dataclasses.replace(experiments.find("tiny-imagenet"), task_settings={"stem": "3x3", "smoothing": 0.2})
     row = dataclasses.replace(item.rows[0], task_settings={"stem": "7x7"})
     assert experiments.Planned(item, row, 256).study().task_settings == {"stem": "7x7", "smoothing": 0.2}
@@ -642,43 +646,77 @@ def test_a_claim_that_two_are_similar_is_shown_with_the_interval_it_rests_on():
     scipy = pytest.importorskip("scipy.stats")
     low, high = scipy.ttest_ind(a, b, equal_var=False).confidence_interval(0.95)
     gap = f"SNGM at 32 - MSGD at 32: {50 * (low + high):+.2f} ± {50 * (high - low):.2f}"
-    none = "no affordable number of runs would decide all of it (more than 100 seeds)"
+    none = "no affordable number of runs would decide all of it"
     assert found == ("open", f"{gap}, more than 100 seeds to decide; {none}")
 
 
 def test_an_open_claim_says_what_it_would_cost_to_decide():
-    claim = Claim("table-9", "", (PAIR,))
+    claim, other = Claim("table-9", "", (PAIR,)), (("LARS", 32), ("SNGM", 32))
     there = outcomes([0.91, 0.92, 0.93], [0.9, 0.91, 0.92])
-    run = next(iter(there.values())).planned.seconds()
-    price = (
-        f"about 17 seeds to decide; to decide all of it: about 28 more runs, {duration(28 * run)} on one NVIDIA H200"
-    )
-    assert verdicts.of_claim(claim, small(), there)[1].endswith(price)
-    two = verdicts.of_claim(claim, small(), outcomes(HIGH, LOW[:1]))[1]
-    assert two.endswith(
-        f"too few seeds; to decide all of it: about 2 more runs, {duration(2 * run)} on one NVIDIA H200"
-    )
-    nothing = {cell: verdicts.outcome_of(o.planned, Results([])) for cell, o in there.items()}
-    assert "about 12 more runs" in verdicts.of_claim(claim, small(), nothing)[1]  # three trials and three seeds each
-    assert "more runs" not in verdicts.of_claim(claim, small(), outcomes(HIGH, LOW))[1]
+    slow = replace(there["MSGD", 32].planned.row, seconds={32: 100.0})
+    planned = {cell: replace(o.planned, row=slow) if "MSGD" in cell else o.planned for cell, o in there.items()}
+    there = {cell: replace(o, planned=planned[cell]) for cell, o in there.items()}
+    ours, theirs = (planned[cell].seconds() for cell in PAIR)
+
+    def price(outcomes, *pairs):
+        return verdicts.of_claim(replace(claim, pairs=(PAIR, *pairs)), small(), outcomes)[1].rpartition("; ")[2]
+
+    def wanted(runs, seconds, seeds):
+        return f"to decide all of it: about {runs} more runs (--seeds {seeds}), {duration(seconds)} on one NVIDIA H200"
+
+    assert verdicts.seeds_to_decide([0.91, 0.92, 0.93], [0.9, 0.91, 0.92]) == 17
+    assert price(there) == wanted(28, 14 * (ours + theirs), 17)
+    third = replace(there["SNGM", 32], lines=there["SNGM", 32].lines[:1])  # a pair of it needs 3 seeds only
+    assert price(there | {("LARS", 32): third}, other) == wanted(30, 14 * (ours + theirs) + 2 * ours, 17)
+    two = there | {("MSGD", 32): replace(there["MSGD", 32], lines=there["MSGD", 32].lines[:1])}
+    assert price(two) == wanted(2, 2 * theirs, 3)
+    nothing = {cell: verdicts.outcome_of(planned[cell], Results([])) for cell in there}
+    trials = {"SNGM": 3 + 3, "MSGD": 3 + 3}  # trials, then seeds
+    assert price(nothing) == wanted(12, trials["SNGM"] * ours + trials["MSGD"] * theirs, 3)
+    assert price(outcomes(HIGH, LOW)).endswith("p = 1.6e-05")
+    diverged = there | {("MSGD", 32): outcomes(HIGH, [*LOW, None])["MSGD", 32]}
+    assert price(diverged) == "no affordable number of runs would decide all of it"
+    lost = replace(there["SNGM", 32], lr=None, lines=[], nothing_trains=True)
+    assert "1 more runs" in price({("SNGM", 32): lost, ("MSGD", 32): outcomes(HIGH, LOW[:2])["MSGD", 32]})
+
+
+def test_seeds_that_would_show_equality_decide_that_neither_is_better():
+    a, b = [0.9, 0.902, 0.904], [0.901, 0.903, 0.905]
+    shows = verdicts.seeds_to_decide(a, b, 0.005)
+    assert len(a) < shows < verdicts.seeds_to_decide(a, b) == 64
+    found = verdicts.of_claim(Claim("table-9", "", (PAIR,)), small(), outcomes(a, b))
+    assert (found[0], f"about {shows} seeds to decide" in found[1]) == ("open", True)
+    assert verdicts.tolerance("train_loss", 1.0) == verdicts.tolerance("bits_per_byte", 1.0) == 0
+    assert verdicts.tolerance("seconds", 2.0) == 0.02
 
 
 def test_cells_come_in_the_order_in_which_their_runs_decide_most_per_minute():
     rows = tuple(replace(row, rates={32: 0.1, 64: 0.1}) for row in small().rows)
+    rows = replace(rows[0], seconds={32: 9.0, 64: 9.0}), rows[1]  # SNGM is slow
     cells = list(small(batches=(32, 64), rows=rows).cells())
-    found = [verdicts.Outcome(cell, None, [], cell.cell().first_runs(), 3) for cell in cells]
-    missing = {(o.planned.row.name, o.planned.batch): o for o in found}
-    claim = Claim("table-9", "", ((("MSGD", 64), ("SNGM", 64)),))
+    found = {
+        (cell.row.name, cell.batch): verdicts.Outcome(cell, None, [], cell.cell().first_runs(), 3) for cell in cells
+    }
+    both = Claim("table-9", "", ((("MSGD", 64), ("SNGM", 64)),))
 
     def order(*claims):
-        return [(o.planned.row.name, o.planned.batch) for o in verdicts.by_worth(found, claims)]
+        return [(o.planned.row.name, o.planned.batch) for o in verdicts.by_worth(list(found.values()), claims)]
 
-    assert {*order()[:2]} == {("MSGD", 32), ("SNGM", 32)}  # the paper has no numbers for batch 64
-    assert order() == order(replace(claim, item="table-2"))
-    assert {*order(*[claim] * 3)[:2]} == {("MSGD", 64), ("SNGM", 64)}
-    found = [replace(missing["SNGM", 64], missing=[]), *(o for key, o in missing.items() if key != ("SNGM", 64))]
-    assert order(*[claim] * 3)[0] == ("MSGD", 64)
-    assert order(claim)[-1] == ("SNGM", 64), "nothing of it is missing"
+    own = [("MSGD", 32), ("SNGM", 32)]  # the paper has no numbers for batch 64
+    assert order()[:2] == own
+    assert order(both) == [*own, ("SNGM", 64), ("MSGD", 64)], "both are needed, so they count the same"
+    assert order(both)[2:] == order(replace(both, item="table-2"))[2:]
+    assert {*order(*[both] * 9)[:2]} == {("MSGD", 64), ("SNGM", 64)}
+    twice = Claim("table-9", "", ((("MSGD", 64), ("SNGM", 64)), (("MSGD", 64), ("SNGM", 32))))
+    assert order(*[twice] * 20)[:3] == [("SNGM", 32), ("SNGM", 64), ("MSGD", 64)]
+    found["SNGM", 64] = replace(found["SNGM", 64], missing=[])
+    assert order(*[both] * 9)[0] == ("MSGD", 64)
+    assert order(both)[-1] == ("SNGM", 64), "nothing of it is missing"
+    lines = outcomes(HIGH, [*LOW, None])
+    found = {cell: replace(lines[cell[0], 32], planned=o.planned, missing=o.missing) for cell, o in found.items()}
+    assert order(*[both] * 9) == order(), "no number of runs would decide it"
+    found = {cell: replace(o, lines=outcomes(HIGH, LOW)[cell[0], 32].lines) for cell, o in found.items()}
+    assert order(*[both] * 9) == order(), "it is decided"
 
 
 def test_a_claim_about_validation_data_is_tested_there():
@@ -757,7 +795,11 @@ def test_a_time_is_better_if_lower_and_only_on_the_same_hardware():
     there = outcomes(LOW, HIGH, item)
     assert verdicts.of_claim(claim, item, there)[0] == "holds"
     there["MSGD", 32].lines[0].record["hardware"]["name"] = "another"
-    assert verdicts.of_claim(claim, item, there) == ("open", "SNGM at 32 - MSGD at 32: -0.02, on different hardware")
+    never = "no affordable number of runs would decide all of it"
+    assert verdicts.of_claim(claim, item, there) == (
+        "open",
+        f"SNGM at 32 - MSGD at 32: -0.02, on different hardware; {never}",
+    )
 
 
 def test_a_diverged_seed_is_no_reproduction():

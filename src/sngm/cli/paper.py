@@ -146,7 +146,7 @@ def run(
     check_jobs(jobs)
     limit = None if budget is None else duration_of(budget)
     there = read(results)
-    planned = making.select(found, None if cells is None else cells.split(","), there)
+    planned = making.select(found, None if cells is None else cells.split(","), there, seeds)
     missing = _is_missing(results)
     if dry_run:
         outcomes = [outcome_of(one, there, seeds) for one in planned]

@@ -37,6 +37,8 @@ class Row:
     """The middle of the grid of learning rates for each batch; the only learning rate if `Item.search` is False."""
     decays: Rates = field(default_factory=dict)
     """The weight decay for each batch at which it is not that of `method_settings`, nor the default."""
+    warmups: Rates = field(default_factory=dict)
+    """The warm-up in epochs for each batch at which it is not the task's."""
     ranges: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     """Settings to search instead of the grid, with their ranges at batch 8192; see `at_batch`."""
     seeds: int = 3
@@ -62,7 +64,7 @@ class Item:
     metric: str
     rows: tuple[Row, ...]
     batches: Sequence[int]
-    """Batch sizes, the most important first."""
+    """Batch sizes."""
     seconds: Rates
     """Seconds per epoch, for the batches at which they were measured or estimated; see `between` for others."""
     factor: float = 2.0
@@ -89,7 +91,7 @@ class Item:
     """What the paper does not state, in short; docs/deviations.md has more."""
 
     def cells(self) -> Iterator[Planned]:
-        """Yield the cells (a method at a batch size) in the order in which they are run."""
+        """Yield the cells: each method at each batch size."""
         for batch in self.batches:
             for row in self.rows:
                 if row.ranges or batch in row.rates:
@@ -135,6 +137,8 @@ class Planned:
             method += f"(weight_decay={usual['weight_decay'] * math.sqrt(self.batch / 128):.3g})"
         decay = {"weight_decay": row.decays[self.batch]} if self.batch in row.decays else {}
         settings = {"precision": usual["precision_on_gpu"], **item.settings, **row.settings}  # on CPUs too
+        if self.batch in row.warmups:
+            settings["warmup"] = row.warmups[self.batch]
         if self.batch in item.keep_last:
             settings["last_batch"] = "keep"
         return StudyConfig(
@@ -187,7 +191,7 @@ def between(known: Rates, batch: int) -> float:
 def _row_or_item(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row or item of experiments.toml with batches as integers, and settings such as betas as tuples."""
     found = dict(given)
-    for key in {"rates", "decays", "seconds"} & found.keys():
+    for key in {"rates", "decays", "warmups", "seconds"} & found.keys():
         found[key] = {int(batch): value for batch, value in found[key].items()}
     if own := found.get("method_settings"):
         found["method_settings"] = {key: tuple(v) if isinstance(v, list) else v for key, v in own.items()}

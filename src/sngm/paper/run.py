@@ -23,19 +23,20 @@ from ..training.run_folder import FINISHED, RunFolder, commit, provenance
 from .experiments import Item, Planned
 from .results import FOLDER, NAMED, Results, check_new_data, from_folder, keep, read
 from .tables import CLAIMS
-from .verdicts import Outcome, by_worth, outcome_of, outcomes_of
+from .verdicts import Outcome, by_worth, outcome_of
 
 Failure = tuple[RunConfig, launch.Record]
 Show = Callable[[], AbstractContextManager[Callable[[launch.Progress], None]]]  # shows the progress of a study
 
 
-def select(item: Item, cells: Sequence[str] | None, results: Results) -> list[Planned]:
+def select(item: Item, cells: Sequence[str] | None, results: Results, seeds: int | None = None) -> list[Planned]:
     """Return the cells of an experiment chosen by row, batch, or ROW@BATCH.
 
-    If `cells` is None, return all cells, those first whose missing runs lead to most verdicts per second.
+    If `cells` is None, return all cells, those first whose missing runs lead to most verdicts per minute.
     """
     if cells is None:
-        return [outcome.planned for outcome in by_worth(outcomes_of(item, results), CLAIMS)]
+        outcomes = [outcome_of(planned, results, seeds) for planned in item.cells()]
+        return [outcome.planned for outcome in by_worth(outcomes, CLAIMS)]
     planned = list(item.cells())
     chosen: list[Planned] = []
     for word in cells:

@@ -74,20 +74,20 @@ def by_cell(outcomes: Iterable[Outcome]) -> dict[tuple[str, int], Outcome]:
 
 
 def by_worth(outcomes: Sequence[Outcome], claims: Iterable[Claim]) -> list[Outcome]:
-    """Return the outcomes of an experiment's cells, those first whose missing runs lead to most verdicts per second.
+    """Return the outcomes of an experiment's cells, those first whose missing runs lead to most verdicts per minute.
 
-    A claim that is open counts for each of its cells with missing runs, the more the sooner the missing runs of all its
-    cells are made. So does the verdict on a cell's own number.
+    Each open verdict, on a cell's own number or on a claim, counts for its cells with missing runs, weighted by 1 /
+    (time of all its missing runs). Claims that no affordable number of runs would decide do not count.
     """
     item, there = outcomes[0].planned.item, by_cell(outcomes)
     worth = dict.fromkeys(there, 0.0)
-    own = [{key} for key, outcome in there.items() if of_number(outcome) == OPEN]
-    shared = [
-        {cell for pair in claim.pairs for cell in pair if cell in there}
-        for claim in claims
-        if claim.item == item.name and of_claim(claim, item, there)[0] == OPEN
-    ]
-    for cells in own + shared:
+    undecided = [{key} for key, o in there.items() if of_number(o) == OPEN and item.metric != "seconds"]
+    for claim in claims:
+        if claim.item == item.name:
+            verdict, _, wanted = _judge(claim, item, there)
+            if verdict == OPEN and math.inf not in wanted.values():
+                undecided.append({cell for cell in wanted if cell in there})
+    for cells in undecided:
         seconds = {cell: there[cell].to_come * there[cell].planned.seconds() for cell in cells}
         for cell in cells:
             worth[cell] += 1 / sum(seconds.values()) if seconds[cell] else 0.0
@@ -155,9 +155,10 @@ def _but_for_rate(config: RunConfig) -> RunConfig:
 
 
 def tolerance(metric: str, value: float) -> float:
-    """Return the largest difference from `value` at which two results count as equal: 1 % of a perplexity or a time, or
-    0.005 of a fraction such as an accuracy."""
-    return 0.01 * value if metric.removeprefix("validation_") in ("perplexity", "seconds") else 0.005
+    """Return the largest difference from `value` at which two results count as equal: 1 % of a perplexity or a time,
+    0.005 of an accuracy or an AUC, and 0 for other metrics, of which no two results count as equal."""
+    metric = metric.removeprefix("validation_")
+    return 0.01 * value if metric in ("perplexity", "seconds") else 0.005 if metric in ("accuracy", "auc") else 0.0
 
 
 def of_number(outcome: Outcome) -> str | None:
@@ -196,16 +197,27 @@ class Pair:
     verdict: str
     why: str
     seeds: float = 0
-    """About how many seeds both cells need for a verdict, if it is open; infinite if more than `MOST_SEEDS`."""
+    """If the verdict is open, about how many seeds both cells need; infinite if more than `MOST_SEEDS`, or if no number
+    would decide it."""
 
 
 def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]) -> tuple[str, str]:
     """Return the verdict on a claim, and the numbers behind it as text. For an open claim, they end with the runs that
     would decide all its pairs."""
+    verdict, numbers, wanted = _judge(claim, item, outcomes)
+    if verdict == OPEN:
+        numbers += _price(wanted, outcomes)
+    return verdict, "; ".join(numbers)
+
+
+def _judge(
+    claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]
+) -> tuple[str, list[str], dict[tuple[str, int], float]]:
+    """Return the verdict on a claim, the numbers behind it, and the seeds that each of its cells needs."""
     found: dict[int, list[str]] = {}  # by batch
     numbers: list[str] = []
     left = 0
-    wanted: dict[tuple[str, int], float] = {}  # seeds by cell
+    wanted: dict[tuple[str, int], float] = {}
     for metric, (first, second) in itertools.product((claim.metric or item.metric, *claim.also), claim.pairs):
         ours, theirs = outcomes.get(first), outcomes.get(second)
         if ours is None or theirs is None or not (ours.tried and theirs.tried):
@@ -222,30 +234,34 @@ def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcom
         numbers.append(f"{left} comparison{'s' * (left > 1)} not run yet" if numbers else "no runs yet")
     needed = claim.share * len(found)
     if sum(CONTRADICTED in verdicts for verdicts in found.values()) > len(found) - needed:
-        return CONTRADICTED, "; ".join(numbers)
-    if sum(set(verdicts) == {HOLDS} for verdicts in found.values()) >= needed:
-        return HOLDS, "; ".join(numbers)
-    return OPEN, "; ".join([*numbers, *_price(wanted, outcomes)])
+        return CONTRADICTED, numbers, wanted
+    holding = sum(set(verdicts) == {HOLDS} for verdicts in found.values())
+    return (HOLDS if holding >= needed else OPEN), numbers, wanted
 
 
 def _price(wanted: Mapping[tuple[str, int], float], outcomes: Mapping[tuple[str, int], Outcome]) -> list[str]:
-    """Return what it would cost to have these numbers of seeds, as text; nothing if no run is missing or known."""
+    """Return what it would cost to have these numbers of seeds, as text; nothing if no run is missing."""
     if math.inf in wanted.values():
-        return [f"no affordable number of runs would decide all of it (more than {MOST_SEEDS} seeds)"]
-    runs = {cell: max(seeds - len(outcomes[cell].lines), 0) for cell, seeds in wanted.items() if cell in outcomes}
-    for cell in runs:
-        if outcomes[cell].lr is None and outcomes[cell].missing:  # the search comes before the seeds
-            runs[cell] += len(outcomes[cell].missing)
-    if not (count := sum(runs.values())):
+        return ["no affordable number of runs would decide all of it"]
+    count, seconds = 0.0, 0.0
+    for cell, seeds in wanted.items():
+        if (outcome := outcomes.get(cell)) is None or outcome.nothing_trains:
+            continue
+        runs = max(seeds - len(outcome.lines), 0)
+        if outcome.lr is None:  # the search comes before the seeds
+            runs = outcome.to_come + max(seeds - outcome.seeds, 0)
+        count += runs
+        seconds += runs * outcome.planned.seconds()
+    if not count:
         return []
-    seconds = sum(number * outcomes[cell].planned.seconds() for cell, number in runs.items())
-    return [f"to decide all of it: about {count:.0f} more runs, {duration(seconds)} on {COSTS_ON}"]
+    most = f"{max(wanted.values()):.0f}"
+    return [f"to decide all of it: about {count:.0f} more runs (--seeds {most}), {duration(seconds)} on {COSTS_ON}"]
 
 
 def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> Pair:
     item, (a, b) = ours.planned.item, (values_of(cell.lines, metric) for cell in (ours, theirs))
     if any(not values and cell.values for values, cell in ((a, ours), (b, theirs))):
-        return Pair(OPEN, f"no {metric.replace('_', ' ')} in their records")
+        return Pair(OPEN, f"no {metric.replace('_', ' ')} in their records", math.inf)
     if not (a and b) or ours.diverged or theirs.diverged:
         why = " and ".join(
             "all rates" if cell.nothing_trains else f"{cell.diverged} of {len(cell.lines)}" for cell in (ours, theirs)
@@ -255,15 +271,17 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> Pair:
         better = sure and not b and a and not ours.diverged
         if better and kind == "better":
             return Pair(HOLDS, f"{why} diverged")
-        return Pair(CONTRADICTED if worse or better else OPEN, f"{why} diverged")
+        if worse or better:
+            return Pair(CONTRADICTED, f"{why} diverged")
+        return Pair(OPEN, f"{why} diverged", math.inf if sure else SEEDS)
     gap = text_of(fmean(a) - fmean(b), metric, signed=True)
     if min(len(a), len(b)) < SEEDS:
         return Pair(OPEN, f"{gap}, too few seeds", SEEDS)
     if metric == "seconds" and len({line.hardware for line in (*ours.lines, *theirs.lines)}) > 1:
-        return Pair(OPEN, f"{gap}, on different hardware")
+        return Pair(OPEN, f"{gap}, on different hardware", math.inf)
     found = difference(a, b)
     if found is None:
-        return Pair(OPEN, f"{gap}, no spread")
+        return Pair(OPEN, f"{gap}, no spread", math.inf)
     apart, half, p = found
     allowed = tolerance(metric, fmean(b))
     equal = abs(apart) + half < allowed
@@ -276,11 +294,12 @@ def _pair(kind: str, ours: Outcome, theirs: Outcome, metric: str) -> Pair:
         return Pair(HOLDS if (apart > 0) == higher else CONTRADICTED, f"{gap}, p = {p:.2g}")
     if equal:
         return Pair(CONTRADICTED, f"{shown}, similar")
-    return _undecided(f"{gap}, p = {p:.2g}", seeds_to_decide(a, b))
+    shows_equal = seeds_to_decide(a, b, allowed) if abs(apart) < allowed else math.inf
+    return _undecided(f"{gap}, p = {p:.2g}", min(seeds_to_decide(a, b), shows_equal))
 
 
 def _undecided(shown: str, seeds: float) -> Pair:
-    many = f"more than {MOST_SEEDS}" if seeds == math.inf else f"about {seeds}"
+    many = f"more than {MOST_SEEDS}" if seeds == math.inf else f"about {seeds:.0f}"
     return Pair(OPEN, f"{shown}, {many} seeds to decide", seeds)
 
 

@@ -76,7 +76,7 @@ class CifarViT(Task):
         if augment not in AUGMENTS:
             raise ValueError(f"augment must be one of {', '.join(AUGMENTS)}, got {augment!r}")
         self.source, self.size, self.augment = model, size, augment
-        self.pass_size = PASS * max(1, 224 // size) ** 2  # about as many pixels per pass at every size
+        self.pass_size = max(1, PASS * 224**2 // size**2)  # as many pixels per pass at every size
 
     def settings(self) -> dict[str, Any]:
         return {"model": self.source, "size": self.size, "augment": self.augment}
