@@ -680,12 +680,21 @@ def test_an_open_claim_says_what_it_would_cost_to_decide():
     assert "1 more runs" in price({("SNGM", 32): lost, ("MSGD", 32): outcomes(HIGH, LOW[:2])["MSGD", 32]})
 
 
+def test_the_order_follows_the_kept_results_the_seeds_and_the_claims(monkeypatch):
+    monkeypatch.setattr(making, "by_worth", lambda outcomes, claims: seen.append((outcomes, claims)) or outcomes)
+    seen, kept = [], Results([line(0.05, part="select", value=0.9)])
+    assert making.select(small(), None, kept, seeds=7) == list(small().cells())
+    ((found, claims),) = seen
+    assert ([o.seeds for o in found], [len(o.missing) for o in found], claims) == ([7, 7], [2, 3], CLAIMS)
+
+
 def test_seeds_that_would_show_equality_decide_that_neither_is_better():
     a, b = [0.9, 0.902, 0.904], [0.901, 0.903, 0.905]
     shows = verdicts.seeds_to_decide(a, b, 0.005)
     assert len(a) < shows < verdicts.seeds_to_decide(a, b) == 64
     found = verdicts.of_claim(Claim("table-9", "", (PAIR,)), small(), outcomes(a, b))
     assert (found[0], f"about {shows} seeds to decide" in found[1]) == ("open", True)
+    assert verdicts.seeds_to_decide(HIGH, LOW) == 4  # one more than there are
     assert verdicts.tolerance("train_loss", 1.0) == verdicts.tolerance("bits_per_byte", 1.0) == 0
     assert verdicts.tolerance("seconds", 2.0) == 0.02
 
@@ -831,6 +840,7 @@ def test_a_method_whose_every_seed_diverged_is_a_cross_and_one_that_lost_some_sa
 
 def test_a_figure_s_name_leads_to_its_table_and_its_file(copied):
     assert "figure-3 shows runs of table-6" in sngm("paper show figure-3").err
+    assert "shows runs" not in sngm("paper show TABLE-6").err
     assert sngm("paper show FIGURE-3").out.rstrip().endswith("results/figure-3.svg, results/table-6-by-batch.svg")
     refused(sngm("paper show table-5"), "did you mean table-5-cifar10 or table-5-cifar100?", "figure-3", "table-1")
     cell = next(

@@ -245,7 +245,7 @@ def _price(wanted: Mapping[tuple[str, int], float], outcomes: Mapping[tuple[str,
         return ["no affordable number of runs would decide all of it"]
     count, seconds = 0.0, 0.0
     for cell, seeds in wanted.items():
-        if (outcome := outcomes.get(cell)) is None or outcome.nothing_trains:
+        if (outcome := outcomes.get(cell)) is None:
             continue
         runs = max(seeds - len(outcome.lines), 0)
         if outcome.lr is None:  # the search comes before the seeds
