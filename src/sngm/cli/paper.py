@@ -133,8 +133,9 @@ def run(
     as_json: JSON = False,
     dry_run: DRY = False,
 ) -> None:
-    """Train the missing runs of an experiment and add each to --results as it finishes. Needs a git checkout without
-    uncommitted changes. Run the same command again to resume. Runs from other machines in --results are not repeated.
+    """Train the missing runs of an experiment and add each to --results as it finishes. Needs a git checkout whose
+    package has no uncommitted changes. Run the same command again to resume. Runs from other machines in --results are
+    not repeated.
     """
     from ..paper import experiments
     from ..paper import run as making

@@ -86,8 +86,11 @@ def load_vit(source: str, classes: int) -> ViT:
     in_folder = folder.is_dir()
     if in_folder and not (folder / "config.json").is_file():
         raise DataMissing(f"{folder} holds no model (no config.json); name a folder that save_pretrained() wrote")
-    if not in_folder and (source.startswith((".", "/", "~")) or source.count("/") > 1):
-        raise DataMissing(f"no folder {folder} that could hold a model")
+    if not in_folder and (source.startswith((".", "/", "~")) or source.count("/") != 1):
+        raise DataMissing(
+            f"no folder {folder} that could hold a model; models of the Hugging Face hub are named owner/name, and "
+            "docs/images.md says how to pretrain a small ViT"
+        )
     try:
         try:
             with _quiet(library):
