@@ -197,8 +197,8 @@ class Pair:
     verdict: str
     why: str
     seeds: float = 0
-    """If the verdict is open, about how many seeds both cells need; infinite if more than `MOST_SEEDS`, or if no number
-    would decide it."""
+    """If the verdict is open, about how many seeds both cells need; infinite if more than `MOST_SEEDS`, or if more
+    seeds cannot decide it."""
 
 
 def of_claim(claim: Claim, item: Item, outcomes: Mapping[tuple[str, int], Outcome]) -> tuple[str, str]:
