@@ -228,7 +228,7 @@ def test_the_settings_of_a_vit_task_are_its_own():
     ("setting", "told", "code"),
     [
         ("model=./nothing", "no folder", 3),
-        ("model=small-vit", "no folder small-vit", 3),  # at once, without asking the hub
+        ("model=small-vit", "are named owner/name", 3),  # at once, without asking the hub
         ("model={empty}", "holds no model", 3),
         ("model={corrupt}", "cannot be read as a ViT", 3),
         ("size=36", "multiple of the model's patch size, 8, got 36", 2),
