@@ -45,7 +45,7 @@ SPECTRAL = {  # its matrices must be DTensors
     "spectral SNGM, rows": ("SpectralSNGM", {"lr": 0.1, "ball": "rows"}),
 }
 ANY_SPLIT = ["SNGM", "SNGM, foreach", "SNGM by group"]  # methods without norms of single tensors
-RESUMED = ["SNGM", "LARS momentum", "LAMB"]
+RESUMED = ["SNGM", "LARS momentum", "LAMB", "spectral SNGM, rows"]
 EXCHANGES = {"LARS momentum": 2, "LAMB": 2, **dict.fromkeys(SPECTRAL, 2)}  # all-reduces per step; others have one
 close = partial(torch.testing.assert_close, rtol=1e-12, atol=1e-12)
 

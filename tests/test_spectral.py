@@ -56,23 +56,42 @@ def test_every_path_equals_the_reference(settings, path):
 
 
 @pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("row_beta", [0.0, 0.9])
 @pytest.mark.parametrize("settings", [{}, {"order": "after", "nesterov": True}, {"maximize": True}], ids=str)
-def test_each_group_has_its_own_ball(settings, path):
+def test_each_group_has_its_own_ball(settings, row_beta, path):
     params, balls = make(), ["rows", "euclidean", "rows", "rows", None, "spectral"]
     w, u = [p.detach().clone() for p in params], [torch.zeros_like(p) for p in params]
     groups = [{"params": [p], "ball": ball} for p, ball in zip(params, balls, strict=True)]
-    optimizer = SpectralSNGM(groups, lr=0.1, weight_decay=0.2, **settings, **PATHS[path])
-    for t in range(4):
-        grads = gradients(t)
+    optimizer = SpectralSNGM(groups, lr=0.1, weight_decay=0.2, row_beta=row_beta, **settings, **PATHS[path])
+    rows = [{} for _ in params]
+    settings = {**settings, "balls": balls, "rows": rows, "row_beta": row_beta}
+    for t in range(5):
+        grads = [g * 3.0**t for g in gradients(t)]
         grads[0][3 + t % 2] = 0.0  # a token that is not in the batch
+        grads[2][t % 4] = torch.nan if t == 3 else 0.0
         for p, g in zip(params, grads, strict=True):
             p.grad = g.clone()
         optimizer.step()
-        w, u = reference.spectral_sngm(w, u, grads, eta=0.1, wd=0.2, balls=balls, triples=POLAR["muon"], **settings)
-    for p, there in zip(params, w, strict=True):
+        if t != 3:  # the NaN makes the optimizer skip this step
+            w, u = reference.spectral_sngm(w, u, grads, eta=0.1, wd=0.2, triples=POLAR["muon"], **settings)
+    for i, (p, there) in enumerate(zip(params, w, strict=True)):
         assert (p - there).norm() <= 1e-11 * there.norm()
-    if not settings:
-        assert optimizer.state[params[0]]["momentum_buffer"].norm(dim=1).max() <= 10
+        kept = optimizer.state[p].get("row_norm", torch.zeros(0)).flatten().tolist()
+        assert kept == pytest.approx([rows[i].get(k, 0.0) for k in range(len(kept))], rel=1e-12)
+        assert len(kept) == (len(p) if row_beta and balls[i] == "rows" and p.ndim > 1 else 0)
+
+
+@pytest.mark.parametrize(("row_beta", "limit"), [(0.0, 1.0), (0.75, 2.0)])
+def test_rows_stay_in_their_ball(row_beta, limit):
+    w = torch.nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
+    optimizer = SpectralSNGM([w], lr=0.1, momentum=0.0, ball="rows", row_beta=row_beta)
+    lengths = []
+    for t in range(20):
+        before = w.detach().clone()
+        w.grad = gradients(t)[0][:3, :2] * 10.0 ** (30 * (t % 5 == 4))
+        optimizer.step()
+        lengths.append((w - before).norm(dim=1).max().item() / 0.1)
+    assert max(lengths) == pytest.approx(limit, rel=1e-6)
 
 
 @pytest.mark.parametrize("order", ["before", "after"])

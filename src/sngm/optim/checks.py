@@ -118,6 +118,7 @@ CHECKS: dict[str, Callable[[str, Any], None]] = {
     "lr": rate,
     "inner_lr": rate,
     "momentum": partial(number, high=1.0),
+    "row_beta": partial(number, high=1.0),
     "betas": betas,
     "weight_decay": number,
     "eps": number,

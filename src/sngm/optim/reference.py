@@ -78,22 +78,34 @@ def spectral_sngm(
     nesterov: bool = False,
     rho: float = 0.3,
     balls: Sequence[str | None] | None = None,
+    rows: list[dict[int, float]] | None = None,
+    row_beta: float = 0.0,
     triples: Sequence[tuple[float, float, float]] | None = None,
     eps: float = 1e-12,
     maximize: bool = False,
 ) -> tuple[Blocks, Blocks]:
     """Return w and u after a step of :class:`sngm.SpectralSNGM`.
 
-    `rho` is its `vector_scale`, and ``balls[s]`` the `ball` of block s. `triples` are the coefficients of
-    Newton-Schulz, such as those in `sngm.optim.spectral.POLAR`; None gives the exact polar factor.
+    `rho` is its `vector_scale`, and ``balls[s]`` the `ball` of block s. With ``balls[s] == "rows"``, ``rows[s][i]`` is
+    the running root mean square of the norm of row i, which the step updates; at first ``rows[s]`` is empty. `triples`
+    are the coefficients of Newton-Schulz, such as those in `sngm.optim.spectral.POLAR`; None gives the exact polar
+    factor.
     """
     eta, wd = each(eta, w), each(wd, w)
 
-    def steepest(d: Tensor, ball: str | None) -> Tensor:
+    def steepest(s: int, d: Tensor) -> Tensor:
+        ball = balls[s] if balls else None
         if d.ndim < 2 or ball == "euclidean":
             return rho * d / max(norm(d), eps)
         if ball == "rows":
-            return torch.stack([row / max(norm(row), eps) for row in d])
+            by_row = torch.zeros_like(d)
+            for i in range(len(d)):
+                if norm(g[s][i]) > 0:  # rows without a gradient do not move
+                    n = norm(d[i])
+                    if rows and row_beta:
+                        n = rows[s][i] = math.sqrt(row_beta * rows[s].get(i, n) ** 2 + (1.0 - row_beta) * n**2)
+                    by_row[i] = d[i] / max(n, eps)
+            return by_row
         m = d.reshape(d.shape[0], -1)
         left, values, right = torch.linalg.svd(m, full_matrices=False)
         values = values.sign() if triples is None else values / max(norm(m), eps)
@@ -105,15 +117,12 @@ def spectral_sngm(
     new_w, new_u = [], []
     for s in range(len(w)):
         d = -g[s] if maximize else g[s]
-        ball = balls[s] if balls else None
-        x = steepest(d, ball) if order == "before" else d
+        x = steepest(s, d) if order == "before" else d
         u_s = beta * u[s] + x
         step = beta * u_s + x if nesterov else u_s
         new_u.append(u_s)
         if order == "after":
-            step = steepest(step, ball)
-            if ball == "rows" and d.ndim > 1:  # rows without a gradient do not move
-                step = torch.stack([row * (norm(own) > 0) for row, own in zip(step, d, strict=True)])
+            step = steepest(s, step)
         new_w.append((1.0 - eta[s] * wd[s]) * w[s] - eta[s] * step)
     return new_w, new_u
 

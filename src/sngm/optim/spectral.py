@@ -14,7 +14,7 @@ from torch.optim.optimizer import ParamsT
 
 from . import norms
 from .base import LargeBatchOptimizer, lr_of, settings_in
-from .buckets import Bucket, Work
+from .buckets import Bucket, Work, state_dtype
 from .heavy_ball import Rule, axpy_, heavy_ball, update_params
 from .norms import upcast
 from .sharded_norms import group_of, is_dtensor, local, redistribute_like
@@ -67,17 +67,24 @@ class SpectralSNGM(LargeBatchOptimizer):
 
     Biases, scales and other vectors, and all tensors of groups with ``ball="euclidean"``, use
     :math:`x_t = \rho\, g_t / \|g_t\|` instead, where :math:`\rho` is the `vector_scale`. In groups with
-    ``ball="rows"``, each row of a matrix :math:`x_t` is the row of the gradient divided by its norm.
+    ``ball="rows"``, each row of a matrix :math:`x_t` is the row of the gradient divided by :math:`s_t`, a running root
+    mean square of the norm of this row, with :math:`\beta_r` = `row_beta` and :math:`s_0 = \|g_0\|`:
+
+    .. math::
+        s_t = \sqrt{\beta_r s_{t-1}^2 + (1 - \beta_r) \|g_t\|^2}
 
     As in SNGM, the norm of :math:`u` is at most :math:`1/(1-\beta)` times the largest norm of an :math:`x` (both in
-    the norm that `ball` names), and scaling the loss by a positive constant does not change the steps.
+    the norm that `ball` names), and scaling the loss by a positive constant does not change the steps. A row of
+    :math:`x_t` has at most the norm :math:`1/\sqrt{1-\beta_r}`.
 
     ``order="after"`` computes :math:`x` from the momentum of the gradients, as Muon does:
     :math:`v_{t+1} = \beta v_t + g_t`, :math:`w_{t+1} = (1 - \eta\lambda) w_t - \eta\, x(v_{t+1})`. With
     ``ball="rows"``, rows whose gradient is zero then do not move, except by weight decay.
 
     Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:
-    ``decay_groups(model, weight_decay, embeddings={"ball": "rows"})`` does this.
+    ``decay_groups(model, weight_decay, embeddings={"ball": "rows"})`` does this. A token that does not occur in a batch
+    then hardly moves, because its row of the gradient is small (or zero, unless the embedding is also the output
+    layer), and :math:`s_t` is not.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -92,6 +99,8 @@ class SpectralSNGM(LargeBatchOptimizer):
         ball: None or "spectral" normalises matrices in the spectral norm, "rows" each of their rows in the Euclidean
             norm, and "euclidean" whole matrices in the Euclidean norm. Vectors always use the Euclidean norm. Each
             parameter group may have its own value.
+        row_beta: :math:`\beta_r`, in [0, 1). With 0 each row is divided by its own norm, as a vector is. Only for
+            ``ball="rows"``; rows without a gradient keep their :math:`s_t`.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
         maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only sums
             `grad_norm` and makes ranks agree on skipped steps. A matrix may be sharded as a DTensor, but not as plain
@@ -107,11 +116,12 @@ class SpectralSNGM(LargeBatchOptimizer):
         tensor([[-1.,  0.],
                 [ 0., -1.]])
 
-    Cost: 4 bytes of state per float32 parameter. Five steps of Newton-Schulz on a matrix of m rows and n >= m columns
-    take about 10 m m (2 n + m) operations, in bfloat16 on CUDA and float32 elsewhere (float64 for float64
-    parameters). Matrices of the same shape in one group are multiplied in batches, unless they are sharded. During a
-    step, each float32 parameter of a group takes 4 to 12 more bytes (4 on the CPU with the default settings, 8 on
-    CUDA), and each element of a batch up to 16 more. A batch has at most 67 million elements, or one larger matrix.
+    Cost: 4 bytes of state per float32 parameter, and 4 per row in groups with ``ball="rows"``. Five steps of
+    Newton-Schulz on a matrix of m rows and n >= m columns take about 10 m m (2 n + m) operations, in bfloat16 on CUDA
+    and float32 elsewhere (float64 for float64 parameters). Matrices of the same shape in one group are multiplied in
+    batches, unless they are sharded. During a step, each float32 parameter of a group takes 4 to 12 more bytes (4 on
+    the CPU with the default settings, 8 on CUDA), and each element of a batch up to 16 more. A batch has at most 67
+    million elements, or one larger matrix.
 
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
@@ -135,6 +145,7 @@ class SpectralSNGM(LargeBatchOptimizer):
         vector_scale: float = 0.3,
         polar: str = "muon",
         ball: str | None = None,
+        row_beta: float = 0.99,
         eps: float = 1e-12,
         maximize: bool = False,
         foreach: bool | None = None,
@@ -155,7 +166,7 @@ class SpectralSNGM(LargeBatchOptimizer):
             rule = Rule(group["momentum"], rate=lr_of(group), decoupled_decay=group["weight_decay"])
             rule = replace(rule, nesterov=group["nesterov"], maximize=group["maximize"])
             if group["order"] == "before":
-                directions = self._directions(bucket, bucket.grads, max(group["eps"], MIN_EPS) * work.scale)
+                directions = self._directions(bucket, bucket.grads, work.scale, skip)
                 heavy_ball(replace(bucket, grads=directions), rule, skip)
             else:
                 self._step_after(bucket, replace(rule, gain=1.0 / work.scale, rate=None), skip)
@@ -172,15 +183,21 @@ class SpectralSNGM(LargeBatchOptimizer):
             if rule.nesterov:
                 tensors = list(torch._foreach_mul(buffers, rule.momentum))
                 axpy_(tensors, -rule.gain if rule.maximize else rule.gain, [upcast(g) for g in bucket.grads])
-        directions = self._directions(bucket, tensors, max(group["eps"], MIN_EPS))
+        directions = self._directions(bucket, tensors, 1.0, skip)
         if rule.decoupled_decay:
             decay = rule.decoupled_decay
             directions = [x.add_(upcast(p), alpha=decay) for x, p in zip(directions, bucket.params, strict=True)]
         update_params(bucket, -lr_of(group), directions, skip)
 
-    def _directions(self, bucket: Bucket, tensors: list[Tensor], eps: float | Tensor) -> list[Tensor]:
-        """Return x (see the class) for each of `tensors`, which belong to the parameters of the bucket."""
+    def _directions(
+        self, bucket: Bucket, tensors: list[Tensor], scale: float | Tensor, skip: Tensor | bool
+    ) -> list[Tensor]:
+        """Return x (see the class) for each of `tensors`, which belong to the parameters of the bucket.
+
+        The tensors have been multiplied by `scale`.
+        """
         group, owners = bucket.group, bucket.owners
+        eps = max(group["eps"], MIN_EPS) * scale
         found: dict[int, Tensor] = {}
         matrices = [i for i, p in enumerate(owners) if group["ball"] != "euclidean" and p.ndim > 1 and p.numel() > 0]
         vectors = sorted({*range(len(tensors))} - {*matrices})
@@ -192,16 +209,45 @@ class SpectralSNGM(LargeBatchOptimizer):
                 found[i] = x * factor.to(x.dtype)
         if group["ball"] == "rows":
             for i in matrices:
-                x = upcast(tensors[i]) / at_least(eps, row_norms(tensors[i], owners[i]))
-                if group["order"] == "after":  # else tokens that are not in the batch would take steps of full size
-                    x = x * (row_norms(bucket.grads[i], owners[i]) > 0)
-                found[i] = x
+                lengths = row_norms(tensors[i], owners[i])
+                present = lengths > 0 if group["order"] == "before" else row_norms(bucket.grads[i], owners[i]) > 0
+                if group["row_beta"]:
+                    lengths = self._running(bucket, i, lengths, present, scale, skip)
+                # in the order "after", tokens that are not in the batch have momentum, but must not move
+                found[i] = upcast(tensors[i]) / at_least(eps, lengths) * present
             matrices = []
         plain = [i for i in matrices if not is_dtensor(owners[i])]
         found.update(zip(plain, polar_factors([tensors[i] for i in plain], group["polar"], eps), strict=True))
         sharded = [(i, owners[i], tensors[i]) for i in matrices if is_dtensor(owners[i])]
         found.update(_sharded_factors(sharded, group["polar"], eps))
         return [found[i] for i in range(len(tensors))]
+
+    def _running(
+        self, bucket: Bucket, i: int, lengths: Tensor, present: Tensor, scale: float | Tensor, skip: Tensor | bool
+    ) -> Tensor:
+        """Update the running root mean square of `lengths`, the norms of the rows of a tensor, and return it."""
+        p, state, beta = bucket.owners[i], bucket.states[i], bucket.group["row_beta"]
+        if "row_norm" not in state or state["row_norm"].device != p.device:  # `ball` was set, or the model moved
+            state = self._make_state(p, bucket.group)
+        average = local(state["row_norm"])
+        scale = scale.to(lengths) if isinstance(scale, Tensor) else scale
+        # hypot, because squares may overflow
+        now = torch.hypot(average * math.sqrt(beta), lengths / scale * math.sqrt(1.0 - beta))
+        now = torch.where(present, torch.where(average > 0, now, lengths / scale), average)
+        average.copy_(torch.where(skip.to(average.device), average, now) if isinstance(skip, Tensor) else now)
+        return now * scale
+
+    def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        state = super()._make_state(p, group)
+        if group["ball"] == "rows" and group["row_beta"] and p.ndim > 1 and (p.requires_grad or p.grad is not None):
+            fresh, there = zero_per_row(p), state.get("row_norm")
+            if there is None or there.is_meta:
+                state["row_norm"] = fresh
+            elif there.shape != fresh.shape:
+                raise ValueError(f"row_norm of shape {tuple(there.shape)} does not fit a parameter of {tuple(p.shape)}")
+            else:  # from a checkpoint, or the model was moved or sharded
+                state["row_norm"] = redistribute_like(fresh, there).to(fresh.device, fresh.dtype)
+        return state
 
     def _whole_squares(self, bucket: Bucket, tensors: list[Tensor], which: list[int]) -> Tensor:
         """Return tensors' squared norms, summed over shards; tensors[k] belongs to parameter which[k] of a bucket."""
@@ -227,6 +273,18 @@ def row_norms(tensor: Tensor, owner: Any) -> Tensor:
             dist.all_reduce(squares, group=owner.device_mesh.get_group(k))
         found = squares.sqrt().to(found.dtype)
     return found
+
+
+def zero_per_row(p: Any) -> Tensor:
+    """Return a zero for each row of a parameter, on the ranks that hold a shard of the row if it is a DTensor."""
+    shape = torch.Size((p.shape[0], *[1] * (p.ndim - 1)))
+    if not is_dtensor(p):
+        return torch.zeros(shape, dtype=state_dtype(p), device=p.device)
+    from torch.distributed.tensor import DTensor, Replicate
+
+    places = [place if getattr(place, "dim", None) == 0 else Replicate() for place in p.placements]
+    zeros = torch.zeros(local(p).shape[0], *shape[1:], dtype=state_dtype(p), device=p.device)
+    return DTensor.from_local(zeros, p.device_mesh, places, run_check=False, shape=shape, stride=(1,) * p.ndim)
 
 
 def polar_factors(tensors: Sequence[Tensor], polar: str, eps: float | Tensor = 1e-12) -> list[Tensor]:
