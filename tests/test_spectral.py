@@ -10,6 +10,10 @@ from sngm.optim import reference, spectral
 from sngm.optim.spectral import POLAR, newton_schulz, polar_factors, row_norms
 
 SHAPES = [(8, 5), (5, 8), (4, 3, 3, 3), (7,), (), (8, 5)]
+DEVICES = [
+    "cpu",
+    pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]),
+]
 PATHS = {"default": {}, "foreach": {"foreach": True}, "single": {"foreach": False}, "capturable": {"capturable": True}}
 
 
@@ -55,18 +59,20 @@ def test_every_path_equals_the_reference(settings, path):
         assert (p - there).norm() <= 1e-11 * there.norm()
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("row_beta", [0.0, 0.9])
 @pytest.mark.parametrize("settings", [{}, {"order": "after", "nesterov": True}, {"maximize": True}], ids=str)
-def test_each_group_has_its_own_ball(settings, row_beta, path):
-    params, balls = make(), ["rows", "euclidean", "rows", "rows", None, "spectral"]
+def test_each_group_has_its_own_ball(settings, row_beta, path, device):
+    params = [torch.nn.Parameter(p.detach().to(device)) for p in make()]
+    balls = ["rows", "euclidean", "rows", "rows", None, "spectral"]
     w, u = [p.detach().clone() for p in params], [torch.zeros_like(p) for p in params]
     groups = [{"params": [p], "ball": ball} for p, ball in zip(params, balls, strict=True)]
     optimizer = SpectralSNGM(groups, lr=0.1, weight_decay=0.2, row_beta=row_beta, **settings, **PATHS[path])
     rows = [{} for _ in params]
     settings = {**settings, "balls": balls, "rows": rows, "row_beta": row_beta}
     for t in range(5):
-        grads = [g * 3.0**t for g in gradients(t)]
+        grads = [(g * 3.0**t).to(device) for g in gradients(t)]
         grads[0][3 + t % 2] = 0.0  # a token that is not in the batch
         grads[2][t % 4] = torch.nan if t == 3 else 0.0
         for p, g in zip(params, grads, strict=True):
@@ -209,6 +215,54 @@ def test_the_scale_of_the_loss_does_not_matter(ball, dtype, scale):
         torch.testing.assert_close(a, b, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0.0)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("capturable", [False, True])
+@pytest.mark.parametrize("ball", ["spectral", "rows"])
+def test_a_changing_loss_scale_does_not_matter(ball, capturable, device):
+    runs = []
+    for scales in ([1.0] * 4, [1.0, 2.0**10, 2.0**-20, 2.0**30]):
+        params = [torch.nn.Parameter(p.detach().to(device)) for p in make()]
+        optimizer = SpectralSNGM(params, lr=0.1, ball=ball, capturable=capturable)
+        for t, scale in enumerate(scales):
+            for p, g in zip(params, gradients(t), strict=True):
+                p.grad = g.to(device) * scale
+            optimizer.grad_scale = torch.tensor(scale, device=device)  # as torch.amp.GradScaler does
+            optimizer.step()
+        runs.append([*params, *(s["row_norm"] for s in optimizer.state.values() if "row_norm" in s)])
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=0.0)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+@pytest.mark.parametrize("ball", ["spectral", "rows"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
+def test_captured_steps_equal_eager_ones_that_never_wait_for_the_device(ball):
+    runs = []
+    for captured in (False, True):
+        params = [torch.nn.Parameter(p.detach().cuda()) for p in make(torch.float32)]
+        optimizer = SpectralSNGM(params, lr=0.1, ball=ball, capturable=True)
+        steps = [[g.cuda() for g in gradients(t, torch.float32)] for t in range(5)]
+        for p, g in zip(params, steps[0], strict=True):
+            p.grad = g.clone()
+        optimizer.step()
+        graph = torch.cuda.CUDAGraph()
+        if captured:
+            with torch.cuda.graph(graph):
+                optimizer.step()
+        for grads in steps[1:]:
+            for p, g in zip(params, grads, strict=True):
+                p.grad.copy_(g)
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                graph.replay() if captured else optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+        runs.append(params)
+    for a, b in zip(*runs, strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_polar_factors_of_a_matrix_whose_squares_overflow_float32():
     """With more elements than a norm sums in float64 from the start."""
     g = torch.randn(64, 64, generator=torch.Generator().manual_seed(0))
@@ -232,6 +286,7 @@ def test_a_group_may_have_the_euclidean_ball():
         ({"order": "first"}, "order must be one of 'before', 'after'"),
         ({"polar": "svd"}, "polar must be one of 'muon', 'polar-express'"),
         ({"ball": "sign"}, "ball must be one of None, 'spectral', 'rows', 'euclidean'"),
+        ({"row_beta": 1.0}, r"row_beta must be a finite number in \[0, 1\)"),
         ({"vector_scale": -1.0}, "vector_scale must be a finite number"),
         ({"nesterov": True, "momentum": 0.0}, "nesterov=True needs momentum > 0"),
         ({"lr": -1.0}, "lr must be a finite number"),
@@ -248,14 +303,15 @@ def test_complex_parameters_are_refused():
         SpectralSNGM([torch.zeros(2, 2, dtype=torch.complex64, requires_grad=True)], lr=0.1)
 
 
-def test_a_checkpoint_goes_on_to_the_bit():
+@pytest.mark.parametrize("settings", [{}, {"ball": "rows"}, {"ball": "rows", "momentum": 0.0}], ids=str)
+def test_a_checkpoint_goes_on_to_the_bit(settings):
     params = make()
-    optimizer = SpectralSNGM(params, lr=0.1)
+    optimizer = SpectralSNGM(params, lr=0.1, **settings)
     twins, twin = None, None
     for t in range(4):
         if t == 2:
             twins = copy.deepcopy(params)
-            twin = SpectralSNGM(twins, lr=0.7)
+            twin = SpectralSNGM(twins, lr=0.7, **settings)
             twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
         for some, o in ((params, optimizer), (twins, twin)):
             if some:
@@ -263,6 +319,37 @@ def test_a_checkpoint_goes_on_to_the_bit():
                     p.grad = g.clone()
                 o.step()
     assert all(map(torch.equal, params, twins))
+
+
+def test_a_checkpoint_without_row_norms_starts_them_at_the_next_gradient():
+    params = make()
+    older = SpectralSNGM(params, lr=0.1, ball="rows", row_beta=0.0)
+    saved = older.state_dict()
+    for group in saved["param_groups"]:
+        del group["row_beta"]
+    newer = SpectralSNGM(params, lr=0.1, ball="rows")
+    newer.load_state_dict(saved)
+    for p, g in zip(params, gradients(0), strict=True):
+        p.grad = g
+    newer.step()
+    torch.testing.assert_close(newer.state[params[0]]["row_norm"], gradients(0)[0].norm(dim=1, keepdim=True))
+
+
+def test_row_norms_follow_a_model_that_is_moved_and_refuse_another_shape():
+    w = torch.nn.Parameter(torch.ones(4, 3))
+    optimizer = SpectralSNGM([w], lr=0.1, ball="rows", momentum=0.0)
+    for dtype in (torch.float32, torch.float64):
+        w.data = w.data.to(dtype)
+        w.grad = torch.ones_like(w)
+        optimizer.step()
+        assert optimizer.state[w]["row_norm"].dtype == dtype
+    w.data = torch.ones(5, 3)
+    w.grad = torch.ones_like(w)
+    with pytest.raises(ValueError, match=r"row_norm has shape \(4, 1\), but its parameter has \(5, 3\)"):
+        optimizer.step()
+    w.data, w.grad = torch.ones(4, 3), torch.ones(4, 3)
+    optimizer.param_groups[0]["ball"] = None
+    optimizer.step()
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 64), (5, 16, 144), (2, 144, 16), (1, 7, 1)], ids=str)

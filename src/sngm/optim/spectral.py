@@ -126,6 +126,7 @@ class SpectralSNGM(LargeBatchOptimizer):
     Reference: :class:`SNGM`; Jordan et al., "Muon: An optimizer for hidden layers in neural networks", 2024.
     """
 
+    OTHERS = ("row_norm",)  # s of groups with ball="rows"
     DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)  # no polar factor of complex matrices
     CHOICES: ClassVar = {
         "order": ("before", "after"),
@@ -226,10 +227,14 @@ class SpectralSNGM(LargeBatchOptimizer):
         self, bucket: Bucket, i: int, lengths: Tensor, present: Tensor, scale: float | Tensor, skip: Tensor | bool
     ) -> Tensor:
         """Update the running root mean square of `lengths`, the norms of the rows of a tensor, and return it."""
-        p, state, beta = bucket.owners[i], bucket.states[i], bucket.group["row_beta"]
-        if "row_norm" not in state or state["row_norm"].device != p.device:  # `ball` was set, or the model moved
-            state = self._make_state(p, bucket.group)
-        average = local(state["row_norm"])
+        p, beta, average = bucket.owners[i], bucket.group["row_beta"], bucket.states[i].get("row_norm")
+        if average is None or (average.device, average.dtype, average.shape[0]) != (
+            p.device,
+            state_dtype(p),
+            p.shape[0],
+        ):
+            average = self._make_state(p, bucket.group)["row_norm"]  # the model was moved, or `ball` was changed
+        average = local(average)
         scale = scale.to(lengths) if isinstance(scale, Tensor) else scale
         # hypot, because squares may overflow
         now = torch.hypot(average * math.sqrt(beta), lengths / scale * math.sqrt(1.0 - beta))
@@ -244,7 +249,10 @@ class SpectralSNGM(LargeBatchOptimizer):
             if there is None or there.is_meta:
                 state["row_norm"] = fresh
             elif there.shape != fresh.shape:
-                raise ValueError(f"row_norm of shape {tuple(there.shape)} does not fit a parameter of {tuple(p.shape)}")
+                raise ValueError(
+                    f"row_norm has shape {tuple(there.shape)}, but its parameter has {tuple(p.shape)}; a parameter "
+                    "whose shape was changed needs new state: delete optimizer.state[parameter]"
+                )
             else:  # from a checkpoint, or the model was moved or sharded
                 state["row_norm"] = redistribute_like(fresh, there).to(fresh.device, fresh.dtype)
         return state

@@ -24,6 +24,7 @@ class StatefulOptimizer(Optimizer):
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element float32 tensors of state
+    OTHERS: ClassVar[tuple[str, ...]] = ()  # tensors of other shapes, which the subclass creates
     # group keys that torch's optimizer needs to load our checkpoints, with the only value supported here
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
@@ -127,13 +128,13 @@ class StatefulOptimizer(Optimizer):
         groups = state_dict["param_groups"]
         if not (isinstance(groups, (list, tuple)) and all(isinstance(group, dict) for group in groups)):
             raise ValueError(f"state_dict: param_groups must be a list of dicts, got {groups!r}")
-        warned = False
+        warned, known = False, (*self.BUFFERS, *self.OTHERS)
         for index, entry in state_dict["state"].items():
-            for key in self.BUFFERS:
+            for key in known:
                 value = entry.get(key) if isinstance(entry, dict) else entry
                 if not (value is None or isinstance(value, Tensor)):
                     raise ValueError(f"state_dict: {key} of parameter {index} must be a tensor, got {value!r}")
-            if entry and not warned and not any(key in entry for key in self.BUFFERS):
+            if entry and not warned and not any(key in entry for key in known):
                 warned = True
                 held = ", ".join(map(str, entry))
                 warnings.warn(
