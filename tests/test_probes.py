@@ -631,7 +631,7 @@ def test_norms_are_of_the_right_tensors_where_some_gradients_come_late_or_go():
 def test_one_sample_or_one_group_is_too_few():
     with pytest.raises(UsageError, match="no two groups of 1"):
         chains(Tensors(torch.zeros(1, 2)), 512, None)
-    with pytest.raises(UsageError, match="of at most"):
+    with pytest.raises(UsageError, match="take groups of 32, or a batch of at most 50"):
         chains(Tensors(torch.zeros(100, 2)), 512, 64)
 
 

@@ -495,6 +495,12 @@ def test_every_method_can_be_measured(method):
     assert all(size >= 0 for size in found.memory.values())
 
 
+def test_spectral_sngm_warns_of_a_learning_rate_whose_decay_removes_the_weights():
+    with pytest.warns(UserWarning, match=r"lr \* weight_decay is 1: .* choose a smaller lr"):
+        prepare(config("spectral-sngm", lr=1.0, method_settings={"weight_decay": 1.0}), Processes(0, 1, CPU))
+    prepare(config("spectral-sngm", lr=0.9, method_settings={"weight_decay": 1.0}), Processes(0, 1, CPU))
+
+
 def test_memory_for_activations_grows_with_the_pass():
     sizes = []
     for batch in (16, 32, 96):

@@ -173,9 +173,10 @@ def chains(training: Samples, samples: int, bn_group: int | None) -> list[list[T
     wanted = max(samples // group, LEAST)
     if streams is None:
         if count < 2 * group:
+            fitting = max((n for n in range(1, count // 2 + 1) if group % n == 0), default=1)
             raise UsageError(
                 f"the noise is measured between BatchNorm groups, and {count} training samples make no two groups of "
-                f"{group}; take groups, or a batch, of at most {count // 2}"
+                f"{group}; take groups of {fitting}, or a batch of at most {count // 2}"
             )
         order = rng.permutation(count, PROBE)  # the same for every run, so that runs can be compared
         return [[order[i * group : (i + 1) * group]] for i in range(min(wanted, count // group))]

@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..errors import UsageError
 from ..memory import MemoryLimit
-from ..optim import CLARS, LARS, decay_groups
+from ..optim import CLARS, LARS, SpectralSNGM, decay_groups
 from ..optim.base import LargeBatchOptimizer
 from ..optim.external import restores_its_state, set_mode
 from ..optim.lars import trust
@@ -104,6 +104,13 @@ def prepare(
             raise UsageError(f"`step` {step}: {config.method} cannot be captured in a CUDA graph")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
+    shrinking = [config.lr * group["weight_decay"] for group in optimizer.param_groups]
+    if isinstance(optimizer, SpectralSNGM) and (most_shrinking := max(shrinking)) >= 1:
+        warnings.warn(
+            f"lr * weight_decay is {most_shrinking:g}: a step subtracts this fraction of the weights, so choose a "
+            "smaller lr or weight_decay",
+            stacklevel=2,
+        )
     if execution.shard:
         sharding.check(config, optimizer)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)

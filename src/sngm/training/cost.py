@@ -79,6 +79,7 @@ def measure(config: RunConfig, setup: Setup, device: torch.device, loaders: int 
     probe = largest if on_gpu else min(largest, PROBE)
     seconds = take(probe)
     if not on_gpu:
+        seconds = min(seconds, take(probe))  # the first pass also prepares kernels
         samples = max(probe, min(largest, MOST_ON_CPU, int(SECONDS / TIMES / seconds * probe)))
         samples -= samples % group if samples > group else 0
     optimizer.zero_grad()
