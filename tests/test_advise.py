@@ -1100,8 +1100,9 @@ def test_numbers_beyond_all_bounds_are_refused():
 
 def test_settings_of_a_task_are_carried_over_and_the_data_folder_too(tmp_path):
     line = "digits --from-sgd lr=0.1,batch=64 --to-batch 256 --set width=4 --data-dir here --device cpu"
-    command = advice(line)["command"]
-    assert command.endswith("--set width=4 --data-dir here")
+    found = advice(f"{line} --pilot-steps 5")
+    assert found["command"].endswith("--set width=4 --data-dir here")
+    assert found["check"].endswith("--to-batch 256 --pilot-steps 5 --set width=4 --data-dir here --verify")
     refused(sngm(f"advise {line.replace('width=4', 'nosuch=4')}"), "nosuch", "width")
     refused(sngm("advise --gradients 1e6 --gap 1 --L 1 --sigma 1 --set width=4"), "--set: there is no task")
 

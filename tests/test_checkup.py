@@ -91,6 +91,8 @@ def test_clipping_is_found_where_it_matters():
     [
         (SpectralSNGM, {"weight_decay": 0.1}, False),
         (SpectralSNGM, {"order": "after"}, True),
+        (SpectralSNGM, {"ball": "rows"}, True),
+        (SpectralSNGM, {"ball": "rows", "row_beta": 0.0}, False),
         (NSGDM, {}, True),
         (LAMB, {}, True),
     ],

@@ -207,7 +207,7 @@ def _from_task(asked: Asked, execution: Execution, progress: bool) -> dict[str, 
         recipe = Recipe.of(given, method)
         how |= {"task_settings": settings, "pilot_steps": asked.pilot_steps, "last_batch": asked.last_batch}
         found = carry_recipe(task, recipe, asked.to_batch, **how)
-    return found if asked.verify else {**found, "check": check_command(asked)}
+    return found if asked.verify else {**found, "check": check_command(asked, execution.data_dir)}
 
 
 def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
@@ -218,7 +218,7 @@ def _numbers_of(found: dict[str, Any]) -> dict[str, Any]:
     return {"lr": values.pop("learning_rate"), **values}
 
 
-def check_command(asked: Asked) -> str:
+def check_command(asked: Asked, data_dir: Path | None) -> str:
     """Return the Python call or the shell command that verifies advice on a recipe."""
     assert asked.recipe is not None
     method, given = asked.recipe
@@ -232,7 +232,10 @@ def check_command(asked: Asked) -> str:
     words = ["sngm", "advise", asked.task, f"--{name.replace('_', '-')}", recipe]
     words += [] if asked.to_batch is None else ["--to-batch", str(asked.to_batch)]
     words += [] if asked.last_batch is None else ["--last-batch", asked.last_batch]
-    return shlex.join([*words, *set_flags({}, asked.settings or {}), "--verify"])
+    words += [] if asked.pilot_steps is None else ["--pilot-steps", str(asked.pilot_steps)]
+    words += set_flags({}, asked.settings or {})
+    words += [] if data_dir is None else ["--data-dir", str(data_dir)]
+    return shlex.join([*words, "--verify"])
 
 
 SEEDS = 3  # default number of runs of each config in a verification

@@ -324,7 +324,7 @@ def _scale_matters(optimizers: list[Any]) -> bool:
 
     def normalised(optimizer: Any, group: dict[str, Any]) -> bool:  # before anything is added to the gradient
         if isinstance(optimizer, SpectralSNGM):
-            return bool(group["order"] == "before")
+            return group["order"] == "before" and not (group["ball"] == "rows" and group["row_beta"])
         coupled = group["weight_decay"] and group["weight_decay_mode"] == "coupled"
         return isinstance(optimizer, SNGM) and not coupled
 
