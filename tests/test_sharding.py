@@ -602,6 +602,38 @@ def a_copy_compiled_at_once_uses_the_group() -> None:
     assert twin.grad_norm == 4.0
 
 
+def row_norms_are_where_their_rows_are() -> None:
+    """Loaded from a checkpoint of whole tensors, also while frozen, or kept when DTensors take the place of tensors."""
+    generator = torch.Generator().manual_seed(0)
+    start, *grads = [torch.randn(6, 4, generator=generator, dtype=torch.float64) for _ in range(6)]
+    for place in (Shard(0), Shard(1), Replicate()):
+
+        def split(t: Tensor) -> DTensor:
+            return distribute_tensor(t.clone(), line(), [place])  # noqa: B023
+
+        def steps(optimizer, share, some) -> Tensor:
+            p = optimizer.param_groups[0]["params"][0]
+            for g in some:
+                p.grad = share(g)
+                optimizer.step()
+            return p.detach().full_tensor() if isinstance(p, DTensor) else p.detach()
+
+        whole = sngm.SpectralSNGM([nn.Parameter(start.clone())], lr=0.1, ball="rows")
+        at_half = steps(whole, torch.clone, grads[:2]).clone()
+        loaded = nn.Parameter(split(at_half), requires_grad=False)
+        optimizer = sngm.SpectralSNGM([loaded], lr=0.1, ball="rows")
+        optimizer.load_state_dict(copy.deepcopy(whole.state_dict()))
+        replaced = copy.deepcopy(whole)
+        replaced.param_groups[0]["params"] = [nn.Parameter(split(at_half))]
+        expected = steps(whole, torch.clone, grads[2:])
+        loaded.requires_grad_(True)
+        for there in (optimizer, replaced):
+            close(steps(there, split, grads[2:]), expected)
+            row_norm = there.state[there.param_groups[0]["params"][0]]["row_norm"]
+            assert row_norm.placements == ((place if place == Shard(0) else Replicate()),)
+            close(row_norm.full_tensor(), next(iter(whole.state.values()))["row_norm"])
+
+
 BY_KERNELS = {
     **{
         f"{split.__name__}, {method}": partial(kernels_exchange, split, method)
@@ -624,6 +656,7 @@ FACTS = [
     copies_and_saved_state,
     a_fresh_optimizer_asked_for_its_state,
     parameters_put_in_place_of_others,
+    row_norms_are_where_their_rows_are,
     squares_that_one_rank_cannot_keep,
     refusals,
     *([on_a_gpu] if torch.cuda.is_available() else []),
@@ -669,7 +702,13 @@ def work_by_kernels() -> None:
 
 
 def test_fsdp2_on_two_processes_takes_the_steps_of_one():
-    chosen = ["fsdp2, SNGM", "fsdp2, LARS", "squares_that_one_rank_cannot_keep", "scaled_loss_over_a_group"]
+    chosen = [
+        "fsdp2, SNGM",
+        "fsdp2, LARS",
+        "row_norms_are_where_their_rows_are",
+        "squares_that_one_rank_cannot_keep",
+        "scaled_loss_over_a_group",
+    ]
     call_ranks(2, work, chosen)
 
 

@@ -115,22 +115,23 @@ def test_polar_express_is_the_exact_polar_factor(order):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("ball", [None, "rows"])
 @pytest.mark.parametrize("order", ["before", "after"])
-def test_low_precision_parameters_have_float32_state_and_one_rounding(order, dtype):
+def test_low_precision_parameters_have_float32_state_and_one_rounding(order, ball, dtype):
     params, exact = make(dtype), [p.detach().double() for p in make(dtype)]
-    optimizer = SpectralSNGM(params, lr=0.1, order=order)
+    optimizer = SpectralSNGM(params, lr=0.1, order=order, ball=ball)
     state = [torch.zeros_like(p) for p in exact]
     grads = gradients(0, dtype)
     for p, g in zip(params, grads, strict=True):
         p.grad = g
     optimizer.step()
     w, _ = reference.spectral_sngm(
-        exact, state, [g.double() for g in grads], eta=0.1, order=order, triples=POLAR["muon"]
+        exact, state, [g.double() for g in grads], eta=0.1, order=order, balls=[ball] * 6, triples=POLAR["muon"]
     )
     for p, there in zip(params, w, strict=True):
         allowed = {torch.float32: 1e-5}.get(dtype, torch.finfo(dtype).eps)
         assert (p.double() - there).abs().max() <= allowed * there.abs().max()
-        assert optimizer.state[p]["momentum_buffer"].dtype == torch.float32
+        assert all(value.dtype == torch.float32 for value in optimizer.state[p].values())
 
 
 @pytest.mark.parametrize(("polar", "most"), [("polar-express", 1.0), ("muon", 1.203)])
@@ -220,7 +221,7 @@ def test_the_scale_of_the_loss_does_not_matter(ball, dtype, scale):
 @pytest.mark.parametrize("ball", ["spectral", "rows"])
 def test_a_changing_loss_scale_does_not_matter(ball, capturable, device):
     runs = []
-    for scales in ([1.0] * 4, [1.0, 2.0**10, 2.0**-20, 2.0**30]):
+    for scales in ([1.0] * 4, [2.0**10, 1.0, 2.0**-20, 2.0**30]):
         params = [torch.nn.Parameter(p.detach().to(device)) for p in make()]
         optimizer = SpectralSNGM(params, lr=0.1, ball=ball, capturable=capturable)
         for t, scale in enumerate(scales):
@@ -312,7 +313,7 @@ def test_a_checkpoint_goes_on_to_the_bit(settings):
         if t == 2:
             twins = copy.deepcopy(params)
             twin = SpectralSNGM(twins, lr=0.7, **settings)
-            twin.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            twin.load_state_dict(optimizer.state_dict())  # which shares memory with the first optimizer
         for some, o in ((params, optimizer), (twins, twin)):
             if some:
                 for p, g in zip(some, gradients(t), strict=True):
@@ -333,6 +334,28 @@ def test_a_checkpoint_without_row_norms_starts_them_at_the_next_gradient():
         p.grad = g
     newer.step()
     torch.testing.assert_close(newer.state[params[0]]["row_norm"], gradients(0)[0].norm(dim=1, keepdim=True))
+
+
+def test_rows_whose_norm_overflows_do_not_move_and_go_on():
+    w = torch.nn.Parameter(torch.zeros(2, 3))
+    optimizer = SpectralSNGM([w], lr=0.1, momentum=0.0, ball="rows")
+    for entry in (1.0, 3e38, 1.0):
+        w.grad = torch.tensor([[entry] * 3, [1.0] * 3])
+        optimizer.step()
+    assert optimizer.skipped == 0
+    torch.testing.assert_close(w.norm(dim=1), torch.tensor([0.2, 0.3]))
+
+
+def test_row_norms_of_frozen_parameters_and_of_a_model_on_the_meta_device():
+    w = torch.nn.Parameter(torch.empty(4, 3, device="meta"))
+    optimizer = SpectralSNGM([w], lr=0.1, ball="rows")
+    torch.utils.swap_tensors(w, torch.nn.Parameter(torch.ones(4, 3)))
+    w.grad = torch.ones(4, 3)
+    optimizer.step()
+    assert optimizer.state[w]["row_norm"].flatten().tolist() == pytest.approx([3**0.5] * 4)
+    frozen = torch.nn.Parameter(torch.ones(4, 3), requires_grad=False)
+    optimizer.add_param_group({"params": [frozen]})
+    assert optimizer.state[frozen] == {}
 
 
 def test_row_norms_follow_a_model_that_is_moved_and_refuse_another_shape():

@@ -82,9 +82,10 @@ class SpectralSNGM(LargeBatchOptimizer):
     ``ball="rows"``, rows whose gradient is zero then do not move, except by weight decay.
 
     Put embeddings into a group with ``ball="rows"``, because each of their rows belongs to one token:
-    ``decay_groups(model, weight_decay, embeddings={"ball": "rows"})`` does this. A token that does not occur in a batch
-    then hardly moves, because its row of the gradient is small (or zero, unless the embedding is also the output
-    layer), and :math:`s_t` is not.
+    ``decay_groups(model, weight_decay, embeddings={"ball": "rows"})`` does this. If the embedding is also the output
+    layer, each row has a gradient in each batch, which is small if its token does not occur. It then adds little to the
+    momentum, because :math:`s_t` is larger, if the token occurred in one of the last :math:`1/(1-\beta_r)` batches. In
+    other embeddings the rows of such tokens have no gradient, and keep their :math:`s_t`.
 
     Args:
         params: parameters, named parameters or parameter groups, as for any torch optimizer.
@@ -99,8 +100,8 @@ class SpectralSNGM(LargeBatchOptimizer):
         ball: None or "spectral" normalises matrices in the spectral norm, "rows" each of their rows in the Euclidean
             norm, and "euclidean" whole matrices in the Euclidean norm. Vectors always use the Euclidean norm. Each
             parameter group may have its own value.
-        row_beta: :math:`\beta_r`, in [0, 1). With 0 each row is divided by its own norm, as a vector is. Only for
-            ``ball="rows"``; rows without a gradient keep their :math:`s_t`.
+        row_beta: :math:`\beta_r`, in [0, 1). With 0 each row is divided by its own norm. Only for ``ball="rows"``. In
+            the order "after", :math:`s_t` is a mean of norms of rows of :math:`v_t`.
         eps: lower limit of norms, so that a zero gradient gives a zero update.
         maximize, foreach, capturable, stochastic_rounding, norm_group: as in :class:`SNGM`. A `norm_group` only sums
             `grad_norm` and makes ranks agree on skipped steps. A matrix may be sharded as a DTensor, but not as plain
@@ -211,11 +212,12 @@ class SpectralSNGM(LargeBatchOptimizer):
         if group["ball"] == "rows":
             for i in matrices:
                 lengths = row_norms(tensors[i], owners[i])
-                present = lengths > 0 if group["order"] == "before" else row_norms(bucket.grads[i], owners[i]) > 0
+                own = lengths if group["order"] == "before" else row_norms(bucket.grads[i], owners[i])
+                present = (own > 0) & lengths.isfinite()
                 if group["row_beta"]:
                     lengths = self._running(bucket, i, lengths, present, scale, skip)
                 # in the order "after", tokens that are not in the batch have momentum, but must not move
-                found[i] = upcast(tensors[i]) / at_least(eps, lengths) * present
+                found[i] = upcast(tensors[i]) / torch.where(present, at_least(eps, lengths), torch.inf)
             matrices = []
         plain = [i for i in matrices if not is_dtensor(owners[i])]
         found.update(zip(plain, polar_factors([tensors[i] for i in plain], group["polar"], eps), strict=True))
@@ -242,20 +244,12 @@ class SpectralSNGM(LargeBatchOptimizer):
         average.copy_(torch.where(skip.to(average.device), average, now) if isinstance(skip, Tensor) else now)
         return now * scale
 
-    def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        state = super()._make_state(p, group)
-        if group["ball"] == "rows" and group["row_beta"] and p.ndim > 1 and (p.requires_grad or p.grad is not None):
-            fresh, there = zero_per_row(p), state.get("row_norm")
-            if there is None or there.is_meta:
-                state["row_norm"] = fresh
-            elif there.shape != fresh.shape:
-                raise ValueError(
-                    f"row_norm has shape {tuple(there.shape)}, but its parameter has {tuple(p.shape)}; a parameter "
-                    "whose shape was changed needs new state: delete optimizer.state[parameter]"
-                )
-            else:  # from a checkpoint, or the model was moved or sharded
-                state["row_norm"] = redistribute_like(fresh, there).to(fresh.device, fresh.dtype)
-        return state
+    def _keys(self, p: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+        by_row = group["ball"] == "rows" and group["row_beta"] and p.ndim > 1
+        return super()._keys(p, group) + (self.OTHERS if by_row else ())
+
+    def _like(self, key: str, p: Tensor) -> Tensor:
+        return zero_per_row(p) if key in self.OTHERS else p
 
     def _whole_squares(self, bucket: Bucket, tensors: list[Tensor], which: list[int]) -> Tensor:
         """Return tensors' squared norms, summed over shards; tensors[k] belongs to parameter which[k] of a bucket."""

@@ -24,7 +24,7 @@ class StatefulOptimizer(Optimizer):
 
     BUFFERS: ClassVar[tuple[str, ...]] = ("momentum_buffer",)
     COUNTS: ClassVar[tuple[str, ...]] = ()  # one-element float32 tensors of state
-    OTHERS: ClassVar[tuple[str, ...]] = ()  # tensors of other shapes, which the subclass creates
+    OTHERS: ClassVar[tuple[str, ...]] = ()  # tensors of other shapes, see `_like`
     # group keys that torch's optimizer needs to load our checkpoints, with the only value supported here
     TORCH_KEYS: ClassVar[dict[str, Any]] = {"dampening": 0.0}
 
@@ -51,6 +51,14 @@ class StatefulOptimizer(Optimizer):
     def _needs_buffers(self, group: dict[str, Any]) -> bool:
         return bool(group.get("momentum", 1.0))
 
+    def _keys(self, p: Tensor, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return the names of the tensors in the state of `p`, without the counts."""
+        return self.BUFFERS if self._needs_buffers(group) else ()
+
+    def _like(self, key: str, p: Tensor) -> Tensor:
+        """Return a tensor with the shape and the placements of the state `key` of `p`."""
+        return p
+
     def _make_state(self, p: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return the state of `p`: create it as zeros, or move existing state to the device and dtype that `p` needs.
 
@@ -59,11 +67,11 @@ class StatefulOptimizer(Optimizer):
         """
         state: dict[str, Any] = self.state[p]
         if p.requires_grad or p.grad is not None:  # frozen parameters get state when they are unfrozen
-            for key in self.BUFFERS if self._needs_buffers(group) else ():
-                buffer = state.get(key)
+            for key in self._keys(p, group):
+                buffer, like = state.get(key), self._like(key, p)
                 if buffer is None or buffer.is_meta:
-                    state[key] = torch.zeros_like(p, dtype=state_dtype(p))
-                elif buffer.shape != p.shape:
+                    state[key] = torch.zeros_like(like, dtype=state_dtype(p))
+                elif buffer.shape != like.shape:
                     raise ValueError(
                         f"{key} has shape {tuple(buffer.shape)}, but its parameter has {tuple(p.shape)}; "
                         "a parameter whose shape was changed needs new state: delete optimizer.state[parameter]"
@@ -103,7 +111,7 @@ class StatefulOptimizer(Optimizer):
                 )
             for old, p in pairs:
                 self.state[p] = {
-                    key: redistribute_like(p, value) if key in self.BUFFERS else value
+                    key: redistribute_like(self._like(key, p), value) if key in (*self.BUFFERS, *self.OTHERS) else value
                     for key, value in self.state.pop(old, {}).items()
                 }
         for group in self.param_groups:
@@ -192,11 +200,12 @@ class StatefulOptimizer(Optimizer):
         if not isinstance(value, _Wrapped):
             return value
         tensor = value.tensor
-        if key not in self.BUFFERS:
+        if key not in (*self.BUFFERS, *self.OTHERS):
             return tensor.clone()
-        if tensor.shape != p.shape:
+        like = self._like(key, p)
+        if tensor.shape != like.shape:
             raise ValueError(f"{key} of shape {tuple(tensor.shape)} does not fit a parameter of {tuple(p.shape)}")
-        return redistribute_like(p, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
+        return redistribute_like(like, tensor).to(device=p.device, dtype=state_dtype(p), copy=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Return a checkpoint in torch's format: the parameter groups, and the state of the parameters in them.
