@@ -310,6 +310,9 @@ def test_a_dry_run_shows_tokens_and_bytes():
     assert plan["tokens"]["train"] == len(corpus.train.tokens)
     assert plan["bytes"]["test"] == len(Path("data/wikitext-2/test.txt").read_bytes()) + 1
     assert plan["steps_per_epoch"] == len(corpus.train.tokens) // 16 // 4
+    assert "embeddings" not in plan
+    plan = sngm(f"{LINE} --lr 0.1 --batch 4 --method spectral-sngm --dry-run --json").json
+    assert plan["embeddings"] == {"parameters": 280 * 8, "ball": "rows"}
 
 
 def test_what_is_wrong_is_said():

@@ -48,7 +48,7 @@ def plan_of(
     from torch.nn.modules.batchnorm import _BatchNorm
 
     from ..tasks import Moment
-    from ..training.build import prepare
+    from ..training.build import for_embeddings, prepare
     from ..training.distributed import Processes, choose_device
 
     device = choose_device(options.device)
@@ -57,7 +57,9 @@ def plan_of(
     plan, steps, per_epoch = setup.plan, setup.steps, setup.per_epoch
     points = [0, steps // 4, steps // 2, 3 * steps // 4, steps - 1]
     rates = {p: config.lr * setup.schedule(Moment(p, steps, p // per_epoch, config.epochs)) for p in points}
-    decayed = [p for group in setup.optimizer.param_groups if group.get("weight_decay") for p in group["params"]]
+    groups, special = setup.optimizer.param_groups, for_embeddings(config)
+    decayed = [p for group in groups if group.get("weight_decay") for p in group["params"]]
+    tables = [p for group in groups if special and special.items() <= group.items() for p in group["params"]]
     normalises = any(isinstance(module, _BatchNorm) for module in setup.model.modules())
     found = {
         "parameters": sum(p.numel() for p in setup.model.parameters()),
@@ -70,6 +72,7 @@ def plan_of(
         "bn_groups": {"count": plan.batch // plan.bn_group, "samples": plan.bn_group} if normalises else None,
         "weight_decay": {"on": config.decay_on, "parameters": sum(p.numel() for p in decayed),
                          "value": config.method_settings.get("weight_decay", 0.0)},
+        **({"embeddings": {"parameters": sum(p.numel() for p in tables), **special}} if tables else {}),
         "precision": config.precision,
         "step": setup.stepper.mode,
         "steps_per_epoch": per_epoch,

@@ -226,7 +226,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
             f"task {config.task}: no parameter of the model requires a gradient, so nothing can be trained"
         )
     try:
-        groups = decay_groups(model, settings.get("weight_decay", 0.0), embeddings=_for_embeddings(config))
+        groups = decay_groups(model, settings.get("weight_decay", 0.0), embeddings=for_embeddings(config))
         if config.decay_on == "all":
             groups = [{**group, "weight_decay": settings.get("weight_decay", 0.0)} for group in groups]
         if not any(group["weight_decay"] for group in groups):  # the model has only vectors
@@ -262,7 +262,7 @@ def build_optimizer(config: RunConfig, model: nn.Module, *, tensor_rates: bool =
     return optimizer
 
 
-def _for_embeddings(config: RunConfig) -> dict[str, Any]:
+def for_embeddings(config: RunConfig) -> dict[str, Any]:
     """Return the method's special settings for embeddings; {} if the user chose one of these settings."""
     special = METHODS[config.method].embeddings if config.method in METHODS else {}
     return {} if special.keys() & config.method_settings.keys() else special
