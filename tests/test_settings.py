@@ -485,7 +485,7 @@ def test_a_dry_run_of_all_decayed_and_of_none():
     assert "weight decay: none\n" in sngm("train digits --set weight_decay=0 -n").out
 
 
-@pytest.mark.parametrize("method", ["msgd", "adam", "clars", "extrap-sgd", "torch.optim:RMSprop"])
+@pytest.mark.parametrize("method", ["msgd", "adam", "clars", "extrap-sgd", "torch.optim:RMSprop", "torch.optim:Rprop"])
 def test_every_method_can_be_measured(method):
     wanted = config(method, lr=0.01, batch=32, workers=2, settings={"norm": True, "dropout": 0.1})
     setup = prepare(wanted, Processes(0, 1, CPU))

@@ -229,12 +229,10 @@ class SpectralSNGM(LargeBatchOptimizer):
         self, bucket: Bucket, i: int, lengths: Tensor, present: Tensor, scale: float | Tensor, skip: Tensor | bool
     ) -> Tensor:
         """Update the running root mean square of `lengths`, the norms of the rows of a tensor, and return it."""
-        p, beta, average = bucket.owners[i], bucket.group["row_beta"], bucket.states[i].get("row_norm")
-        if average is None or (average.device, average.dtype, average.shape[0]) != (
-            p.device,
-            state_dtype(p),
-            p.shape[0],
-        ):
+        p, beta = bucket.owners[i], bucket.group["row_beta"]
+        average: Any = bucket.states[i].get("row_norm")
+        there = None if average is None else (average.device, average.dtype, average.shape[0])
+        if there != (p.device, state_dtype(p), p.shape[0]):
             average = self._make_state(p, bucket.group)["row_norm"]  # the model was moved, or `ball` was changed
         average = local(average)
         scale = scale.to(lengths) if isinstance(scale, Tensor) else scale

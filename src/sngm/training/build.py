@@ -104,13 +104,14 @@ def prepare(
             raise UsageError(f"`step` {step}: {config.method} cannot be captured in a CUDA graph")
         mode = without_capture(mode)
         optimizer = build_optimizer(config, model)
-    shrinking = [config.lr * group["weight_decay"] for group in optimizer.param_groups]
-    if isinstance(optimizer, SpectralSNGM) and (most_shrinking := max(shrinking)) >= 1:
-        warnings.warn(
-            f"lr * weight_decay is {most_shrinking:g}: a step subtracts this fraction of the weights, so choose a "
-            "smaller lr or weight_decay",
-            stacklevel=2,
-        )
+    if isinstance(optimizer, SpectralSNGM):
+        shrinking = config.lr * max(group["weight_decay"] for group in optimizer.param_groups)
+        if shrinking >= 1:
+            warnings.warn(
+                f"lr * weight_decay is {shrinking:g}: a step subtracts this fraction of the weights, so choose a "
+                "smaller lr or weight_decay",
+                stacklevel=2,
+            )
     if execution.shard:
         sharding.check(config, optimizer)
     most = largest_pass_size(task, model, processes.device, execution.pass_size)
